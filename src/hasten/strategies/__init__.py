@@ -1,5 +1,5 @@
-"""Strategies: how a model is spread over processes, as transforms that compose or as an engine that takes over.
+"""Strategies that spread a model over processes: transforms that compose, or an engine that replaces the training step.
 
-Start with `base.py` (the protocol), `choose.py` (settings to a strategy) and `native.py` (torch's own, composed). Each parallelism has a folder;
-engines lie in `engines/`. `placing.py`, `recompute.py` and `compiling.py` are transforms that every layout shares.
+Start with `base.py` (the protocol), `choose.py` (from settings to a strategy) and `native.py` (torch's parallelisms, composed). Each parallelism
+has a folder; engines are in `engines/`. `placing.py`, `recompute.py` and `compiling.py` hold transforms that all native strategies share.
 """

@@ -1,4 +1,4 @@
-"""What became of a prepared model: how each module is spread, the bytes this rank holds, and what data parallelism sends."""
+"""Summary of a prepared model: the sharding of each module, the bytes on this rank, and data-parallel traffic per step."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _SHOWN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One model on one rank."""
+    """Sharding, memory and traffic of one model on one rank."""
 
     name: str
     modules: list[str]
-    """One line for modules that are alike: their name with numbers left out, how many, and how they are spread."""
+    """One line per group of similar modules: their name without numbers, their count, and how they are sharded."""
     whole: int
     """Bytes of the parameters of the whole model (of this rank's stages, under a pipeline)."""
     parameters: int
-    """Bytes of them on this rank."""
+    """Bytes of the parameters on this rank."""
     planned: Held
-    """What the formulas say a rank holds, with gradients and the optimizer's state as far as it is known before the first update."""
+    """Estimated bytes on a rank, with gradients and, if its size is known before the first update, the optimizer's state."""
     optimizer: str
-    """The class of the model's optimizer, if its state is among the planned bytes."""
+    """Class name of the model's optimizer if its state is among the planned bytes; empty otherwise."""
     sent: Traffic
-    """What the formulas say data parallelism sends in a step."""
+    """Estimated traffic of data parallelism per step."""
 
     def lines(self) -> list[str]:
-        """Return the bytes in words."""
+        """Return the memory and the traffic as lines of text."""
         state = f"gradients and {self.optimizer}'s state" if self.optimizer else "gradients"
         return [
             f"{self.name}: {size(self.parameters)} of {size(self.whole)} of parameters on this rank (planned "
@@ -58,7 +58,7 @@ def account(
     micro_steps: int,
     optimizers: Sequence[Optimizer] = (),
 ) -> Account:
-    """The account of a model that `prepare()` has spread over `mesh`, and that one of `optimizers` updates. Local."""
+    """Return the account of a model that `prepare()` sharded over `mesh` and that one of `optimizers` updates. Local."""
     parameters = list(model.parameters())
     weights = Weights(
         whole=sum(p.numel() for p in parameters if not {str(Axis.TP), EXPERTS} & set(axes_of(p))),
@@ -84,7 +84,7 @@ def account(
 
 
 def _state(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> tuple[str, int]:
-    """The class of the optimizer of these parameters, and the tensors of a parameter's size that it keeps; empty where that is unknown."""
+    """Return the optimizer's class name and its number of state tensors per parameter; ("", 0) when unknown."""
     known = {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -94,7 +94,7 @@ def _state(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> tup
     return "", 0
 
 
-def _moments(optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:  # Any: options of every kind
+def _moments(optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:  # Any: options of any type
     match optimizer:
         case SGD():
             return int(bool(options.get("momentum")))
@@ -104,7 +104,7 @@ def _moments(optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:  #
 
 
 def axes_of(parameter: Tensor) -> dict[str, int]:
-    """Return the axes over which a parameter is divided, with their sizes; none for one that every rank holds whole."""
+    """Return the mesh axes that a parameter is sharded over, with their sizes; empty for a replicated parameter."""
     if not isinstance(parameter, DTensor):
         return {}
     mesh = parameter.device_mesh
@@ -133,7 +133,7 @@ def _modules(model: nn.Module) -> list[str]:
 
 
 def _became(module: nn.Module, own: list[nn.Parameter]) -> str:
-    """Return how a module is spread: what its forward became, and the axes of its parameters."""
+    """Return a description of a module's sharding: the class of its replaced forward, and the axes of its parameters."""
     replaced = [found for tag in ("tensor", "experts") if (found := forwarding.find(module, tag)) is not None]
     words = [type(found).__name__ for found in replaced]
     divided = {axis: ranks for parameter in own for axis, ranks in axes_of(parameter).items()}

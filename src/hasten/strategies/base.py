@@ -1,4 +1,4 @@
-"""The Strategy protocol, the capabilities a strategy declares, and the transforms native strategies are made of."""
+"""The Strategy protocol, the capabilities a strategy declares, and the protocols of the transforms it is made of."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hasten.trees import Tree
 
 
 class Retry(Protocol):
-    """One model during one step. Forward and backward run in passes; a pass that fails is recovered from, then undone."""
+    """Hooks of one model for a step that may be retried: a forward-backward pass that fails is recovered from, then undone."""
 
     meets: bool
-    """Forward and backward are collectives: a rank that stops in their middle leaves the others waiting."""
+    """True if forward and backward run collectives, so that a rank that stops midway leaves the others waiting."""
 
     def begin(self) -> None:
-        """Run the collectives that the next pass would begin with, and remember what `put_back` restores. Ranks: every rank."""
+        """Run the collectives that start the next pass, and save the state that `put_back` restores. Ranks: every rank."""
         ...
 
     def quiet(self, last: bool) -> AbstractContextManager[object]:
-        """A block for one pass, which leaves gradients unsynchronised as far as `reduce` can synchronise them later."""
+        """Return a context manager for one pass; gradients stay unsynchronised as far as `reduce` can synchronise them later."""
         ...
 
     def recover(self) -> None:
@@ -38,16 +38,16 @@ class Retry(Protocol):
         ...
 
     def put_back(self) -> None:
-        """Undo what passes have left in the wrapper, besides parameters, buffers and their .grad. Local."""
+        """Undo the changes that passes made to the wrapper, besides parameters, buffers and their .grad. Local."""
         ...
 
     def reduce(self, used: Sequence[bool]) -> None:
-        """Synchronise gradients where a window ends; `used` says which parameters have one on any rank. Ranks: every rank."""
+        """Synchronise gradients at a window's end; `used` marks parameters with a gradient on any rank. Ranks: every rank."""
         ...
 
 
 class Whole:
-    """A model of one process."""
+    """Retry of a model that is not spread over processes."""
 
     meets = False
 
@@ -69,29 +69,29 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What a strategy takes care of by itself, and what it cannot do."""
+    """Capabilities of a strategy: the tasks it handles itself, and its limits."""
 
     owns_precision: bool = False
     sharded_state: bool = False
     synchronises: bool = True
     hides_gradients: bool = False
-    """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
+    """Inside `no_sync`, gradients accumulate outside the parameters' .grad."""
     gradients_s: Callable[[], float] = lambda: 0.0
-    """The time a backward waits for gradients of other ranks, as last measured; 0 where it is not known."""
+    """Returns the seconds a backward waits for gradients of other ranks, as last measured; 0 when unknown."""
     splits_sequences: bool = False
-    """Ranks of the context-parallel axis get their part of each sequence from the strategy, not from a block."""
+    """The strategy itself shards sequences over the context-parallel axis, without a `context_parallel()` block."""
     transfer: MakeMove | None = None
-    """Makes what brings batches to the device, where a copy to it would not do."""
+    """Factory of the function that moves batches to the device, where a plain copy is not enough."""
 
 
 class Weigh(Protocol):
-    """Gives the loss to backpropagate for a loss and what it is the mean of, None for as much as every other."""
+    """Function that scales a loss for backward by its weight; None weighs the loss like every other."""
 
     def __call__(self, loss: Tensor, weight: Number | None = None) -> Tensor: ...
 
 
 class Stage(IntEnum):
-    """The fixed order in which transforms act on a model."""
+    """Fixed order in which transforms are applied to a model."""
 
     TENSOR = 0
     SPLIT = 1
@@ -105,71 +105,71 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one prepare() asks for one model."""
+    """Options of `prepare()` for one model."""
 
     place: bool = True
-    """Move it to the process's device."""
+    """Move the model to the process's device."""
     train: bool = True
-    """Its gradients will be needed; false leaves it whole, unspread and unsynchronised."""
+    """Prepare the model for training; False leaves the model unsharded and its gradients unsynchronised."""
 
 
 class Transform(Protocol):
-    """One step on a model's way to being trained in parallel."""
+    """One step in preparing a model for parallel training."""
 
     @property
     def stage(self) -> Stage: ...
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        """Return the transformed model: the same object, or a module around it."""
+        """Return the transformed model: the same object, or a module that wraps it."""
         ...
 
     def undo(self, model: nn.Module) -> nn.Module:
-        """Return the model without this transform, as far as it can be taken off."""
+        """Return the model without this transform, as far as the transform can be undone."""
         ...
 
 
 PARTIAL: Final = "partial/"
 """Prefix of gradients in LoopState that are reduced over shards, not yet over replicas."""
 UNSHARDED: Final = "unsharded/"
-"""Prefix of gradients in LoopState that are whole on each rank, not yet reduced."""
+"""Prefix of gradients in LoopState that are unsharded on each rank and not yet reduced."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """What a wrapped model keeps between two micro-steps besides parameters, buffers and their .grad."""
+    """State of a wrapped model between two micro-steps, besides parameters, buffers and their .grad."""
 
     notes: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class KeepsLoopState(Protocol):
-    """How checkpoints get at what a wrapped model keeps; `names` are parameter names by identity."""
+    """Interface to read and restore a wrapped model's loop state; `names` maps id(parameter) to its name."""
 
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        """A collective without which `loop_state` would lack something, or None. Local; every rank must then run it."""
+        """Return a collective that every rank must run before `loop_state`, or None if there is nothing to run. Local."""
         ...
 
     def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        """What the wrapped model keeps on this rank. Local.
+        """Return the loop state of the wrapped model on this rank. Local.
 
         Raises: CheckpointError in an open window whose gradients cannot be read.
         """
         ...
 
     def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        """Put it back. Local; a loss that is returned must be backpropagated by every rank, before .grad is restored."""
+        """Restore a loop state. Local; every rank must backpropagate a loss that is returned, before .grad is restored."""
         ...
 
 
 class Spread(Transform, KeepsLoopState, Protocol):
-    """The transform that spreads a model over processes, and what only it knows about its models."""
+    """Transform that spreads a model over processes, with the operations that depend on the wrapper it uses."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a block in which backward leaves gradients unsynchronised, as far as memory allows."""
+        """Return a context manager in which backward leaves gradients unsynchronised, as far as memory allows."""
         ...
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        """Return how the model takes part in a step that may be run again; None where it cannot. Local."""
+        """Return the hooks to retry a step with this model, or None if its steps cannot be retried. Local."""
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -177,16 +177,16 @@ class Spread(Transform, KeepsLoopState, Protocol):
         ...
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        """Make calls of the method act like calls of the model itself."""
+        """Make calls of the method behave like calls of the model itself."""
         ...
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """Context manager in which ranks may run out of batches at different times."""
+        """Return a context manager in which ranks may run out of batches at different times."""
         ...
 
 
 class Strategy(KeepsLoopState, Protocol):
-    """How models are spread over processes. Models and optimizers are always prepared together."""
+    """Interface of all strategies, which spread models over processes. Models and optimizers are always prepared together."""
 
     @property
     def name(self) -> str: ...
@@ -195,19 +195,22 @@ class Strategy(KeepsLoopState, Protocol):
     def caps(self) -> Caps: ...
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
-        """Context manager in which models are built the way they will be spread, where that can be. Ranks: every rank."""
+        """Return a context manager in which models are built already sharded, if the strategy can. Ranks: every rank."""
         ...
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
-        """Replace the models and optimizers of the bundle by their prepared forms. Ranks: every rank."""
+        """Replace the models and optimizers of the bundle by prepared ones. Ranks: every rank."""
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context manager in which backward does not synchronise gradients."""
+        """Return a context manager in which backward does not synchronise gradients."""
         ...
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        """How the model takes part in a step that may be run again, at a window's end or not; None where it cannot. Local."""
+        """Return the hooks to retry a step with this model; None if it cannot be retried. Local.
+
+        `boundary` says whether the step ends an accumulation window.
+        """
         ...
 
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
@@ -222,27 +225,27 @@ class Strategy(KeepsLoopState, Protocol):
         weigh: Weigh,
         weight: Callable[[Tree], Number] | None = None,
     ) -> Tensor:
-        """Compute the loss of a batch and backpropagate what `weigh` makes of it and its weight; the loss. Ranks: every rank."""
+        """Compute the loss of a batch, backpropagate it as scaled by `weigh`, and return the loss. Ranks: every rank."""
         ...
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients at the end of a window to a global norm; the norm they had. Ranks: every rank."""
+        """Clip the gradients to a global norm at the end of a window and return the norm before. Ranks: every rank."""
         ...
 
     def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
-        """Clamp every element of the gradients at the end of a window. Ranks: every rank."""
+        """Clamp each element of the gradients at the end of a window. Ranks: every rank."""
         ...
 
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context manager in which weights may be written into the user's module; all copies are updated. Ranks: every rank."""
+        """Return a context manager in which the user's module may be written to; all copies are updated. Ranks: every rank."""
         ...
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
-        """Return the user's own module inside a prepared one."""
+        """Return the user's module inside a prepared one."""
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return every parameter and buffer whole, on the CPU when sharded. Ranks: every rank."""
+        """Return a state dict of unsharded parameters and buffers, on the CPU if they are sharded. Ranks: every rank."""
         ...
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -250,17 +253,17 @@ class Strategy(KeepsLoopState, Protocol):
         ...
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """Context manager in which ranks may run out of batches at different times."""
+        """Return a context manager in which ranks may run out of batches at different times."""
         ...
 
 
 def is_trainable(model: nn.Module) -> bool:
-    """Return whether any parameter of the model takes gradients."""
+    """Return whether any parameter of the model requires gradients."""
     return any(p.requires_grad for p in model.parameters())
 
 
 def parameter_device(model: nn.Module) -> torch.device | None:
-    """Return the device of the model's first parameter or buffer, or None when it has neither."""
+    """Return the device of the model's first parameter or buffer, or None when there is neither."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return None

@@ -1,4 +1,4 @@
-"""Finding the repeated blocks of a model: what is compiled, recomputed or sharded one by one."""
+"""Search for the repeated blocks of a model, which are compiled, recomputed or sharded one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost blocks that occur several times in one list or sequence: a transformer's layers, for example."""
+    """Return the outermost blocks that occur several times in one ModuleList or Sequential, such as a transformer's layers."""
     return list(_repeated(model, ""))
 
 
@@ -29,7 +29,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _common_class(container: nn.Module) -> type[nn.Module] | None:
-    """Return the class most children share, when there are several of it and each has parts of its own."""
+    """Return the most common class among the children that have submodules, if several children share it."""
     counts = Counter(type(child) for child in container.children() if any(child.children()))
     if not counts:
         return None
@@ -38,10 +38,10 @@ def _common_class(container: nn.Module) -> type[nn.Module] | None:
 
 
 def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> list[nn.Module]:
-    """Return every submodule whose class is named.
+    """Return every submodule whose class is named in `names`.
 
-    A run may have several models, so each needs one of the names; those it lacks are warned about.
-    Raises: ConfigError naming the classes there are when no name matches.
+    A run may have several models, so each needs only one of the names; a warning lists the names that a model lacks.
+    Raises: ConfigError with the model's classes when no name matches.
     """
     found = [part for part in model.modules() if type(part).__name__ in names]
     missing = ", ".join(sorted(set(names) - {type(part).__name__ for part in found}))

@@ -1,4 +1,4 @@
-"""Choosing the strategy of a run from its settings."""
+"""Choice of the strategy and the device of a run from its settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
-    """Return the strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
+    """Return the strategy the settings ask for. Raises: ConfigError for settings that cannot be combined."""
     if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
         raise ConfigError(
             f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "
@@ -59,7 +59,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
         case "megatron":
             engine = import_module("hasten.strategies.engines.megatron.strategy")  # an optional package
             chosen = engine.MegatronStrategy(config, ctx)
-            return chosen  # noqa: RET504  # typed by its annotation above
+            return chosen  # noqa: RET504  # typed by the annotation above
         case "xla":
             return _on_xla(config, ctx)
         case other:
@@ -67,7 +67,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def device_for(config: Config, topology: Topology) -> torch.device:
-    """Return the device of this process: the strategy's own kind, else the host's accelerator, else the CPU.
+    """Return the device of this process: the strategy's device type, else the host's accelerator, else the CPU.
 
     Raises: DeviceError when the device does not exist.
     """
@@ -88,7 +88,7 @@ def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def chooses_speed(asked: PerformanceSettings) -> bool:
-    """Return whether choices for speed are made: with "auto", or when one of them was given and nothing said off."""
+    """Return whether to make choices for speed: with mode "auto", or without a mode when any of them was set."""
     return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
 
 
@@ -129,19 +129,20 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
                 "exchange tokens and logits where compiled code has not been tried; set dynamo_backend=no, or leave "
                 "both options out."
             )
-        tensor = import_module("hasten.strategies.tensor.strategy")  # likewise loads torch.distributed.tensor
+        tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if ctx.mesh.ep > 1:
-        experts = import_module("hasten.strategies.experts.strategy")  # likewise
+        experts = import_module("hasten.strategies.experts.strategy")  # also loads torch.distributed.tensor
         transforms.append(experts.DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
-        alone = import_module("hasten.strategies.tensor.alone")  # likewise
+        alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
         return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
-    fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor, most of a second
+    # loads torch.distributed.tensor, which takes most of a second
+    fsdp2 = import_module("hasten.strategies.fsdp.strategy")
     spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)
@@ -171,7 +172,7 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     else:
         transforms.append(Place())
     if ctx.mesh.size(Axis.TP) > 1:
-        tensor = import_module("hasten.strategies.tensor.strategy")  # likewise
+        tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
@@ -185,7 +186,7 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
-    """Raise for settings under which experts could not be divided."""
+    """Raise for settings that do not work with expert parallelism."""
     if config.dynamo.backend != "no":
         raise ConfigError(
             f"dynamo backend {config.dynamo.backend!r} was asked for with ep_size={ctx.mesh.ep}; how many tokens travel is "
@@ -232,7 +233,7 @@ def _refuse_with_stages(config: Config) -> None:
 
 
 def _common(config: Config) -> list[Transform]:
-    """Return the transforms every native strategy shares: recompute and compile."""
+    """Return the transforms that all native strategies share: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
         find = partial(blocks_by_class, names=config.recompute, setting="recompute")

@@ -1,8 +1,8 @@
-"""The transform that compiles repeated blocks without making the training wait for the compiler.
+"""Compilation of repeated blocks in the background, while training runs eagerly.
 
-The first two training steps run eagerly and show a block's inputs. If both are alike, a process of its own compiles a copy of the block
-without its weights for them, which fills the compiler's caches on disk; when it is done, the blocks are compiled in place, and find
-their code there. Until then, and if anything goes wrong, the model runs as it is.
+The first two training steps run eagerly and record a block's inputs. If both have the same shapes and dtypes, a separate process compiles
+a copy of the block without its weights, which fills the compiler's caches on disk; when that process has finished, the blocks are
+compiled in place and load their code from the caches. Until then, and if anything fails, the model runs eagerly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OFF = "performance={'compile': False} turns it off"
 
 
 class CompileAhead:
-    """Compiles each repeated block in place once that takes no time any more."""
+    """Transform that compiles each repeated block in place once the compiler's caches hold its code."""
 
     stage = Stage.COMPILE_BLOCKS
 
@@ -75,17 +75,15 @@ def _no_compiler(device: torch.device) -> str:
 
 
 def load_compiler() -> None:
-    """Import torch's compiler, in a thread beside the training."""
+    """Import torch's compiler; runs in a thread beside the training."""
     try:
-        import_module("torch._inductor.compile_fx")  # seconds, which only a training that compiles spends
-    except (
-        Exception
-    ):  # a training that ends first takes parts of torch away meanwhile; what compiles later imports it again
+        import_module("torch._inductor.compile_fx")  # takes seconds, so only a training that compiles imports it
+    except Exception:  # at the end of the process the import may fail half-way; a later compilation imports it again
         log.debug("torch's compiler was not loaded ahead", exc_info=True)
 
 
 class _Look:
-    """Looks at the calls of one block, and waits for the process that compiles it."""
+    """Forward pre-hook that records the inputs of one block and waits for the process that compiles it."""
 
     waits = True
 
@@ -98,7 +96,7 @@ class _Look:
         self._handle: RemovableHandle = blocks[0].register_forward_pre_hook(self, with_kwargs=True)
         vars(blocks[0])[SETTLING] = self
 
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's own
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's
         if not block.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if self._process is not None:
@@ -115,7 +113,7 @@ class _Look:
         else:
             try:
                 self._process = _start(_without_weights(block), block, args, kwargs)
-                self._loading.start()  # seconds, which the first compiled step need not spend
+                self._loading.start()  # the import takes seconds, which the first compiled step then saves
                 log.info("performance: a block of %s is being compiled in a process of its own; %s", self._name, _OFF)
             except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, OSError) as error:
                 self._give_up(f"its block cannot be copied to another process ({error})")
@@ -146,7 +144,7 @@ class _Look:
         log.info("performance: %s is not compiled: %s", self._name, why)
 
     def close(self) -> None:
-        """Look at nothing any more, and end the process."""
+        """Remove the hook and end the process."""
         self._handle.remove()
         vars(self._blocks[0])[SETTLING] = None
         if self._process is not None:
@@ -157,28 +155,28 @@ class _Look:
                 self._process.stderr.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoLook:
-        """Return a copy of the model is not looked at."""
+        """Return a hook that does nothing: copies of the model are not watched."""
         return _NoLook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nor is a pickled one."""
+        """Replace this hook by one that does nothing when the model is pickled."""
         return _NoLook, ()
 
 
 class _NoLook:
-    """What a copy of a block has in the place of a look."""
+    """Hook that does nothing, in copies of a block."""
 
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's own
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's
         return None
 
 
 def _without_weights(block: nn.Module) -> nn.Module:
-    """Return a copy of the block whose parameters have no memory."""
+    """Return a copy of the block with its parameters on the meta device."""
     return copy.deepcopy(block, {id(p): nn.Parameter(_empty(p), p.requires_grad) for p in block.parameters()})
 
 
-def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subprocess.Popen[str]:  # Any: the user's own
-    """Compile the copy of a block in another process."""
+def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subprocess.Popen[str]:  # Any: the user's
+    """Start a process that compiles the copy of a block."""
     device = next((tensor.device for tensor in (*block.parameters(), *block.buffers())), torch.device("cpu"))
     content = {
         "block": bare,
@@ -205,10 +203,10 @@ def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subproc
         shutil.rmtree(folder, ignore_errors=True)
         raise
     weakref.finalize(process, shutil.rmtree, folder, ignore_errors=True)
-    weakref.finalize(block, process.kill)  # a training that ends first
+    weakref.finalize(block, process.kill)  # if training ends first
     return process
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same layout without memory."""
+    """Return a tensor with the same strides and dtype on the meta device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

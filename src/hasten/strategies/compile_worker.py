@@ -1,4 +1,4 @@
-"""The program of `strategies.compile_ahead`: compiles one block for given inputs, to fill the compiler's caches. Imported by nobody."""
+"""Script of `strategies.compile_ahead` that compiles one block for given inputs, to fill the compiler's caches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hasten import trees
 
 
 def main(argv: list[str]) -> int:
-    """Compile the block of a file written by the process that waits for it."""
-    os.nice(10)  # the training goes first
+    """Compile the block in the file that the parent process wrote."""
+    os.nice(10)  # lower priority than the training
     sys.path[:0] = [entry for entry in _paths(argv[0]) if entry not in sys.path]
-    told: dict[str, Any] = pickle.loads(Path(argv[0]).read_bytes())  # written by this process's parent a moment ago
+    told: dict[str, Any] = pickle.loads(Path(argv[0]).read_bytes())  # written by the parent process
     device = torch.device(told["device"])
     torch.set_float32_matmul_precision(told["tf32"])
     torch.set_num_threads(told["threads"])
@@ -44,7 +44,7 @@ def _filled(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _paths(file: str) -> list[str]:
-    """Return where the modules of the script are found."""
+    """Return the import paths of the training script."""
     found: list[str] = Path(f"{file}.paths").read_text(encoding="utf-8").split("\0")
     return found
 

@@ -1,4 +1,4 @@
-"""The transforms that compile a model: whole, or its repeated block once."""
+"""Transforms that compile a model: the whole model, or each of its repeated blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hasten.strategies.blocks import repeated_blocks
 log = logging.getLogger(__name__)
 
 SETTLING: Final = "_hasten_settling"
-"""Attribute of a block that holds what waits for its compilation."""
+"""Attribute of a block that holds the hook waiting for its compilation."""
 
 
 class CompileWhole:
-    """Compiles the whole prepared model in place: its class, names and state dict stay."""
+    """Transform that compiles the prepared model in place; its class, names and state dict stay the same."""
 
     stage = Stage.COMPILE_WHOLE
 
@@ -37,7 +37,7 @@ class CompileWhole:
 
 
 class CompileBlocks:
-    """Compiles each repeated block in place; equal blocks share one compilation."""
+    """Transform that compiles each repeated block in place; equal blocks share one compilation."""
 
     stage = Stage.COMPILE_BLOCKS
 
@@ -60,8 +60,8 @@ class CompileBlocks:
         return model
 
 
-def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile's own keywords
-    """Return the keywords of torch.compile for these settings."""
+def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile's keywords
+    """Return the keywords of torch.compile for the settings."""
     chosen: dict[str, Any] = {
         "backend": config.backend,
         "fullgraph": config.fullgraph,
@@ -74,7 +74,7 @@ def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile'
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether calls of this module itself go through a compiled function."""
+    """Return whether calls of this module go through a compiled function."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
@@ -84,7 +84,7 @@ def is_settling(model: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module, called eagerly again."""
+    """Remove the module's compiled function, so that calls run eagerly, and return the module."""
     if is_compiled(model):
         model._compiled_call_impl = None
     return model

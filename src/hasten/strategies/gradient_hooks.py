@@ -1,4 +1,4 @@
-"""Hooks on single parameters' gradients, which sharding would drop in silence: carried over, or refused."""
+"""Gradient hooks on parameters, which sharding would silently drop: they are carried over, or refused."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from torch.optim.swa_utils import AveragedModel
 
 from hasten.errors import PrepareError
 
-Hooks = dict[str, list[Callable[..., Any]]]  # Any: the user's own functions
+Hooks = dict[str, list[Callable[..., Any]]]  # Any: the user's functions
 
 
 def refuse_gradient_hooks(model: nn.Module, whole: set[nn.Parameter]) -> None:
-    """Raise when a parameter that will be sharded has a hook set by `register_hook`: nothing would call it."""
+    """Raise if a parameter to be sharded has a hook set with `register_hook`, which would never be called."""
     for name, parameter in model.named_parameters():
         if parameter not in whole and getattr(parameter, "_backward_hooks", None):
             raise _never_called(f"{name!r} has a hook set with register_hook()", "which is carried over")
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
-    """Make `register_hook` of the sharded parameters raise from now on."""
+    """Make `register_hook` of the sharded parameters raise."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            parameter.register_hook = partial(_refused, ref(parameter))  # type: ignore[method-assign]  # of this one only
+            parameter.register_hook = partial(_refused, ref(parameter))  # type: ignore[method-assign]  # only on this instance
 
 
 def _refused(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:  # Any: torch's handle
     owner = parameter()
-    if getattr(hook, "__module__", "").startswith("torch.") and owner is not None:  # its memory tracker listens only
+    # torch's memory tracker only reads gradients
+    if getattr(hook, "__module__", "").startswith("torch.") and owner is not None:
         return Tensor.register_hook(owner, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     raise _never_called(
         f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter", "which is called"
@@ -48,7 +49,7 @@ def _never_called(happened: str, better: str) -> PrepareError:
 
 
 def hooks_to_carry(model: nn.Module, whole: set[nn.Parameter]) -> Hooks:
-    """Return the hooks set by `register_post_accumulate_grad_hook` on parameters that will be sharded, by name."""
+    """Return the hooks set with `register_post_accumulate_grad_hook` on parameters to be sharded, by name."""
     found: Hooks = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         hooks = None if parameter in whole else getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -58,7 +59,7 @@ def hooks_to_carry(model: nn.Module, whole: set[nn.Parameter]) -> Hooks:
 
 
 def carry_hooks(model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]]) -> None:
-    """Set the hooks again on the shards, where they see the averaged gradient."""
+    """Register the hooks on the shards, where they receive the averaged gradient."""
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in hooks and id(parameter) not in seen:
@@ -68,7 +69,7 @@ def carry_hooks(model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]])
 
 
 def guard_averages() -> None:
-    """Let an AveragedModel that was left out of `prepare` name the cure when a sharded model is averaged into it."""
+    """Patch AveragedModel to raise with advice if an unprepared one is updated from a sharded model."""
     update = AveragedModel.update_parameters
     if not hasattr(update, "__wrapped__"):
         AveragedModel.update_parameters = _guarded(update)  # type: ignore[method-assign]  # torch offers no hook
@@ -84,7 +85,7 @@ def _guarded(update: Callable[..., Any]) -> Callable[..., Any]:  # Any: torch le
             )
         update(self, model)
 
-    update_parameters.__wrapped__ = update  # type: ignore[attr-defined]  # so that it is done once
+    update_parameters.__wrapped__ = update  # type: ignore[attr-defined]  # marks the method as patched
     return update_parameters
 
 

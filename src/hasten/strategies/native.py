@@ -1,4 +1,4 @@
-"""NativeStrategy: torch's own parallelism as transforms in a fixed order, then optimizers bound to the result."""
+"""NativeStrategy: torch's parallelisms as transforms in a fixed order, and optimizers bound to the transformed models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hasten.trees import Tree
 
 
 class RunsStages(Protocol):
-    """A spread whose models are run by itself, because no rank holds a whole one."""
+    """Spread that runs its models itself, because no rank holds a whole model."""
 
     def forward_backward(
         self,
@@ -34,16 +34,16 @@ class RunsStages(Protocol):
         weigh: Weigh,
         weight: Callable[[Tree], Number] | None = None,
     ) -> Tensor:
-        """Forward and backward of one batch; its loss."""
+        """Run forward and backward of one batch, and return its loss."""
         ...
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients to a norm over all stages; the norm they had."""
+        """Clip the gradients to a norm over all stages, and return the norm before clipping."""
         ...
 
 
 class NativeStrategy:
-    """Any combination of transforms; the same class for one process, DDP and sharded data parallel."""
+    """Strategy made of transforms; the same class serves one process, DDP and sharded data parallelism."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class NativeStrategy:
         stages: RunsStages | None = None,
         on_optimizer: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        """`on_optimizer` is told of each optimizer when it has its parameters."""
+        """Create the strategy; `on_optimizer` is called with each optimizer once its parameters are bound."""
         self.name = name
         self._stages = stages
         self._on_optimizer = on_optimizer
@@ -63,7 +63,7 @@ class NativeStrategy:
         self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
-        return nullcontext()  # models are spread by prepare()
+        return nullcontext()  # prepare() shards models
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
@@ -89,7 +89,7 @@ class NativeStrategy:
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
         return self._spread.retry(model, boundary)
 
-    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         if self._stages is not None:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (pp_size > 1). Replace the "
@@ -123,7 +123,7 @@ class NativeStrategy:
         clip.clip_value(parameters, limit)
 
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()  # whoever fills sharded parameters fills its own part
+        return nullcontext()  # sharded parameters are filled shard by shard
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         kept = {Stage.RECOMPUTE, Stage.PLACE}
@@ -156,7 +156,7 @@ class NativeStrategy:
 
 
 def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders: bool = False) -> None:
-    """Replace optimizer factories by optimizers over the trainable parameters of the one model they can mean."""
+    """Replace optimizer factories by optimizers over the parameters of the only trainable model."""
     for item in items:
         if isinstance(item.value, Placeholder) and not placeholders:
             raise PrepareError(
@@ -177,7 +177,7 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
 
 
 class Alone:
-    """Leaves models as they are: there is nobody to share them with."""
+    """Spread of a single process, which does not change models."""
 
     stage = Stage.SPREAD
 

@@ -1,4 +1,4 @@
-"""The transform that moves a model to the process's device."""
+"""Transforms that move a model to the process's device and convert it to the run's precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Place:
-    """Moves parameters and buffers to the device, keeping the parameter objects optimizers point to."""
+    """Transform that moves parameters and buffers to the device; optimizers keep pointing to the same parameters."""
 
     stage = Stage.PLACE
 
@@ -30,7 +30,7 @@ class Place:
                 "train. Fill them first with load_checkpoint_in_model(model, folder), or shard it with "
                 "strategy='fsdp', which fills meta parameters."
             )
-        # already spread over devices by whoever loaded it
+        # the code that loaded the model has already spread it over devices
         if not wish.place or hasattr(model, "hf_device_map") or is_dispatched(model):
             return model
         return model.to(ctx.device)
@@ -40,7 +40,7 @@ class Place:
 
 
 class Convert:
-    """Makes the model compute in the run's precision."""
+    """Transform that makes the model compute in the run's precision."""
 
     stage = Stage.CONVERT
 
@@ -59,9 +59,9 @@ class Convert:
 
 
 def give_masters(model: nn.Module) -> None:
-    """Make trained half-precision parameters float32, in place; frozen ones keep their dtype.
+    """Convert trained half-precision parameters to float32 in place; frozen ones keep their dtype.
 
-    Compute stays in half precision. In bfloat16 an update below 1/256 of a weight is lost by rounding.
+    The model still computes in half precision. In bfloat16, updates below 1/256 of a weight are lost to rounding.
     """
     changed: dict[torch.dtype, int] = {}
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The transform that recomputes activations of chosen blocks in backward instead of keeping them."""
+"""Transform for activation checkpointing: activations of chosen blocks are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hasten.strategies.base import Stage, Wish, is_trainable
 
 
 class RecomputedForward(forwarding.Forward):
-    """A forward whose activations are dropped and computed again in backward."""
+    """Forward whose activations are discarded and recomputed in backward."""
 
     tag = "recompute"
 
     def __init__(self, offload: bool = False) -> None:
         self.offload = offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if not self.offload:
@@ -35,9 +35,9 @@ class RecomputedForward(forwarding.Forward):
 
 
 class Recompute:
-    """Recomputes the blocks that `find` names in a model, the outermost of them where they nest.
+    """Transform that recomputes the activations of the blocks that `find` returns; of nested blocks, the outermost.
 
-    `setting` is what asked for it, for messages.
+    `setting` is the name of the setting, for error messages.
     """
 
     stage = Stage.RECOMPUTE

@@ -1,4 +1,4 @@
-"""What is whole in a sharded model: parameters every rank keeps whole, and the whole state dict on the main process."""
+"""Unsharded tensors of a sharded model: averaged gradients of whole parameters, and the state dict on the main process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hasten.modules.names import is_dtensor, whole_of
 
 
 class Averaged:
-    """A gradient hook: the mean over the ranks that read different samples, in every backward."""
+    """Gradient hook that averages over the ranks with different samples, in every backward."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -27,7 +27,7 @@ def scalars(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
-    """Synchronise the gradients of whole parameters as FSDP does those of its shards."""
+    """Register hooks that average the gradients of whole parameters, like FSDP does for its shards."""
     if comm.size == 1:
         return
     for parameter in parameters:
@@ -37,8 +37,8 @@ def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 @torch.no_grad()
 def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: tensors and extra state
-    """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
-    state = model.state_dict(keep_vars=True)  # as they are, so that tied weights are one object under two names
+    """Return unsharded tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+    state = model.state_dict(keep_vars=True)  # keep_vars, so that tied weights are one object under two names
     made: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in made:
@@ -47,5 +47,5 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: te
     return {name: made[id(value)] for name, value in state.items()} if is_main else {}
 
 
-def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which stays as it is
+def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which is returned unchanged
     return value.detach().cpu() if isinstance(value, Tensor) else value

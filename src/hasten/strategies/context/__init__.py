@@ -1,4 +1,5 @@
-"""Context parallelism: one sequence split over ranks, attention over all of it.
+"""Context parallelism: each sequence is sharded over ranks, and attention spans all shards.
 
-Start with `strategy.py`; `layout.py` (pure) says which positions a rank holds, `attention.py` and `sdpa.py` compute, `masks.py` completes masks.
+Start with `strategy.py`; `layout.py` (pure) gives the positions of each rank, `attention.py` and `sdpa.py` compute attention, and `masks.py`
+completes masks.
 """

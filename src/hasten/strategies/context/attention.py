@@ -1,4 +1,4 @@
-"""Attention over a sequence of which each rank holds a part: keys gathered, keys around a ring, or heads exchanged."""
+"""Attention over a sequence sharded over ranks: keys gathered, keys rotated around a ring, or heads exchanged."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.ops import Rotation, all_parts, summed_part
 
 _TILE: Final = 512
-"""Queries whose scores are held at one time where no fused kernel fits."""
+"""Number of queries whose scores are in memory at a time if no fused kernel can be used."""
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries (batch, heads, length, width), keys and values with as many heads, and how they attend."""
+    """Queries (batch, heads, length, width), keys and values with as many heads, and the mask and scale of attention."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     causal: bool
-    """Only to keys up to the query's own index."""
+    """Attend only to keys up to the query's index."""
     scale: float
 
 
 def attend(block: Block) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exp (batch, heads, length) in float32; without gradients."""
+    """Return the output and the log-sum-exp (batch, heads, length) in float32, without gradients."""
     forward, _ = _kernel(block)
     out, lse = forward(block)
     return out, lse.float()
 
 
 def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the block adds to the gradients of its queries, keys and values.
+    """Return this block's contributions to the gradients of its queries, keys and values.
 
-    `out` and `lse` are those of the queries over all keys, not this block's alone.
+    `out` and `lse` belong to attention over all keys, not over this block's keys alone.
     """
     _, backward = _kernel(block)
     return backward(block, grad, out, lse)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two disjoint sets of keys, from that to each, in float32."""
+    """Merge the attention outputs over two disjoint sets of keys, in float32."""
     total = torch.logaddexp(lse, more_lse)
     kept, added = (lse - total).exp().unsqueeze(-1), (more_lse - total).exp().unsqueeze(-1)
     return out * kept + more * added, total
@@ -89,7 +89,7 @@ def _flash_cuda(block: Block) -> tuple[Tensor, Tensor]:
 def _flash_cuda_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     q, k, v = block.query, block.key, block.value
-    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # of sequences packed into one, and of dropout
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # for packed sequences and dropout, which are not used
     dq, dk, dv = op(
         *(grad, q, k, v, out.to(q.dtype), lse.contiguous(), None, None, q.shape[-2], k.shape[-2]),
         *(0.0, block.causal, unused, unused),
@@ -99,7 +99,7 @@ def _flash_cuda_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -
 
 
 def _tiles(block: Block) -> Iterator[tuple[slice, Tensor]]:
-    """Scores in float32, minus infinity where masked, for one tile of queries after another."""
+    """Yield the scores of one tile of queries at a time, in float32, minus infinity where masked."""
     key = block.key.float().transpose(-2, -1)
     columns = torch.arange(block.key.shape[-2], device=key.device)
     for start in range(0, block.query.shape[-2], _TILE):
@@ -142,7 +142,7 @@ Exchange = Literal["gather", "ring"]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares a sequence, how it is laid out, and how keys and values travel."""
+    """Process group that shares a sequence, with the sequence's layout and the exchange of keys and values."""
 
     group: dist.ProcessGroup
     layout: SequenceLayout
@@ -151,16 +151,16 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How queries attend to keys."""
+    """Mask and scale of an attention call."""
 
     causal: bool
     scale: float
 
 
 def blockwise(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, manner: Manner) -> Tensor:
-    """The output for this rank's queries over every rank's keys, without ever holding all scores. Ranks: the group.
+    """Compute attention of this rank's queries over the keys of all ranks, one block of scores at a time. Ranks: the group.
 
-    Tensors are (batch, heads, length, width); keys and values may have fewer heads, each shared by several queries.
+    Tensors are (batch, heads, length, width); keys and values may have fewer heads, each shared by several query heads.
     """
     made: Tensor = _Blockwise.apply(query, key, value, sharing, manner)  # type: ignore[no-untyped-call]  # as torch is
     return made
@@ -207,14 +207,14 @@ class _Blockwise(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A chunk of queries and a chunk of keys that attend to each other, by number and as slices."""
+    """A chunk of queries and a chunk of keys to attend to, as indices and as slices."""
 
     row: int
     rows: slice
     column: int
     columns: slice
     causal: bool
-    """The causal mask acts inside the block."""
+    """Apply the causal mask inside the block."""
 
 
 def _places(
@@ -231,7 +231,7 @@ def _places(
 
 
 class _Chunks:
-    """The chunks of a gradient, each the sum of what blocks add to it; sums of several are kept in float32."""
+    """The chunks of a gradient, each the sum of the blocks' contributions; sums of several are held in float32."""
 
     def __init__(self, like: Tensor, number: int) -> None:
         self._like = like
@@ -242,7 +242,7 @@ class _Chunks:
         self._made[number] = more if so_far is None else so_far.float().add_(more)
 
     def joined(self) -> Tensor:
-        """Return the whole gradient; zero where nothing was added."""
+        """Return the whole gradient, with zeros where no block contributed."""
         shape = (*self._like.shape[:-2], self._like.shape[-2] // len(self._made), self._like.shape[-1])
         return _joined([self._like.new_zeros(shape) if made is None else made for made in self._made])
 
@@ -260,19 +260,19 @@ def _block(query: Tensor, key: Tensor, value: Tensor, place: _Place, manner: Man
 
 
 def _strided(x: Tensor) -> Tensor:
-    """`x` as the fused kernels take it: with any strides but the last, which is one."""
+    """Return `x` with a stride of one in its last dimension, as the fused kernels need it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fold_heads(grad: Tensor, heads: int) -> Tensor:
-    """Return the gradient of each key's head: the sum over the queries' heads that share it."""
+    """Sum the gradients of the query heads that share a key head."""
     if grad.shape[-3] == heads:
         return grad
     return grad.view(*grad.shape[:-3], heads, -1, *grad.shape[-2:]).sum(-3)
 
 
 def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield every rank's keys and values, this rank's own first, then those of the ranks before it."""
+    """Yield the keys and values of every rank, this rank's first, then those of the ranks before it."""
     group = sharing.group
     rank, size = group.rank(), group.size()
     if sharing.exchange == "gather" or size == 1:
@@ -289,7 +289,7 @@ def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int,
 
 
 class _Returning:
-    """Gradients of keys and values on their way back to the ranks that hold them."""
+    """Gradients of keys and values that are sent back to the ranks that hold them."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
@@ -297,9 +297,9 @@ class _Returning:
         self._moving: Rotation | None = None
 
     def add(self, other: int, dk: Tensor, dv: Tensor) -> None:
-        """Hand over what this rank adds to the gradients of rank `other`'s keys and values."""
+        """Add this rank's contribution to the gradients of rank `other`'s keys and values."""
         if self._sharing.group.size() > 1:
-            dk, dv = dk.float(), dv.float()  # ranks add to different numbers of chunks, and must send one dtype
+            dk, dv = dk.float(), dv.float()  # ranks add up different numbers of chunks, but must send one dtype
         if self._sharing.exchange == "gather" or self._sharing.group.size() == 1:
             self._parts[other] = (dk, dv)
             return
@@ -309,7 +309,7 @@ class _Returning:
         self._moving = Rotation([dk, dv], self._sharing.group, tag=1)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's own keys and values."""
+        """Return the gradients of this rank's keys and values."""
         if self._moving is not None:
             dk, dv = self._moving.arrived()
             return dk, dv

@@ -1,4 +1,4 @@
-"""Calls of prepared models under context parallelism: what only the whole sequence tells is added to their arguments."""
+"""Forward pre-hook for context parallelism: adds arguments that only the whole sequence determines, such as positions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hasten.strategies.context.transformers import NAME
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _LABELS: Final = ("labels", "targets", "target", "y")
-"""Arguments that a model of somebody's own may compute its loss from."""
+"""Arguments from which a user's model may compute its loss."""
 _SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
-"""Arguments of transformers' models that have one entry for each token."""
+"""Arguments of transformers' models with one entry per token."""
 _WRITE: Final = (
     "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
     "with every tensor that has a sequence dimension"
@@ -33,29 +33,29 @@ _WRITE: Final = (
 
 @dataclass(slots=True)
 class Opened:
-    """A block that is running: the buffers as they were, and what attention inside it does."""
+    """State of a running `context_parallel()` block: the buffers before sharding, and the attention inside the block."""
 
     layout: SequenceLayout
     rank: int
     buffers: list[tuple[Tensor, Tensor, int]]
-    """Each buffer, the whole it was, and its sequence dimension."""
+    """Each buffer, its whole tensor, and its sequence dimension."""
     attention: SequenceAttention
     counting: Callable[[], tuple[bool, ...]]
-    """For each buffer, whether it counts the positions of the sequence."""
+    """Returns for each buffer whether it holds the positions 0, 1, 2, … of the sequence."""
     weigh: Callable[[Tensor, Tensor], None]
-    """Given this rank's labels and all of them, make the loss weigh by them."""
+    """Weighs this rank's loss by its labels, given this rank's labels and the labels of the whole sequence."""
 
     def whole(self, value: object) -> tuple[Tensor, int] | None:
-        """Return the whole of a buffer and its sequence dimension; None for anything else."""
+        """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
         return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor."""
+        """Return this rank's shard of a tensor."""
         return held_part(whole, dim, self.layout, self.rank)
 
 
 class CallHook:
-    """A forward pre-hook of a prepared model; copies of the model share it."""
+    """Forward pre-hook of a prepared model; copies of the model share it."""
 
     def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], Opened | None]) -> None:
         self._inner = inner
@@ -117,14 +117,17 @@ class CallHook:
             )
 
     def _told(self, block: Opened, given: Mapping[str, Any]) -> bool:
-        """Whether an argument counts the positions of the sequence, or is none of the buffers, such as positions made inside."""
+        """Return whether an argument holds the positions of the sequence, or is not one of the buffers.
+
+        An argument that is no buffer may be positions that the caller computed inside the block.
+        """
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         places = {id(tensor): n for n, (tensor, _, _) in enumerate(block.buffers)}
         known = [places.get(id(tensor)) for tensor in tensors]
         return None in known or any(block.counting()[number] for number in known if number is not None)
 
     def _completed(self, block: Opened, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are to be changed."""
+        """Return the arguments to change, with their new values."""
         changed: dict[str, Any] = {}
         sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
         if sequence is None:
@@ -144,7 +147,7 @@ class CallHook:
         return changed
 
     def _refuse_wholes(self, block: Opened, given: Mapping[str, Any], length: int) -> None:
-        """Raise for an argument over whole sequences beside parts of them, of which a model may take the wrong part."""
+        """Raise StepError for an argument that spans the whole sequence beside sharded ones."""
         for name in _SEQUENCES:
             value = given.get(name)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
@@ -155,7 +158,7 @@ class CallHook:
                 )
 
     def _refuse_windows(self, length: int) -> None:
-        """Raise for a model of transformers whose layers see a window of the sequence: a part of it does not show that."""
+        """Raise StepError for a model of transformers whose layers attend within a window that sharding would ignore."""
         config: Any = getattr(self._base, "config", None)
         kinds = getattr(config, "layer_types", None)
         for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
@@ -167,7 +170,7 @@ class CallHook:
                 )
 
     def _refuse_other_positions(self) -> None:
-        """Raise for a model whose positions are not 0, 1, 2, … of each sequence."""
+        """Raise StepError for a model whose positions are not 0, 1, 2, … of each sequence."""
         padded = [
             name
             for name, part in self._base.named_modules()
@@ -181,9 +184,9 @@ class CallHook:
             )
 
     def _shifted(self, block: Opened, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """This rank's labels one position ahead, and all of them, for a model that would shift its part of them by itself.
+        """Return this rank's labels and all labels, shifted by one, for a model that would shift its shard of them itself.
 
-        Raises: StepError for a model that shifts labels and takes none that are shifted.
+        Raises: StepError for a model that shifts labels and takes no shifted ones.
         """
         labels = block.whole(given.get("labels"))
         if labels is None or given.get("shift_labels") is not None or not hasattr(self._base, "loss_function"):
@@ -197,7 +200,7 @@ class CallHook:
             )
         whole = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
         mine = block.part(whole, labels[1])
-        block.attention.start()  # which weighs by the labels before they are shifted
+        block.attention.start()  # weighs by the unshifted labels, so it runs first
         if given.get("num_items_in_batch") is None:
             block.weigh(mine, whole)
         return mine, whole
@@ -205,7 +208,7 @@ class CallHook:
     def _labels_of(
         self, block: Opened, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
-        """Return the whole labels that are in the place of the tokens they are predicted from."""
+        """Return the whole shifted labels, aligned with the tokens that predict them."""
         if shifted is not None:
             return shifted[1]
         found = block.whole(given.get("shift_labels"))
@@ -214,7 +217,7 @@ class CallHook:
     def _complete_mask(
         self, block: Opened, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
     ) -> None:
-        """Take the padding mask from the model, if padding is on the right, and hide the padding in attention where it counts."""
+        """Remove a right-padding mask from the model's arguments, and hide the padding in attention where it matters."""
         whole, dim = mask
         if whole.ndim != 2 or dim != 1:
             return
@@ -224,7 +227,7 @@ class CallHook:
             unused = (real | (labels == IGNORED)).all()  # no label is predicted from padding
         right, unused_padding = torch.stack([(real[:, :-1] | ~real[:, 1:]).all(), unused]).tolist()
         if not right or (block.attention.way == "ring" and not (labels is not None and unused_padding)):
-            return  # attention says what is to be done
+            return  # attention raises an error with advice
         block.attention.start()
         block.attention.padded = False
         changed["attention_mask"] = None

@@ -1,4 +1,4 @@
-"""Which part of a sequence each context-parallel rank holds, and which parts attend to which: numbers without torch."""
+"""Positions of a sequence on each context-parallel rank, and the chunks that attend to each other; pure Python."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hasten.runtime.mesh_plan import divisors
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A chunk of this rank's queries that attends to a chunk of some rank's keys, both by their place on their rank."""
+    """A chunk of this rank's queries that attends to a chunk of a rank's keys, both as indices on their ranks."""
 
     query: int
     key: int
     diagonal: bool
-    """They are the same chunk: within it, a causal mask still acts."""
+    """Both are the same chunk, within which a causal mask applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Equal chunks of a sequence over ranks.
+    """Layout of a sequence in equal chunks over ranks.
 
-    Balanced, every rank holds one chunk from the back and its mirror image from the front: under a causal mask late
-    tokens attend to more keys than early ones, and so each rank has the same work. With `late_first` positions jump on
-    every rank, the one whose chunks are neighbours included: a model that looks at positions does the same on all
-    ranks. Otherwise a rank holds one chunk.
+    With `balanced`, each rank holds one chunk from the back of the sequence and its mirror image from the front: under a
+    causal mask late tokens attend to more keys than early ones, so each rank gets the same amount of work. With
+    `late_first`, positions jump on every rank, also on the one whose chunks are neighbours, so that a model that inspects
+    its positions behaves the same on all ranks. Otherwise each rank holds one chunk.
     """
 
     ranks: int
@@ -34,33 +34,33 @@ class SequenceLayout:
 
     @property
     def chunks_per_rank(self) -> int:
-        """The number of chunks a rank holds."""
+        """Number of chunks on each rank."""
         return 2 if self.balanced and self.ranks > 1 else 1
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks of a sequence."""
+        """Number of chunks of a sequence."""
         return self.ranks * self.chunks_per_rank
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """Return the chunks of the sequence that `rank` holds, in the order in which it holds them."""
+        """Return the chunks of the sequence on `rank`, in their order there."""
         if self.chunks_per_rank == 1:
             return (rank,)
         late = self.num_chunks - 1 - rank
         return (late, rank) if self.late_first else (rank, late)
 
     def order(self) -> tuple[int, ...]:
-        """For each chunk of the sequence, its place when the ranks' parts are joined in order of rank."""
+        """Return the index of each chunk of the sequence in the concatenation of the ranks' shards."""
         held = [chunk for rank in range(self.ranks) for chunk in self.chunks(rank)]
         return tuple(held.index(chunk) for chunk in range(self.num_chunks))
 
     def positions(self, rank: int, length: int) -> list[int]:
-        """Return the positions of the sequence that `rank` holds, in the order in which it holds them."""
+        """Return the positions of the sequence on `rank`, in their order there."""
         size = length // self.num_chunks
         return [chunk * size + step for chunk in self.chunks(rank) for step in range(size)]
 
     def pairs(self, rank: int, other: int, causal: bool) -> list[Pair]:
-        """Return the chunks of `rank`'s queries that attend to chunks of `other`'s keys."""
+        """Return the pairs of `rank`'s query chunks and `other`'s key chunks that attend to each other."""
         return [
             Pair(query, key, mine == theirs)
             for query, mine in enumerate(self.chunks(rank))
@@ -69,9 +69,9 @@ class SequenceLayout:
         ]
 
     def check(self, length: int, what: str) -> None:
-        """Return if a sequence of this length can be divided into equal chunks.
+        """Check that a sequence of this length divides into equal chunks.
 
-        Raises: ConfigError with lengths and sizes that would work.
+        Raises: ConfigError with lengths and sizes that work.
         """
         unit = self.num_chunks
         if length > 0 and length % unit == 0:

@@ -1,4 +1,4 @@
-"""What an attention mask means when its sequence is spread over ranks: causal, a mask of keys, or refused."""
+"""Meaning of an attention mask whose sequence is sharded over ranks: causal, a mask of keys, or refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hasten.errors import StepError
 from hasten.strategies.context.layout import SequenceLayout
 
 IGNORED: Final = -100
-"""The label of tokens that take no part in the loss, as torch's cross entropy has it."""
+"""Label of tokens that the loss ignores, as in torch's cross entropy."""
 
 
 class MaskReader:
-    """Reads the masks of one block; layers share a mask, so each is read once.
+    """Reader of the masks of one block; layers share a mask, so each mask is read once.
 
-    A mask that a model makes from its part of a sequence knows nothing of the other parts. Two kinds can be
-    completed: the causal mask (its part has the pattern of one), and one that hides keys from all queries alike.
+    A mask that a model makes from its shard of a sequence does not cover the other shards. Two kinds can be
+    completed: a causal mask (recognised by its pattern), and a mask that hides the same keys from all queries.
     """
 
     def __init__(self, layout: SequenceLayout) -> None:
@@ -28,9 +28,9 @@ class MaskReader:
         self._read: tuple[Tensor, Literal["causal"] | Tensor] | None = None
 
     def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
-        """`causal`, or this rank's part of a mask of keys with one row.
+        """Return "causal", or this rank's shard of a mask of keys with one row.
 
-        Raises: StepError for every other mask.
+        Raises: StepError for any other mask.
         """
         if self._read is not None and self._read[0] is mask:
             return self._read[1]
@@ -57,7 +57,7 @@ class MaskReader:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Return where the mask lets attention through, or None if it does more than hide."""
+    """Return True where the mask allows attention, or None if the mask does more than hide keys."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -65,7 +65,7 @@ def _allowed(mask: Tensor) -> Tensor | None:
 
 
 def _two_chunks(lower: Tensor) -> Tensor:
-    """Causal within each half, with no attention between the halves."""
+    """Return a mask that is causal within each half, with no attention between the halves."""
     half = lower.shape[0] // 2
     made = lower.clone()
     made[half:, :half] = False
@@ -74,21 +74,23 @@ def _two_chunks(lower: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the buffers of a block hold, as far as it decides what the block does."""
+    """Properties of the buffers of a block that decide how the block computes."""
 
     padded: bool
-    """There is a mask of zeros and ones that hides something: models may make different masks on different ranks, or none where
-    nothing is hidden, and ranks have to agree."""
+    """A mask of zeros and ones hides something.
+
+    Models may then make different masks on different ranks, or no mask where nothing is hidden, so ranks have to agree.
+    """
     ignoring: tuple[bool, ...]
-    """For each buffer, whether it holds labels that the loss leaves out."""
+    """For each buffer, whether it holds labels that the loss ignores."""
     counting: tuple[bool, ...] = ()
-    """For each buffer, whether it counts the positions of the sequence, from zero."""
+    """For each buffer, whether it holds the positions 0, 1, 2, … of the sequence."""
 
 
 def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
-    """Start reading what the buffers hold; the function returned waits for it, the one time a block waits for the device.
+    """Start inspecting the buffers; the returned function waits for the result, the only time a block waits for the device.
 
-    Between the two a device has work: waiting here would leave it idle until the first layers are on their way to it.
+    The device has work between the two: waiting here would leave it idle until the first layers are queued.
     """
     whole = [not t.is_floating_point() for t, _ in wholes]
     if not any(whole):
@@ -111,7 +113,10 @@ def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
 
 
 def _contents(whole: list[bool], seen: Tensor) -> Contents:
-    """Raises: StepError for positions of packed sequences, whose parts would attend to each other."""
+    """Return the contents read from the device.
+
+    Raises: StepError for positions of packed sequences, which would attend to each other.
+    """
     rows = iter(seen.tolist())
     found = [next(rows) if one else (False, False, False, False) for one in whole]
     if any(row[0] for row in found):
@@ -123,25 +128,25 @@ def _contents(whole: list[bool], seen: Tensor) -> Contents:
 
 
 def _ignores(whole: Tensor) -> Tensor:
-    """Return whether there are labels that the loss leaves out."""
+    """Return whether a tensor has labels that the loss ignores."""
     if whole.dtype == torch.bool:
         return torch.zeros((), dtype=torch.bool, device=whole.device)
     return (whole == IGNORED).any()
 
 
 def _hides(whole: Tensor) -> Tensor:
-    """Return whether this is a mask of zeros and ones, with zeros."""
+    """Return whether a tensor is a mask of zeros and ones that has zeros."""
     return ((whole == 0) | (whole == 1)).all() & (whole == 0).any()
 
 
 def _counts(whole: Tensor, dim: int) -> Tensor:
-    """Return whether these are the positions 0, 1, 2, … of the sequence."""
+    """Return whether a tensor holds the positions 0, 1, 2, … of the sequence."""
     values = whole.movedim(dim, -1).long()
     return (values == torch.arange(values.shape[-1], device=values.device)).all()
 
 
 def _restarts(whole: Tensor, dim: int) -> Tensor:
-    """Return whether these are positions, counted from zero, that begin anew somewhere."""
+    """Return whether a tensor holds positions counted from zero that restart within the sequence."""
     values = whole.movedim(dim, -1).long()
     first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
     counted = (first == 0).all() & ((rest == before + 1) | (rest == 0)).all()

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that share a sequence: whole sequences for parts of the heads, and keys around a ring."""
+"""Exchanges between the ranks that share a sequence: all-to-all of sequences and heads, gathers, and a ring of keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.strategies.context.layout import SequenceLayout
 
 
 class _Swap(torch.autograd.Function):
-    """Whole along one dimension and a part of another, exchanged for the opposite; so is the gradient."""
+    """All-to-all from shards of one dimension to shards of another; the gradient takes the reverse direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -27,7 +27,7 @@ class _Swap(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Every rank's part, joined; the gradient of a part is the sum of what every rank hands back for it."""
+    """All-gather of the ranks' shards; the gradient of a shard is the sum of the ranks' gradients for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -40,7 +40,7 @@ class _Collect(torch.autograd.Function):
 
 
 def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """A part of dimension `split` and the whole of dimension `join`, of which each rank held a part. Ranks: the group."""
+    """Return `x` sharded along `split` and whole along `join`, which was sharded before. Ranks: the group."""
     if group.size() == 1:
         return x
     made: Tensor = _Swap.apply(x, split, join, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -48,7 +48,7 @@ def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' parts of `dim` joined, for ranks that go on to compute different things. Ranks: the group."""
+    """Return the ranks' shards concatenated along `dim`; ranks may compute different things with them. Ranks: the group."""
     if group.size() == 1:
         return x
     made: Tensor = _Collect.apply(x, dim, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -56,7 +56,7 @@ def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return every rank's tensor, in order of rank; without gradients. Ranks: the group."""
+    """Return the tensors of all ranks, in order of rank, without gradients. Ranks: the group."""
     part = x.contiguous()
     if group.size() == 1:
         return [part]
@@ -66,7 +66,7 @@ def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def summed_part(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks of what each gives for this one; without gradients. Ranks: the group."""
+    """Return the sum over ranks of the tensors that each has for this rank, without gradients. Ranks: the group."""
     if len(parts) == 1:
         return parts[0]
     given = torch.stack(parts).contiguous()
@@ -84,7 +84,7 @@ def _swapped(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tens
 
 
 class Rotation:
-    """Tensors on their way to the next rank of the ring while those of the one before it arrive."""
+    """Transfer of tensors to the next rank of the ring, while those of the previous rank arrive."""
 
     def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, tag: int) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
@@ -101,7 +101,7 @@ class Rotation:
         )
 
     def arrived(self) -> list[Tensor]:
-        """What the rank before this one has sent, in the shapes that were given."""
+        """Return the tensors from the previous rank, in the shapes of those that were sent."""
         for work in self._works:
             work.wait()
         flat = torch.split(self._received, [shape.numel() for shape in self._shapes])
@@ -109,6 +109,6 @@ class Rotation:
 
 
 def held_part(whole: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
-    """Return the part of a tensor that `rank` holds."""
+    """Return the shard of a tensor that `rank` holds."""
     chunks = whole.chunk(layout.num_chunks, dim)
     return torch.cat([chunks[place] for place in layout.chunks(rank)], dim)

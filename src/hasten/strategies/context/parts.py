@@ -1,4 +1,4 @@
-"""Loaders that hand out parts of sequences: every process of a group gets its part of every member's batch in turn."""
+"""Loaders of sequence shards: each process of a group gets its shard of every member's batch in turn."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hasten.data.source import Item, OuterSource, Source
 from hasten.errors import DataError
 from hasten.strategies.context.masks import IGNORED, look
 
-# Any in this file: batches are the user's own.
+# Any in this file: the user's batches.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 
 
 @dataclass(slots=True)
 class Cut:
-    """How sequences are cut for the processes of a group."""
+    """Splitter of batches into sequence shards, one for each process of a group."""
 
     comm: Comm
     length: int | None = None
-    """The length every sequence has, when it was promised."""
+    """Promised length of every sequence; None if lengths vary."""
     lengths: set[int] = field(default_factory=set)
-    """The lengths of the parts that were handed out."""
+    """Lengths of the shards that were returned so far."""
 
     def parts(self, batch: Any) -> list[dict[str, Any]]:
-        """Each process's part of a batch, in order: contiguous along dimension 1, with labels moved one position ahead.
+        """Return each process's shard of a batch, in order: contiguous along dimension 1, with labels shifted by one.
 
-        Raises: DataError for a batch that cannot be cut.
+        Raises: DataError for a batch that cannot be split.
         """
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -54,7 +54,7 @@ class Cut:
         if isinstance(labels := found.get("labels"), Tensor):
             found["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         cut = {key: self._chunks(key, value, length) for key, value in found.items() if isinstance(value, Tensor)}
-        if "shift_labels" in cut:  # a model computes its loss only if it gets labels, and reads shift_labels then
+        if "shift_labels" in cut:  # a model computes its loss only if it gets labels, and then reads shift_labels
             cut["labels"] = cut["shift_labels"]
         return [
             {key: cut[key][n] if key in cut else found[key] for key in {**found, **cut}} for n in range(self.comm.size)
@@ -85,7 +85,10 @@ class Cut:
 
 
 def _check_padding(mask: Any) -> None:
-    """Padding on the right needs no mask: no token looks ahead, and the labels of padding take no part in the loss."""
+    """Raise unless padding is on the right.
+
+    Right padding needs no mask: no token attends ahead, and the loss ignores the labels of padding.
+    """
     if mask is None:
         return
     if mask.ndim != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
@@ -96,7 +99,7 @@ def _check_padding(mask: Any) -> None:
 
 
 class PartedSource(OuterSource):
-    """Parts of the sequences of every process of a group, in turns; a position counts parts."""
+    """Shards of the sequences of every process of a group, in turn; a position counts shards."""
 
     def __init__(self, inner: Source, cut: Cut) -> None:
         super().__init__(inner)
@@ -111,7 +114,7 @@ class PartedSource(OuterSource):
         return None if batch is None else self._cut.parts(batch)[self._cut.comm.rank]
 
     def open(self, at: Position) -> Iterator[Item]:
-        """Return the parts from `at` on. Ranks: the group."""
+        """Return the shards from `at` on. Ranks: the group."""
         rounds, given = divmod(at.consumed, self._cut.comm.size)
         items = self._inner.open(self._inner.skipped(replace(at, consumed=0), rounds))
         return islice(self._parts(items), given, None)
@@ -126,7 +129,7 @@ class PartedSource(OuterSource):
         return PartedSource(self._inner.copied(even), self._cut)
 
     def _parts(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Rounds of parts; members that have run out of batches take part in the others' last ones."""
+        """Yield rounds of shards; members without batches left still get shards of the other members' last batches."""
         cut, comm = self._cut, self._cut.comm
         while True:
             mine, error = self._next(items, cut.parts)
@@ -151,9 +154,9 @@ class PartedSource(OuterSource):
     def _next(
         items: Iterator[Item], parts: Callable[[Any], list[dict[str, Any]]]
     ) -> tuple[list[dict[str, Any]] | None, Exception | None]:
-        """Return the parts of this process's next batch, None at the end, or what was raised instead."""
+        """Return the shards of this process's next batch (None at the end), or the error raised instead."""
         try:
             item = next(items, None)
             return None if item is None else parts(item[0]), None
-        except Exception as error:  # whatever the user's dataset raises must reach the processes that wait
+        except Exception as error:  # any error of the user's dataset must reach the processes that wait
             return None, error

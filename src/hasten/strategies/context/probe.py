@@ -1,4 +1,4 @@
-"""Checks of a model's first call, with a few tokens: that it computes the same in parts as in whole sequences."""
+"""Checks, on a model's first call, that it computes the same from sequence shards as from whole sequences."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 # Any in this file: the arguments of the user's models.
 _PER_CHUNK: Final = 2
-"""Tokens of each chunk that the check uses."""
+"""Tokens of each chunk that a check uses."""
 _TOLERANCE: Final = 0.05
-"""Relative difference that is more than rounding: in the first layer another position changes half of a query."""
+"""Relative difference above rounding: in the first layer another position changes half of a query."""
 
 
 def check_positions(
     model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened
 ) -> None:
-    """Run the first tokens of the sequences as wholes and in parts, and compare what attention gets. Ranks: every rank.
+    """Run the first tokens whole and sharded, and compare the inputs of attention. Ranks: every rank.
 
     A model that makes positions from the length of its input, or mixes neighbouring tokens, computes something else from a
-    part of a sequence, and nothing would show it. Raises: StepError for such a model.
+    shard of a sequence, silently. Raises: StepError for such a model.
     """
     if not _may_run(model, inner, block):
         return
@@ -59,10 +59,10 @@ def check_positions(
 def check_labels(
     model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened, name: str
 ) -> None:
-    """Change the first label of each part, and look whether the loss that the model returns changes. Ranks: every rank.
+    """Change the first label of each shard, and check that the model's loss changes. Ranks: every rank.
 
-    A model that shifts its labels by itself leaves the first one of a part out, and takes the last tokens of another part for those
-    before it. Raises: StepError for such a model.
+    A model that shifts its labels itself ignores the first label of a shard, and pairs labels with tokens of another chunk.
+    Raises: StepError for such a model.
     """
     given = block.whole(kwargs.get(name))
     if given is None or given[0].is_floating_point() or not _may_run(model, inner, block):
@@ -84,7 +84,7 @@ def check_labels(
 
 
 def _may_run(model: nn.Module, inner: nn.Module, block: Opened) -> bool:
-    """Return whether the model can be called more often than the user calls it, with fewer tokens."""
+    """Return whether the model can be called additional times, with fewer tokens."""
     length = block.layout.num_chunks * _PER_CHUNK
     engine = model is not inner and not isinstance(model, DistributedDataParallel)
     return not engine and all(whole.shape[dim] >= length for _, whole, dim in block.buffers)
@@ -105,7 +105,7 @@ def _run(inner: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], attent
 
 @dataclass(slots=True)
 class _Recorder:
-    """An attention function that keeps what it is called with."""
+    """Attention function that records its queries, keys and values."""
 
     attention: Callable[..., Tensor]
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -129,7 +129,7 @@ def _shortened(
 
 
 def _difference(whole: Tensor, part: Tensor, block: Opened) -> float:
-    """Return the relative difference of whole sequences and the ranks' parts of them."""
+    """Return the relative difference between whole sequences and the gathered shards."""
     dim = part.ndim - 2
     joined = collect(part, dim, block.attention.sharing.group)
     chunks = joined.chunk(block.layout.num_chunks, dim)
@@ -139,7 +139,7 @@ def _difference(whole: Tensor, part: Tensor, block: Opened) -> float:
 
 @contextmanager
 def _as_evaluated(model: nn.Module, block: Opened) -> Iterator[None]:
-    """Context manager without dropout, in which random numbers and training modes stay as they are."""
+    """Context manager that turns dropout off and restores random state and training modes afterwards."""
     device = block.buffers[0][0].device
     modes = [(part, part.training) for part in model.modules()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

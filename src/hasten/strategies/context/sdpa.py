@@ -1,4 +1,4 @@
-"""The function that stands in for scaled_dot_product_attention where each rank holds a part of the sequence."""
+"""Replacement of scaled_dot_product_attention for sequences that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Attention = Callable[..., Tensor]
 
 
 class AttentionPatch:
-    """Knows where the function is, so that a block does not search for it again."""
+    """Patch of scaled_dot_product_attention in all loaded modules; the modules found are cached between blocks."""
 
     def __init__(self) -> None:
         self._places: list[tuple[dict[str, Any], str]] = []  # Any: globals of modules
         self._seen = 0
 
     def original(self) -> Attention:
-        """Return the function as it is now."""
+        """Return the function that is currently in torch.nn.functional."""
         found: Attention = getattr(F, _NAME)
         return found
 
     @contextmanager
     def replaced(self, stand_in: Attention) -> Iterator[None]:
-        """A block in which `stand_in` is called instead, by every caller that looks the function up when it calls."""
+        """Context manager in which `stand_in` is called instead, by every caller that looks the function up at call time."""
         original = self.original()
         self._find(original)
         places = list(self._places)
         fast_path = torch.backends.mha.get_fastpath_enabled()
         for names, name in places:
             names[name] = stand_in
-        torch.backends.mha.set_fastpath_enabled(False)  # it would compute attention without calling the function
+        torch.backends.mha.set_fastpath_enabled(False)  # it computes attention without calling the function
         try:
             yield
         finally:
@@ -52,7 +52,7 @@ class AttentionPatch:
                 names[name] = original
 
     def _find(self, original: Attention) -> None:
-        """Search the modules loaded since the last search."""
+        """Search again if modules were loaded since the last search."""
         if len(sys.modules) == self._seen:
             return
         self._seen = len(sys.modules)
@@ -71,23 +71,23 @@ _LENGTH: Final = -2
 
 @dataclass(slots=True)
 class SequenceAttention:
-    """Attention over whole sequences, from this rank's parts of queries, keys and values.
+    """Attention over whole sequences, from this rank's shards of queries, keys and values.
 
-    allgather: every rank gets all keys and values. ring: they pass from rank to rank. ulysses: every rank gets whole
-    sequences of a part of the heads.
+    allgather: each rank gets all keys and values. ring: keys and values rotate from rank to rank. ulysses: each rank gets
+    whole sequences for a subset of the heads.
     """
 
     original: Attention
     sharing: Sharing
     way: Way
     lengths: frozenset[int]
-    """The lengths of this rank's parts of the sequences that were sharded."""
+    """Lengths of this rank's shards of the sequences."""
     masks: MaskReader
     begin: Callable[[], bool]
-    """Called once, at the first attention at the latest; whether padding may give ranks different masks, or some of them none."""
+    """Called once, before the first attention; returns whether masks may differ between ranks because of padding."""
     padded: bool | None = None
     hidden: Tensor | None = None
-    """This rank's part of the padding mask that a causal model was called without (batch, 1, 1, length)."""
+    """This rank's shard of the padding mask that was removed from a causal model's arguments (batch, 1, 1, length)."""
     calls: int = 0
 
     def __call__(
@@ -116,7 +116,7 @@ class SequenceAttention:
         query, key, value = _autocast(query, key, value)
         manner = Manner(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
         match self.way:
-            case _ if self.sharing.group.size() == 1:  # every head and the whole sequence are here
+            case _ if self.sharing.group.size() == 1:  # this rank has all heads and the whole sequence
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
             case "ulysses":
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
@@ -133,12 +133,12 @@ class SequenceAttention:
         return blockwise(query, key, value, self.sharing, manner).reshape(*shape[:-1], value.shape[-1])
 
     def start(self) -> None:
-        """Wait for what the buffers hold, if nobody has yet."""
+        """Wait for the inspection of the buffers, unless that was done before."""
         if self.padded is None:
             self.padded = self.begin()
 
     def _read(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-        """Return this rank's part of a mask of keys, if any rank has one, and whether attention is causal."""
+        """Return this rank's shard of a mask of keys, if any rank has one, and whether attention is causal."""
         problem: StepError | None = None
         meaning: Tensor | Literal["causal"] | None = None
         if mask is not None:
@@ -157,9 +157,9 @@ class SequenceAttention:
     def _agreed(
         self, hidden: Tensor | None, causal: bool, problem: StepError | None, query: Tensor, key: Tensor
     ) -> Tensor | None:
-        """Return the mask of keys with the same form on every rank: what hides nothing where a rank made none.
+        """Return the mask of keys in the same form on every rank; ranks without a mask get one that hides nothing.
 
-        Raises: StepError on every rank if the masks of any two say different things.
+        Raises: StepError on every rank if the masks of two ranks contradict each other.
         """
         sizes = [0] * 6 if hidden is None else [1, hidden.dtype == torch.bool, *[1] * (4 - hidden.ndim), *hidden.shape]
         told = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
@@ -196,7 +196,7 @@ class SequenceAttention:
     def _with_all_keys(
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
     ) -> Tensor:
-        """Return one call over all keys, in the order of the ranks that hold them."""
+        """Compute attention in one call over all keys, ordered by the ranks that hold them."""
         group, layout = self.sharing.group, self.sharing.layout
         mask = None if hidden is None else torch.cat(all_parts(hidden, group), -1)
         if manner.causal:
@@ -211,7 +211,7 @@ class SequenceAttention:
     def _by_heads(
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
     ) -> Tensor:
-        """Return whole sequences of a part of the heads: attention as in one process, between two exchanges."""
+        """Compute attention over whole sequences for a subset of the heads, between two exchanges."""
         group, ranks = self.sharing.group, self.sharing.layout.ranks
         heads = query.shape[_HEADS]
         if heads % ranks:
@@ -238,21 +238,21 @@ class SequenceAttention:
         return swap(out, along, across, group)
 
     def _own_heads(self, mask: Tensor) -> Tensor:
-        """Return the rows of a mask that differs between heads which belong to this rank's heads."""
+        """Return the rows for this rank's heads, of a mask that differs between heads."""
         if mask.ndim < 3 or mask.shape[_HEADS] == 1:
             return mask
         return mask.chunk(self.sharing.layout.ranks, _HEADS)[self.sharing.group.rank()]
 
 
 def _both(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """Return a mask that also hides what is not visible."""
+    """Return a mask that also hides keys that are not visible."""
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the dtype in which autocast would compute attention, so that fewer bytes travel."""
+    """Return the tensors in the dtype in which autocast computes attention, so that fewer bytes are sent."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -1,4 +1,4 @@
-"""Context parallelism: a block in which each rank holds a part of every sequence and attention spans the parts."""
+"""Context parallelism: a block in which each rank holds a shard of every sequence and attention spans the shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Wa
 
 
 class SequenceShards:
-    """How the sequences of a block are spread over ranks."""
+    """Layout of a block's sequences over ranks, and the gathering of their shards."""
 
     def __init__(self, layout: SequenceLayout, rank: int, comm: ProcessGroupComm | None) -> None:
         self._layout = layout
@@ -34,16 +34,16 @@ class SequenceShards:
         self._comm = comm
 
     def positions(self, length: int) -> Tensor:
-        """Return the positions of a sequence of this length that this rank holds, in the order in which it holds them."""
+        """Return the positions that this rank holds in a sequence of this length, in their order on the rank."""
         if self._comm is None:
             return torch.arange(length)
         self._layout.check(length, "the sequence")
         return torch.tensor(self._layout.positions(self._rank, length), device=self._comm.device)
 
     def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole sequence in its own order, from the ranks' parts along `dim`; differentiable.
+        """Return the whole sequence in its original order, gathered from the ranks' shards along `dim`; differentiable.
 
-        Ranks: the ranks of one sequence.
+        Ranks: the ranks that share the sequence.
         """
         if self._comm is None:
             return tensor
@@ -54,7 +54,7 @@ class SequenceShards:
 
 
 class ContextParallel:
-    """Shards the sequences of a block over the context-parallel axis, and makes attention span the shards."""
+    """Sharding of a block's sequences over the context-parallel axis, with attention that spans the shards."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ContextParallel:
         self._opened: Opened | None = None
 
     def follow(self, model: nn.Module, inner: nn.Module) -> None:
-        """Complete the arguments of the model's calls inside blocks, and refuse to train it outside of them."""
+        """Complete the arguments of the model's calls inside blocks, and refuse training calls outside of them."""
         if self._comm is not None:
             hook = CallHook(inner, is_trainable(inner), self._layout.ranks, lambda: self._opened)
             model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -90,9 +90,9 @@ class ContextParallel:
         keep_sharded: Iterable[Tensor] = (),
         labels: Tensor | Literal["auto"] | None = "auto",
     ) -> Iterator[SequenceShards]:
-        """A block in which each buffer holds this rank's part along its dimension. Ranks: every rank.
+        """Context manager in which each buffer holds this rank's shard along its dimension. Ranks: every rank.
 
-        The loss that is sent backward inside weighs as much as this rank has labels, among the ranks of a sequence.
+        A loss backpropagated inside is weighted by this rank's share of the labels of the sequence.
         """
         comm = self._comm
         shards = SequenceShards(self._layout, self._rank, comm)
@@ -137,7 +137,7 @@ class ContextParallel:
                     _restore(tensor, whole, dim)
 
     def _checked(self, buffers: list[Tensor], dims: list[int]) -> list[tuple[Tensor, int]]:
-        """Return each buffer once, with its dimension. Raises: ConfigError for what cannot be sharded."""
+        """Return each buffer once, with its dimension. Raises: ConfigError for buffers that cannot be sharded."""
         if not buffers or len(buffers) != len(dims):
             raise ConfigError(
                 f"context_parallel() got {len(buffers)} buffers and {len(dims)} sequence dimensions; without a "
@@ -181,7 +181,7 @@ class ContextParallel:
                     )
 
     def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
-        """Return the labels that were named, which decide what a rank's loss weighs."""
+        """Return the caller's labels, which determine the weight of this rank's loss; None without labels."""
         if not isinstance(labels, Tensor):
             return None
         if any(tensor is labels for tensor, _ in chosen):
@@ -194,7 +194,7 @@ class ContextParallel:
     def _found(
         self, chosen: list[tuple[Tensor, int]], wholes: list[tuple[Tensor, int]], contents: Contents
     ) -> Tensor | None:
-        """Return the buffer whose ignored entries decide what a rank's loss weighs."""
+        """Return the buffer with ignored labels, which determines the weight of this rank's loss; None if there is none."""
         found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
         if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
             raise ConfigError(
@@ -204,18 +204,18 @@ class ContextParallel:
         return chosen[found[0]][0] if found else None
 
     def _real(self, whole: Tensor, dim: int) -> Tensor:
-        """Return the number of labels in each chunk that take part in the loss."""
+        """Return the number of labels in each chunk that the loss does not ignore."""
         chunks = whole.chunk(self._layout.num_chunks, dim)
         return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
 
     def _share(self, counted: Tensor, comm: ProcessGroupComm) -> Tensor:
-        """This rank's share of the labels, times the number of ranks: what its mean loss weighs in the mean of all."""
+        """Return this rank's share of the labels times the number of ranks: the weight of its mean loss. Ranks: the sequence's."""
         mine = (counted != IGNORED).sum().to(comm.device, torch.float32)
         total = comm.all_reduce(mine.clone())
         return torch.where(total == 0, total, mine * self._layout.ranks / total)
 
     def _weigh(self, mine: Tensor, every: Tensor) -> None:
-        """Make this rank's mean loss weigh by its share of the labels, which every rank of the sequence has whole."""
+        """Weigh this rank's mean loss by its share of the labels; needs no collective, as each rank has all labels."""
         counts = torch.stack([(mine != IGNORED).sum(), (every != IGNORED).sum()]).to(torch.float32)
         self._clock.share = torch.where(counts[1] == 0, counts[1], counts[0] * self._layout.ranks / counts[1])
 
@@ -230,7 +230,7 @@ class ContextParallel:
 
 
 def _restore(tensor: Tensor, whole: Tensor, dim: int) -> None:
-    """Make the tensor whole again; a backward that needs its part fails from here on instead of using the whole."""
+    """Make the tensor whole again; a backward that needs its shard then raises instead of using the whole tensor."""
     tensor.data = whole
     with torch.no_grad():
-        tensor.narrow(dim, 0, 0).zero_()  # writes nothing, but counts as a change
+        tensor.narrow(dim, 0, 0).zero_()  # writes nothing, but increments the tensor's version

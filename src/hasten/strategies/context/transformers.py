@@ -1,4 +1,4 @@
-"""Attention of transformers' models over whole sequences, while each process holds a part of them (Ulysses)."""
+"""Attention of transformers' models over sequences that are sharded over processes (Ulysses)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hasten.strategies.context.sdpa import SequenceAttention
 
 # Any in this file: transformers is untyped here.
 NAME: Final = "sdpa_over_sequence_parts"
-"""The attention implementation that models of a run with sp_size are given."""
+"""Attention implementation that models get in a run with sp_size."""
 
 
 class SpannedAttention:
-    """What transformers calls for attention: over the parts of all processes in training, and while parts are read."""
+    """Attention function for transformers that spans the shards of all processes, in training and while shards are read."""
 
     def __init__(self, comm: ProcessGroupComm, lengths: set[int], reading_parts: Callable[[], bool]) -> None:
         layout = SequenceLayout(comm.size, balanced=False)
@@ -37,9 +37,9 @@ class SpannedAttention:
         self._ranks, self._lengths, self._reading_parts = comm.size, lengths, reading_parts
 
     def attach(self, model: nn.Module, wanted: str | None) -> None:
-        """Let the model attend to whole sequences.
+        """Make the model attend to whole sequences.
 
-        Raises: PrepareError for a model that does not call transformers' attention functions, or another of them than sdpa.
+        Raises: PrepareError for a model that does not use transformers' attention functions, or uses another one than sdpa.
         """
         inner: Any = model
         if not getattr(inner, "_supports_attention_backend", False):
@@ -71,7 +71,7 @@ class SpannedAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if not module.training and not self._reading_parts():  # whole sequences, as evaluation reads them
+        if not module.training and not self._reading_parts():  # evaluation reads whole sequences
             whole = need("transformers.integrations.sdpa_attention").sdpa_attention_forward
             given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
             out: tuple[Tensor, None] = whole(module, query, key, value, attention_mask, **given)

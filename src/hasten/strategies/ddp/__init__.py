@@ -1,4 +1,4 @@
-"""Data parallelism with whole copies of the model.
+"""Data parallelism with a replica of the model on each rank.
 
-Start with `strategy.py`; `buckets.py` keeps the order of gradient sums over a resume, `retry.py` runs a step again without an exchange.
+Start with `strategy.py`; `buckets.py` saves and restores the order of gradient buckets in checkpoints.
 """

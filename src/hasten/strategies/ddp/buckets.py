@@ -1,4 +1,4 @@
-"""The order in which DDP packs gradients into buckets, which decides the last bits of sums over more than two ranks."""
+"""Order in which DDP packs gradients into buckets, which determines the rounding of sums over more than two ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _NEEDED: Final = (
     *(("reducer", "_remove_autograd_hooks"), ("", "_build_params_for_reducer")),
     *(("", "_build_debug_param_to_name_mapping"), ("", "_ddp_init_helper")),
 )
-"""What is used of torch's own, as (where, name): hasten/testing/private_torch.py says in which versions it was seen."""
+"""Private attributes of torch in use, as (object, name): hasten/testing/private_torch.py lists the versions tested."""
 
 
 class BucketOrders:
-    """Reads the order of a model's buckets and makes another model take it; does nothing where torch hides it."""
+    """Order of DDP's buckets, saved and restored; does nothing where torch does not expose the order."""
 
     def __init__(self) -> None:
         self._known: bool | None = None
 
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        """What the next forward would do first: pack by the order of the first backward.
+        """Return the rebuilding of the buckets in the order of the first backward, which the next forward would do first.
 
-        Local; what it returns is a collective for every rank (None: there is nothing to do).
+        Local; the returned function is a collective for every rank. None if there is nothing to rebuild.
         """
         if not self._reorders(model) or self.order(model) is not None:
             return None
@@ -39,7 +39,7 @@ class BucketOrders:
         return rebuild
 
     def order(self, model: nn.Module) -> list[int] | None:
-        """Return the numbers of the trained parameters in the order they are packed; None while it is the first order."""
+        """Return the indices of the trained parameters in bucket order; None while it is the initial order."""
         if not self._reorders(model):
             return None
         ddp: Any = model
@@ -49,10 +49,10 @@ class BucketOrders:
         return None if not listed else [int(number) for number in str(listed).replace(",", " ").split()]
 
     def restore(self, model: nn.Module, order: Sequence[int] | None) -> Tensor | None:
-        """Make the model pack by `order`, or by the first order when it is None, whatever it has packed by so far.
+        """Make the model pack gradients by `order`, or by the initial order if it is None.
 
-        Local. What it returns is a loss, whose backward shows DDP the order with gradients of zero: a collective for every
-        rank, which leaves gradients of zero behind. None when there is nothing to show.
+        Local. Returns a loss whose backward makes zero gradients ready in this order, from which DDP learns it: a collective for
+        every rank, which leaves zero gradients behind. None if the order need not change.
         """
         if not self._reorders(model):
             return None
@@ -80,7 +80,7 @@ class BucketOrders:
         return self._known and not (ddp.static_graph or ddp.find_unused_parameters or ddp._comm_hooks)
 
     def _probe(self, ddp: Any) -> bool:
-        """Return whether this torch has what is needed; what is missing is logged once."""
+        """Return whether this torch has the private attributes needed; missing ones are logged once."""
         missing = [
             f"{where}.{name}".strip(".")
             for where, name in _NEEDED
@@ -98,7 +98,7 @@ class BucketOrders:
 
 
 def _begin_again(ddp: Any) -> None:  # Any: DDP is not typed in torch
-    """Give the model new buckets in the order of a model that has seen no batch; the old ones are freed before."""
+    """Give the model new buckets in the initial order; the old buckets are freed first."""
     ddp.reducer._remove_autograd_hooks()
     ddp.reducer = ddp.logger = None
     parameters, sparse = ddp._build_params_for_reducer()
@@ -107,13 +107,13 @@ def _begin_again(ddp: Any) -> None:  # Any: DDP is not typed in torch
 
 
 def through(ddp: Any, stand_in: nn.Module) -> Tensor:  # Any: DDP is not typed in torch
-    """What a forward of DDP gives with `stand_in` in place of the user's module; its backward is a collective."""
+    """Run a forward of DDP with `stand_in` in place of the user's module; the backward of its loss is a collective."""
     own, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
     ddp.module = stand_in
-    ddp.require_forward_param_sync = False  # there are no buffers to bring into line now
+    ddp.require_forward_param_sync = False  # no buffers to synchronise here
     try:
         with torch.enable_grad():
-            loss: Tensor = ddp.forward()  # not the call of the module, which may be compiled
+            loss: Tensor = ddp.forward()  # not __call__, which may be compiled
     finally:
         ddp.module = own
         ddp.train(training)
@@ -122,14 +122,14 @@ def through(ddp: Any, stand_in: nn.Module) -> Tensor:  # Any: DDP is not typed i
 
 
 class _InOrder(nn.Module):
-    """Makes gradients of zero become ready in a given order."""
+    """Module whose zero gradients become ready in a given order."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._in_order = tuple(parameters)  # a tuple, so that they are not registered a second time
+        self._in_order = tuple(parameters)  # a tuple, so that the parameters are not registered again
 
     def forward(self) -> Tensor:
-        """Zero; backward visits the parameters in their order, because it goes through this sum from its end."""
+        """Return zero; backward visits the parameters in their order, because it traverses this sum from its end."""
         total = torch.zeros((), device=self._in_order[0].device)
         for parameter in reversed(self._in_order):
             total = total + 0.0 * parameter.detach().new_ones(()) * parameter.reshape(-1)[0].float()

@@ -1,4 +1,4 @@
-"""The transform that replicates a model over processes: torch's DistributedDataParallel with the user's model in reach."""
+"""Transform that replicates a model over processes with torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from hasten.strategies.ddp.buckets import BucketOrders, through
 
 
 class Replica:
-    """A model under DDP: passes add up gradients of this rank only, and one reduction follows when all ranks are done.
+    """Retry of a model under DDP: passes accumulate local gradients, and one reduction follows when all ranks are done.
 
-    DDP cannot go on after an error while it reduces, so nothing is reduced before every rank has finished its passes.
+    DDP cannot recover from an error during a reduction, so nothing is reduced before every rank has finished its passes.
     """
 
     meets = False
@@ -45,7 +45,7 @@ class Replica:
                 "run_step() is not possible with DistributedDataParallelKwargs(static_graph=True): DDP then expects the same passes "
                 "in every step, and a step that is run again has others. Leave static_graph out."
             )
-        self._ddp: Any = model  # Any: what is used of the wrapper is not public in torch
+        self._ddp: Any = model  # Any: the private attributes of the wrapper
         self._reduces = True
 
     def begin(self) -> None:
@@ -87,10 +87,10 @@ class Replica:
 
 
 class _Touch(torch.autograd.Function):
-    """Zero, whose backward adds zeros to the gradients of all parameters: DDP then takes them for this step's."""
+    """Zero whose backward adds zeros to the gradients of all parameters, so that DDP reduces them."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:  # Any: torch's own record
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:  # Any: torch's context
         ctx.save_for_backward(*parameters)
         return torch.zeros((), device=parameters[0].device)
 
@@ -101,11 +101,11 @@ class _Touch(torch.autograd.Function):
 
 
 class _Touching(nn.Module):
-    """Stands for the user's module in a forward of DDP."""
+    """Replacement of the user's module in a forward of DDP that reduces gradients."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._touched = tuple(parameters)  # a tuple, so that they are not registered a second time
+        self._touched = tuple(parameters)  # a tuple, so that the parameters are not registered again
 
     def forward(self) -> Tensor:
         result: Tensor = _Touch.apply(*self._touched)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -114,16 +114,16 @@ class _Touching(nn.Module):
 
 log = get_logger(__name__)
 
-_LEAST_MB, _MOST_MB = 25, 100  # torch's own size; more delays the first exchange
+_LEAST_MB, _MOST_MB = 25, 100  # torch's default; larger buckets delay the first reduction
 _OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
 class Replicated(DistributedDataParallel):
-    """DistributedDataParallel through which the user's attributes and methods stay reachable."""
+    """DistributedDataParallel that forwards attribute access to the user's model."""
 
     routed: frozenset[str] = frozenset()
 
-    def __getattr__(self, name: str) -> Any:  # Any: the user's own attribute
+    def __getattr__(self, name: str) -> Any:  # Any: the user's attribute
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -134,7 +134,7 @@ class Replicated(DistributedDataParallel):
             return value
         return self._route(value) if name in self.routed else self._guard(name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         try:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         except RuntimeError as error:
@@ -150,7 +150,7 @@ class Replicated(DistributedDataParallel):
             inner, own = self.module, self.module.__dict__.get("forward")
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
-                _put_forward(inner, own)  # inside the method, the model's forward is its own again
+                _put_forward(inner, own)  # inside the method, forward is the model's again
                 return method(*args, **kwargs)
 
             inner.__dict__["forward"] = stand_in
@@ -162,7 +162,7 @@ class Replicated(DistributedDataParallel):
         return routed
 
     def _guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method, refused when its result would carry gradients past the synchronisation."""
+        """Return the method with a check that its result does not bypass the synchronisation of gradients."""
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class Replicated(DistributedDataParallel):
         return guarded
 
     def _unused_message(self, text: str) -> str:
-        """torch's complaint about unused parameters, with their names."""
+        """Return the message for torch's error about unused parameters, with their names."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         listed = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", text)
         unused = [names[int(i)] for i in listed[1].split() if int(i) < len(names)] if listed else []
@@ -192,7 +192,7 @@ class Replicated(DistributedDataParallel):
         )
 
 
-def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the forward the instance had, or None
+def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the instance's forward, or None
     if own is None:
         module.__dict__.pop("forward", None)
     else:
@@ -200,7 +200,7 @@ def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the forward the i
 
 
 class Replicate:
-    """Wraps trainable models so that backward averages their gradients over the ranks of the loss."""
+    """Transform that wraps trainable models so that backward averages their gradients over the ranks of the loss."""
 
     stage = Stage.SPREAD
 
@@ -232,14 +232,14 @@ class Replicate:
         self._wrapped.add(wrapped)
         return wrapped
 
-    def _options(self, model: nn.Module) -> dict[str, Any]:  # Any: torch's own keywords
+    def _options(self, model: nn.Module) -> dict[str, Any]:  # Any: torch's keywords
         chosen = _ddp_options(self._config)
         if self._by_size and "bucket_cap_mb" not in given(self._config):
             chosen["bucket_cap_mb"] = _bucket_mb(model)
         return chosen
 
     def gradients_s(self) -> float:
-        """The time the last measured backward waited for gradients of other ranks; torch measures about one of a hundred."""
+        """Return the seconds the last measured backward waited for gradients of other ranks; torch measures about 1 in 100."""
         taken = []
         for model in self._wrapped:
             if not hasattr(model, "_get_ddp_logging_data"):
@@ -289,7 +289,7 @@ class Replicate:
 
 
 def _bucket_mb(model: nn.Module) -> int:
-    """The size of a bucket in MiB by that of all gradients: a tenth, so that nine tenths may travel while the backward goes on."""
+    """Return the bucket size in MiB: a tenth of all gradients, so that most of them are reduced during the backward."""
     total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
     size = int(min(max(total / 10, _LEAST_MB), _MOST_MB))
     log.info(
@@ -302,8 +302,8 @@ def _bucket_mb(model: nn.Module) -> int:
     return size
 
 
-def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's own keywords
-    """What the user has set, as keywords of this torch. Raises: ConfigError for one it does not know."""
+def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's keywords
+    """Return the user's settings as keywords of this torch. Raises: ConfigError for a keyword that torch does not know."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     chosen = {name: getattr(config, name) for name in sorted(given(config)) if name not in _OURS}
     unknown = [name for name in chosen if name not in known]
@@ -316,7 +316,7 @@ def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # An
 
 
 def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: dist.ProcessGroup) -> None:
-    """Register the chosen compression of gradients for communication."""
+    """Register the communication hook of the settings, which compresses gradients."""
     if config.comm_hook == "no":
         return
     if config.comm_hook == "bf16" and "nccl" not in str(dist.get_backend_config(group)):
@@ -349,7 +349,7 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
 
 
 def _batched_power_sgd_works() -> bool:
-    """Whether this torch's orthogonalisation takes the 2-D matrix its batched hook gives it (2.11 to 2.13 do not)."""
+    """Return whether torch's orthogonalisation accepts the 2-D matrix of its batched hook (2.11 to 2.13 do not)."""
     try:
         powerSGD_hook._orthogonalize(torch.ones(2, 1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except AssertionError:

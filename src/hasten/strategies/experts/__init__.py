@@ -1,4 +1,4 @@
-"""Expert parallelism: experts divided among data-parallel ranks, tokens exchanged all to all.
+"""Expert parallelism: experts are sharded over data-parallel ranks, and tokens are exchanged all-to-all.
 
 Start with `strategy.py`; `plan.py` finds the experts, `ops.py` exchanges tokens.
 """

@@ -1,4 +1,4 @@
-"""The exchange of tokens between ranks that hold different experts: uneven, and differentiable."""
+"""Differentiable, uneven exchange of tokens between the ranks that hold different experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows sent to the ranks they are meant for; gradients take the way back."""
+    """All-to-all of rows with uneven sizes; gradients take the reverse direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -26,7 +26,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """The identity whose gradient is divided by a number of ranks."""
+    """Identity whose gradient is divided by a number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -39,13 +39,13 @@ class _Share(torch.autograd.Function):
 
 
 def share(x: Tensor, ranks: int) -> Tensor:
-    """`x`, whose gradient is a sum over `ranks` and becomes the mean."""
+    """Return `x`, with its gradient (a sum over `ranks`) divided by `ranks`."""
     made: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return made
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows of each, differentiable. Ranks: the group."""
+    """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows from each. Ranks: the group."""
     made: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return made
 
@@ -58,33 +58,33 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which of this rank's choices go to which rank, and what arrives for this rank's experts."""
+    """Routing of this rank's (token, expert) choices to the experts' ranks, and of the rows that arrive here."""
 
     order: Tensor
-    """The choices (token after token, best first) in the order in which they are sent."""
+    """Indices of the choices (token by token, best first) in the order of sending."""
     local: Tensor
-    """For each row that arrives, the expert it is for, counted from this rank's first."""
+    """Expert of each row that arrives, as an index among this rank's experts."""
     sent: list[int]
     received: list[int]
     group: dist.ProcessGroup
 
     def there(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks that are for this rank's experts, from one row per choice. Ranks: the group."""
+        """Send one row per choice to its expert's rank, and return the rows for this rank's experts. Ranks: the group."""
         return exchange(rows[self.order], self.sent, self.received, self.group)
 
     def back(self, rows: Tensor) -> Tensor:
-        """What the experts made of this rank's choices, one row per choice. Ranks: the group."""
+        """Send the experts' outputs back, and return one row per choice of this rank. Ranks: the group."""
         arrived = exchange(rows, self.received, self.sent, self.group)
         return arrived.new_zeros(arrived.shape).index_copy(0, self.order, arrived)
 
 
 @torch.no_grad()
 def route(choices: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
-    """Return the way of each choice to its expert's rank; experts are divided evenly, in order. Ranks: the group."""
+    """Return the route of each choice to its expert's rank; experts are sharded evenly, in order. Ranks: the group."""
     each = num_experts // group.size()
     counts = torch.bincount(choices, minlength=num_experts)
     theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)  # for each rank, how many choices of each expert here
+    dist.all_to_all_single(theirs, counts, group=group)  # for each rank, its number of choices of each expert here
     experts = torch.arange(each, device=choices.device).repeat(group.size())
     return Route(
         order=torch.argsort(choices, stable=True),

@@ -1,4 +1,4 @@
-"""Which modules of a model hold the experts of a mixture: named by a plan, or found by what they look like."""
+"""Search for the modules that hold the experts of a mixture: by the names of a plan, or by their structure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SAID = (
 
 
 def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str, int]:
-    """Return the number of experts of each module that holds some, by name, checked before anything is touched.
+    """Return the number of experts of each module of experts, by name; the model is not changed.
 
-    Raises: ConfigError for a plan that names what cannot be divided; PrepareError when nothing is found.
+    Raises: ConfigError for a plan that names modules that cannot be sharded; PrepareError if nothing is found.
     """
     found = stacked_experts(model) if isinstance(plan, str) else _matched(model, plan)
     if not found:
@@ -40,7 +40,7 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
 
 
 def stacked_experts(model: nn.Module) -> dict[str, int]:
-    """Return the modules that count their experts as transformers' do, with that many of each weight, and the number."""
+    """Return modules with a `num_experts` attribute, as in transformers, that equals the first size of their weights."""
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", None)
@@ -51,7 +51,7 @@ def stacked_experts(model: nn.Module) -> dict[str, int]:
 
 
 def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
-    """Return the modules each pattern names. Raises: ConfigError for one that holds no experts."""
+    """Return the modules that match the patterns. Raises: ConfigError for a module without experts."""
     modules = {name: module for name, module in model.named_modules() if name}
     numbers: dict[str, int] = {}
     for pattern in plan:
@@ -73,7 +73,7 @@ def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """What keeps a module's experts from being divided; None when nothing does."""
+    """Return the reason that a module's experts cannot be sharded; None if they can."""
     if isinstance(module, nn.ModuleList):
         return (
             "it is a list of modules, and the block around it calls them one after the other, so that one rank would compute "
@@ -106,7 +106,7 @@ def _wrong_arguments(module: nn.Module) -> str | None:
 
 
 def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
-    """Raise when a stack of experts has a second name: it would be divided in one place only."""
+    """Raise if a stack of experts has a second name, under which it would not be sharded."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
@@ -119,6 +119,6 @@ def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
 
 
 def _lists(model: nn.Module) -> str:
-    """Return names what looks like experts but is a list of modules."""
+    """Return a hint about a ModuleList named experts, for the error message; empty if there is none."""
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"]
     return f"; {lists[0]!r} is a list of modules instead, which cannot be divided" if lists else ""

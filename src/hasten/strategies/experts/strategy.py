@@ -1,4 +1,4 @@
-"""The transform that divides experts among data-parallel ranks: tokens travel to the rank that holds their expert."""
+"""Transform that shards experts over data-parallel ranks; tokens are sent to the rank that holds their expert."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
 log = logging.getLogger(__name__)
 
 _COUNT: Final = "num_experts"
-"""The attribute in which a module of experts counts them, where it does."""
+"""Attribute of a module of experts that holds their number."""
 
 
 class CalledExperts(forwarding.Forward):
-    """The forward of a module that is called with tokens, their chosen experts and weights, and holds some experts."""
+    """Forward of a sharded module of experts, called with tokens, their chosen experts and weights."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         self.group = group
         self.num_experts = num_experts
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:  # Any: the module's arguments
-        """Return hidden states, chosen experts and weights, checked. Raises: StepError for other shapes."""
+        """Return hidden states, chosen experts and weights. Raises: StepError for unexpected shapes."""
         given = inspect.signature(self.inner).bind(*args, **kwargs).arguments
         hidden, chosen, weights = list(given.values())[:3]
         if hidden.dim() != 2 or chosen.dim() != 2 or weights.shape != chosen.shape or len(hidden) != len(chosen):
@@ -54,11 +54,11 @@ class CalledExperts(forwarding.Forward):
         return hidden, chosen, weights
 
     def computed(self, rows: Tensor, local: Tensor, weights: Tensor, ranks: int) -> Tensor:
-        """Return what this rank's experts make of rows that are for them; gradients of the weights are divided by `ranks`."""
+        """Compute this rank's experts for the rows routed to them; gradients of the weights are divided by `ranks`."""
         with self._own_part(ranks) as stacks:
             if len(rows):
                 made: Tensor = self.inner(rows, local.unsqueeze(1), weights.unsqueeze(1))
-            else:  # so that the weights get gradients, and exchanges have their part in the graph of every rank
+            else:  # so that the weights get gradients, and every rank has the exchanges in its graph
                 made = rows + weights.sum() + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
         if made.shape != rows.shape:
             raise StepError(
@@ -70,8 +70,8 @@ class CalledExperts(forwarding.Forward):
 
     @contextmanager
     def _own_part(self, ranks: int) -> Iterator[list[Tensor]]:
-        """A block in which the module's parameters are plain tensors: this rank's experts."""
-        spread: dict[str, Any] = dict(self.module._parameters)  # Any: parameters, and plain tensors while this runs
+        """Context manager in which the module's parameters are plain tensors: this rank's experts."""
+        spread: dict[str, Any] = dict(self.module._parameters)  # Any: parameters, and plain tensors in the meantime
         parts = {name: share(part.to_local(), ranks) for name, part in spread.items() if isinstance(part, DTensor)}
         held: dict[str, Any] = self.module._parameters
         held.update(parts)
@@ -82,7 +82,7 @@ class CalledExperts(forwarding.Forward):
 
 
 class Dispatched(CalledExperts):
-    """The forward of a module of which this rank holds some experts: it computes them for the tokens of all ranks."""
+    """Forward of a module of experts, sharded over ranks: this rank's experts compute the tokens of all ranks."""
 
     tag = "experts"
 
@@ -96,7 +96,7 @@ class Dispatched(CalledExperts):
 
 
 class DivideExperts:
-    """Divides the experts a plan names among neighbouring data-parallel ranks and leaves the rest as it is."""
+    """Transform that shards the experts of a plan over neighbouring data-parallel ranks; the rest is not changed."""
 
     stage = Stage.TENSOR
 
@@ -138,12 +138,12 @@ class DivideExperts:
 
 
 def expert_groups(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose experts are divided among ranks."""
+    """Return the modules whose experts are sharded over ranks."""
     return [module for module in model.modules() if forwarding.find(module, Dispatched.tag) is not None]
 
 
 def sharded_dim(part: Tensor, shards: int) -> int | None:
-    """The dimension along which ranks that hold the same experts shard them: whole rows of every expert, else experts."""
+    """Return the dimension along which ranks with the same experts shard them: rows if divisible, else experts."""
     sizes = part.to_local().shape if isinstance(part, DTensor) else part.shape
     return next((dim for dim in (1, 0) if sizes[dim] % shards == 0), None)
 
@@ -176,7 +176,7 @@ def _divide(module: nn.Module, number: int, mesh: DeviceMesh, device: torch.devi
 
 
 def _account(model: nn.Module, found: dict[str, int], mesh: MeshSpec) -> str:
-    """What was divided, and the bytes a rank holds of it."""
+    """Return a summary of the sharded experts and of the bytes on each rank."""
     ranks = mesh.ep
     stacks = [stack for name in found for stack in model.get_submodule(name).parameters()]
     held = sum(stack.numel() * stack.element_size() for stack in stacks)

@@ -1,4 +1,4 @@
-"""Where the weights of a sharded model come from: every rank, rank 0 alone, a function of the user, or a later load."""
+"""Sources of a sharded model's weights: every rank, rank 0 alone, a function of the user, or a later load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(StrEnum):
-    """Who has a model's weights before it is sharded."""
+    """Ranks that hold a model's weights before it is sharded."""
 
     EVERYONE = "everyone"
     RANK_0 = "rank 0"
@@ -30,9 +30,10 @@ class Source(StrEnum):
 def source_of(
     model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext, *, buffers: bool = True
 ) -> Source:
-    """Who has the weights, after making sure that every rank built the same model; an engine does not need its `buffers`.
+    """Return the ranks that have the weights, after a check that every rank built the same model.
 
-    Ranks: every rank. Raises: MismatchError naming what differs; PrepareError when rank 0 lacks what others have.
+    `buffers=False` skips the check of meta buffers, which an engine does not need.
+    Ranks: every rank. Raises: MismatchError with the difference; PrepareError if rank 0 lacks weights that others have.
     """
     meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if ctx.world.size > 1:
@@ -87,27 +88,25 @@ def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugi
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer once."""
+    """Yield each parameter and buffer once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def copy_from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
-    """Make parameters and buffers those of rank 0, so that every rank cuts its shard from the same model."""
+    """Broadcast parameters and buffers from rank 0, so that every rank takes its shard from the same model."""
     if ctx.world.size == 1:
         return
     for _, tensor in named_tensors(model):
-        if not tensor.is_meta and not isinstance(
-            tensor, DTensor
-        ):  # parts of split layers were equal when they were cut
+        if not tensor.is_meta and not isinstance(tensor, DTensor):  # shards of split layers were already equal
             tensor.data.copy_(ctx.world.broadcast(tensor.data))
 
 
 @torch.no_grad()
 def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext) -> None:
-    """Fill every rank's shards from the whole tensors of rank 0, one tensor in memory at a time.
+    """Fill the shards of all ranks from the whole tensors of rank 0, with one tensor in memory at a time.
 
-    Ranks: every rank; `wholes` is empty on all but rank 0.
+    Ranks: every rank; `wholes` is empty on all ranks but rank 0.
     """
     for name, target in named_tensors(model):
         given = wholes.pop(name, None)
@@ -123,7 +122,7 @@ def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: Proces
 
 
 def allocate_meta(model: nn.Module, device: torch.device) -> None:
-    """Give meta tensors, and only those, memory for this rank's shards; floating ones hold nan until filled."""
+    """Allocate this rank's shards of meta tensors; floating-point ones hold NaN until they are filled."""
 
     def real(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -136,7 +135,7 @@ def allocate_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def fill_by_function(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:
-    """Let the user's function fill what was built on meta, or say that a load has to."""
+    """Fill meta parameters with the user's `param_init_fn`, or log that a load has to fill them."""
     if config.param_init_fn is None:
         log.info(
             "%s was built on the meta device: its weights are nan until load_model() or load_state() fills them",
@@ -148,7 +147,7 @@ def fill_by_function(model: nn.Module, config: FullyShardedDataParallelPlugin) -
 
 
 def keep_rest_on_device(model: nn.Module, ctx: ProcessContext) -> None:
-    """Move what FSDP does not manage, buffers and whole parameters, to the device."""
+    """Move the tensors that FSDP does not manage (buffers and whole parameters) to the device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != ctx.device:

@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 keeps to itself between two reductions: outside the parameters' .grad, not public in torch."""
+"""Gradients that FSDP2 holds between two reductions, in private attributes outside the parameters' .grad."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = get_logger(__name__)
 
 _NEEDED: Final = ("fsdp_params", "_partial_reduce_output")
 _NEEDED_OF_PARAMETER: Final = ("sharded_param", "unsharded_accumulated_grad")
-"""What is used of torch's own: hasten/testing/private_torch.py says in which versions it was seen."""
+"""Private attributes of torch in use: hasten/testing/private_torch.py lists the versions tested."""
 
 
 class HeldGradients:
-    """Reads and restores the gradients that FSDP2 holds; knows when this torch does not show them."""
+    """Access to the gradients that FSDP2 holds, where this torch exposes them."""
 
     def __init__(self) -> None:
         self._known: bool | None = None
@@ -31,9 +31,9 @@ class HeldGradients:
     def find(
         self, model: nn.Module, names: Mapping[int, str], replicated: bool, open_window: bool
     ) -> dict[str, Tensor]:
-        """What is held on this rank, by parameter name (of a group: that of its first parameter).
+        """Return the gradients held on this rank, by parameter name (for a group, the name of its first parameter).
 
-        Raises: CheckpointError in an open window whose gradients this torch does not show.
+        Raises: CheckpointError in an open window whose gradients this torch does not expose.
         """
         if not self._shown(model):
             if replicated and open_window:
@@ -56,7 +56,7 @@ class HeldGradients:
         return found
 
     def put(self, model: nn.Module, names: Mapping[int, str], saved: Mapping[str, Tensor]) -> None:
-        """Make FSDP2 hold these gradients and no others."""
+        """Replace the gradients that FSDP2 holds by `saved`."""
         if not self._shown(model):
             return
         for group in _groups(model):
@@ -68,7 +68,7 @@ class HeldGradients:
                 held.unsharded_accumulated_grad = None if gathered is None else gathered.to(device, copy=True)
 
     def holding(self, model: nn.Module) -> Callable[[], None]:
-        """Returns what makes FSDP2 hold the gradients it holds now, and no others; it may be called again and again."""
+        """Return a function that restores the gradients held now; it may be called repeatedly."""
         if not self._shown(model):
             return lambda: None
         kept = [
@@ -91,7 +91,7 @@ class HeldGradients:
         return put_back
 
     def groups(self, model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
-        """Return the parameters of each group, by the name of the first: gradients held by a group fit no other one."""
+        """Return the parameters of each group, by the name of the first; a group's gradients fit no other group."""
         if not self._shown(model):
             return {}
         return {
@@ -105,7 +105,7 @@ class HeldGradients:
         return bool(self._known)
 
     def _probe(self, model: nn.Module) -> bool:
-        """Return whether this torch shows what is needed; what is missing is logged once."""
+        """Return whether this torch has the private attributes needed; missing ones are logged once."""
         missing: list[str] = []
         if not hasattr(model, "_get_fsdp_state"):
             missing.append("_get_fsdp_state")
@@ -134,7 +134,7 @@ def _group_name(group: Any, names: Mapping[int, str]) -> str:  # Any: not public
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's own records of its parameters, one per shard group."""
+    """Return FSDP's private records of its parameters, one per shard group."""
     return (group for group in _all_groups(model) if group.fsdp_params)
 
 
@@ -142,7 +142,7 @@ def _all_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            # torch<2.12 has one group per module, later ones a list of them.
+            # torch<2.12 has one group per module, later versions a list of groups.
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             yield from (group for group in groups if group is not None)
 
@@ -151,7 +151,7 @@ _RESET: Final = "reset_iter_state"
 
 
 class Sharded:
-    """A model under FSDP2: forward and backward gather and reduce as always."""
+    """Retry of a model under FSDP2, whose forward and backward gather and reduce as usual."""
 
     meets = True
 

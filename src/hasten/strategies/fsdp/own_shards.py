@@ -1,4 +1,4 @@
-"""Optimizers that work element by element update this rank's shards as plain tensors, past the cost of DTensor."""
+"""Elementwise optimizers that update this rank's shards as plain tensors, without the overhead of DTensor."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 ELEMENTWISE: Final = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
-"""No number of theirs depends on another element, so a shard updated alone is the shard of the whole update."""
+"""Optimizers in which elements are updated independently, so that updating a shard equals sharding the update."""
 _IN_SHARDS: Final = "AdamW, SGD or another optimizer that updates each element by itself"
-Collect = Callable[..., Any]  # Any: torch's own, by optimizer
+Collect = Callable[..., Any]  # Any: torch's method, which differs by optimizer
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that cannot update these shards, before training begins.
+    """Raise for an optimizer that cannot update sharded parameters, before training starts.
 
-    Raises: PrepareError with the optimizer, the parameter that is in its way, and what to use instead.
+    Raises: PrepareError with the optimizer, the parameter it cannot handle, and alternatives.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shards = [parameter for parameter in parameters if is_dtensor(parameter)]
@@ -57,7 +57,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 
 
 def _evenly_cut(parameter: DTensor) -> bool:
-    """Return whether every rank has the same share of the parameter."""
+    """Return whether all ranks have shards of equal size."""
     return all(
         parameter.shape[placement.dim] % parameter.device_mesh.size(axis) == 0
         for axis, placement in enumerate(parameter.placements)
@@ -66,12 +66,12 @@ def _evenly_cut(parameter: DTensor) -> bool:
 
 
 def update_own_shards(optimizer: Optimizer) -> None:
-    """Let the optimizer's kernels see shards as plain tensors; harmless to repeat.
+    """Make the optimizer's kernels use shards as plain tensors; safe to call repeatedly.
 
     A DTensor checks and wraps in Python at every operation, which on small shards takes longer than the operation; and
-    torch's kernels for many tensors at once take shards or whole tensors, not both (a scalar stays whole). Parameters,
-    gradients and state stay DTensors for everybody else. Optimizers of other classes update shards and whole tensors one
-    by one where they have both; those without a DTensor among their parameters are left alone.
+    torch's foreach kernels take shards or whole tensors, not both (a scalar stays whole). Parameters, gradients and state
+    remain DTensors for all other code. Optimizers of other classes run without foreach if they have both kinds;
+    optimizers without a DTensor among their parameters are not changed.
     """
     kinds = {is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}
     if True not in kinds:
@@ -86,13 +86,13 @@ def update_own_shards(optimizer: Optimizer) -> None:
     collect: Collect | None = getattr(optimizer, "_init_group", None)
     if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
         makes_state = type(optimizer) is SGD
-        optimizer._init_group = partial(_collect_shards, collect, makes_state)  # type: ignore[attr-defined]  # torch's inner seam
+        optimizer._init_group = partial(_collect_shards, collect, makes_state)  # type: ignore[attr-defined]  # a private method of torch
         if makes_state:
             optimizer.register_step_post_hook(_file_momenta)
 
 
 def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """SGD files its momentum under what it updated: file it under the parameter, spread like it."""
+    """Move SGD's momentum from the local tensors to their parameters, as DTensors."""
     owners = {id(p._local_tensor): p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
     for part in [part for part in optimizer.state if id(part) in owners]:
         made = optimizer.state.pop(part).get("momentum_buffer")
@@ -110,8 +110,8 @@ def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def _collect_shards(
     collect: Collect, makes_state: bool, group: dict[str, Any], *lists: list[Any]
-) -> Any:  # Any: torch's own
-    """What one update takes (parameters, gradients, state), with this rank's part in place of every shard."""
+) -> Any:  # Any: torch's method
+    """Collect the tensors of one update (parameters, gradients, state), with local tensors in place of DTensors."""
     told = collect(group, *lists)
     if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
         return told
@@ -121,9 +121,9 @@ def _collect_shards(
 
 
 def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
-    """Return whether parameters, gradients and state of each parameter are cut alike, or are all whole.
+    """Return whether parameter, gradient and state of each parameter are sharded alike, or are all whole.
 
-    State that the update itself makes (None until then) would not be spread, unless it is filed afterwards.
+    State that the update itself creates (None before) would not be sharded, unless it is converted afterwards.
     """
     filled = [values for values in lists if values]
     if len({len(values) for values in filled}) != 1:

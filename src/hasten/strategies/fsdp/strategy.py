@@ -1,4 +1,4 @@
-"""The transform that shards a model over processes: torch's fully_shard, for any module and any number of models."""
+"""Transform that shards a model over processes with torch's fully_shard, for any module and any number of models."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _DTYPES: Final = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", to
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one model will be sharded, decided before anything is touched."""
+    """Sharding of one model, decided before the model is changed."""
 
     name: str
     blocks: list[nn.Module]
@@ -76,13 +76,13 @@ class Layout:
     policy: MixedPrecisionPolicy
     notes: list[str]
     experts: list[nn.Module]
-    """Blocks whose experts are divided among ranks: sharded over those that hold the same ones."""
+    """Modules of experts, whose shard groups span only the ranks with the same experts."""
     inside: list[nn.Module]
-    """Blocks that have no group of their own here, but would have in a larger world."""
+    """Blocks without a shard group in this run, which would have one with more processes."""
 
 
 class Shard:
-    """Shards parameters, gradients and optimizer state over the shard axis; replicates over the replicate axis."""
+    """Transform that shards parameters, gradients and optimizer state, and replicates over the replicate axis."""
 
     stage = Stage.SPREAD
 
@@ -94,7 +94,7 @@ class Shard:
         self._replicated = False
         self._is_main = True
         self._held = HeldGradients()
-        self._sharded = WeakValueDictionary[int, nn.Parameter]()  # by identity: what was sharded, while it lives
+        self._sharded = WeakValueDictionary[int, nn.Parameter]()  # sharded parameters by id, while they exist
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if isinstance(model, FSDPModule):
@@ -129,11 +129,11 @@ class Shard:
         return model
 
     def _remember(self, model: nn.Module) -> None:
-        """Know the parameters again when another model has them too: those before sharding, and their shards."""
+        """Record the parameters before and after sharding, to recognise them if another model shares them."""
         self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
 
     def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> Layout:
-        """Return the layout of a model. Raises: ConfigError or PrepareError for what cannot be sharded."""
+        """Return the layout of a model. Raises: ConfigError or PrepareError for a model that cannot be sharded."""
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
         zero_dims = scalars(model)
@@ -159,7 +159,7 @@ class Shard:
         return Layout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
 
     def _better_in_one_group(self, model: nn.Module, whole: set[nn.Parameter], ctx: ProcessContext) -> bool:
-        """Whether groups would only cost: one process frees nothing between them, unless parameters lie elsewhere."""
+        """Return whether one group is best: a single process gains nothing from several, unless parameters are offloaded."""
         config = self._config
         automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
         if not automatic or config.cpu_offload or ctx.mesh.size(*LOSS) > 1:
@@ -168,12 +168,12 @@ class Shard:
         return len({parameter.dtype for parameter in trained}) <= 1
 
     def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
-        inside = replace(layout.policy, output_dtype=None)  # between blocks activations stay in the computing dtype
+        inside = replace(layout.policy, output_dtype=None)  # between blocks, activations stay in the compute dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": mesh,
             "offload_policy": self._offload(ctx),
             "ignored_params": layout.whole,
-            # shards of one rank are whole already: freeing and gathering them again would only copy
+            # a single rank holds everything: freeing and gathering would only copy
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1 and self._config.reshard_after_forward,
         }
         apart = self._for_experts(ctx, options) if layout.experts else {}
@@ -184,8 +184,9 @@ class Shard:
         fully_shard(model, mp_policy=layout.policy, **options)
         self._prefetch(layout.blocks)
 
-    def _for_experts(self, ctx: ProcessContext, options: dict[str, Any]) -> dict[str, Any]:  # Any: as above
-        """Options for experts, which fewer ranks hold copies or shards of."""
+    # Any: keywords of fully_shard
+    def _for_experts(self, ctx: ProcessContext, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options for experts, which have copies or shards on fewer ranks."""
         copies, shards, _ = ctx.mesh.expert_sizes
         names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if copies > 1 else (Axis.DP_SHARD,)
         return {
@@ -199,7 +200,7 @@ class Shard:
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Gradients stay sharded: shards are reduced in every micro-step, replicas only where the window ends."""
+        """Return a context manager without all-reduce over replicas; gradients are still reduce-scattered over shards."""
         if not self._replicated or not isinstance(model, FSDPModule):
             return nullcontext()
         return _without_all_reduce(model)
@@ -226,7 +227,7 @@ class Shard:
         return None
 
     def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        """Gradients that torch holds besides .grad, and the groups they belong to."""
+        """Return the gradients that torch holds besides .grad, and their groups."""
         held = self._held.find(model, names, self._replicated, open_window)
         return LoopState({"groups": self._held.groups(model, names) if self._replicated else {}}, held)
 
@@ -259,9 +260,9 @@ class Shard:
 
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
-    """Raise when the block is called by itself: only the whole model gathers its parameters."""
+    """Raise if the block is called outside its model: only the whole model gathers its parameters."""
     first: Tensor | None = next(block.parameters(), None)
-    # the gathered parameters of split layers are DTensors too, along the tensor-parallel axis alone
+    # gathered parameters of split layers are DTensors too, but only along the tensor-parallel axis
     if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):
         raise StepError(
             f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
@@ -282,7 +283,7 @@ def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
 def mixed_precision(
     config: FullyShardedDataParallelPlugin, spec: PrecisionType, keep_outputs: bool
 ) -> MixedPrecisionPolicy:
-    """Return the dtypes of gathered parameters, of the reduction and of outputs."""
+    """Return the dtypes of gathered parameters, of reductions and of outputs."""
     if isinstance(config.mixed_precision_policy, MixedPrecisionPolicy):
         return config.mixed_precision_policy
     asked = config.dtypes
@@ -298,7 +299,7 @@ def mixed_precision(
 
 
 def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:
-    """Lay parameters out densely: torch shards no other memory format (channels_last, for example)."""
+    """Make parameters contiguous: torch shards no other memory format (channels_last, for example)."""
     for parameter in model.parameters():
         if parameter not in whole and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -322,7 +323,7 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
 
 
 def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: set[nn.Parameter]) -> None:
-    """Raise when trained parameters of one group have different dtypes: torch reduces their gradients as one."""
+    """Raise if trained parameters of a group have different dtypes: torch reduces their gradients together."""
     found: dict[int, dict[torch.dtype, str]] = {}
     for owner, name, parameter in owned_parameters(model, blocks):
         if parameter.requires_grad and parameter not in whole:

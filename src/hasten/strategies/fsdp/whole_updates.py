@@ -1,4 +1,4 @@
-"""Optimizers whose update of an element depends on the whole parameter: each sharded parameter is updated as a whole."""
+"""Optimizers whose update of an element depends on the whole parameter: sharded parameters are gathered one by one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MARK: Final = "updates_wholes"
 
 
 def needs_wholes(optimizer: Optimizer) -> bool:
-    """Whether the optimizer keeps statistics over rows, columns or the whole of a parameter: torch's or transformers' Adafactor."""
+    """Return whether the optimizer has statistics over rows, columns or whole parameters: Adafactor (torch, transformers)."""
     return isinstance(optimizer, Adafactor) or type(optimizer).__name__ == "Adafactor"
 
 
 def update_wholes(optimizer: Optimizer) -> None:
-    """Let every rank update whole parameters, gathered one after the other, and keep its shards; harmless to repeat.
+    """Make every rank update whole parameters, gathered one at a time, and store its shards; safe to call repeatedly.
 
-    An update sends each parameter and its gradient once. State of the parameter's shape is sharded like it; row and column
-    statistics are whole on every rank.
+    An update sends each parameter and its gradient once. State with the parameter's shape is sharded like the parameter; row
+    and column statistics are whole on every rank.
     """
     if _MARK not in vars(optimizer):
         gather = vars(optimizer)[_MARK] = _Gather()
@@ -37,13 +37,13 @@ def update_wholes(optimizer: Optimizer) -> None:
 
 
 class _Gather:
-    """Step hooks: update the parameters one by one, and leave none to the step itself."""
+    """Step hooks that update the parameters one by one, and leave none to the step itself."""
 
     def __init__(self) -> None:
         self._params: list[list[Tensor]] | None = None
 
     @torch.no_grad()
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: of step()
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: step()'s
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise StepError(
                 f"{type(optimizer).__name__}.step(closure) cannot update sharded parameters: they are gathered one by one, after "
@@ -66,15 +66,15 @@ class _Gather:
             group["params"] = []
 
     def put_back(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Give the groups their parameters again."""
+        """Restore the parameters of the groups."""
         for group, members in zip(optimizer.param_groups, self._params or [], strict=True):
             group["params"] = members
         self._params = None
 
 
 def _update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Update one parameter. Ranks: every rank that holds a part of it."""
-    step = inspect.unwrap(type(optimizer).step)  # without hooks, which belong to the step as a whole
+    """Update one parameter. Ranks: every rank that holds a shard of it."""
+    step = inspect.unwrap(type(optimizer).step)  # without hooks, which run once per step
     if not is_dtensor(parameter):
         group["params"] = [parameter]
         step(optimizer)
@@ -119,7 +119,7 @@ def _part(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _spread(value: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's part of a whole value, as a tensor that is sharded like the parameter."""
+    """Return this rank's shard of a whole value, as a DTensor that is sharded like the parameter."""
     own = dtensor_slice(parameter)
     part = _part(value, own.offset, own.data).to(own.data.device, copy=True)
     made: Tensor = placements().DTensor.from_local(

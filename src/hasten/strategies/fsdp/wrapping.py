@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded on their own, and which are left whole."""
+"""Choice of the modules that form shard groups, and of the parameters that stay whole."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.blocks import blocks_by_class, repeated_blocks
 
-# Any in this file: policies are names, functions, partial functions or torch's objects.
+# Any in this file: policies are names, functions, partial functions or objects of torch.
 
 
 def as_choice(policy: Any) -> Any:
-    """Return a policy as a name in lower case, or a function of one module; what is one already stays as it is.
+    """Return a policy as a lower-case name or as a function of one module.
 
-    Raises: TypeError for an object that cannot be asked about one module.
+    Raises: TypeError for an object that cannot be called with a module.
     """
     if policy is None or isinstance(policy, str):
         return None if policy is None else policy.lower()
-    torchs = sys.modules.get("torch.distributed.fsdp.wrap")  # whoever has a policy of torch's has imported it
+    # an object of this module can only be passed if the module was imported
+    torchs = sys.modules.get("torch.distributed.fsdp.wrap")
     if torchs is not None:
         if policy is torchs.transformer_auto_wrap_policy:
             return "transformer_based_wrap"
@@ -39,7 +40,7 @@ def as_choice(policy: Any) -> Any:
 
 
 class _Chosen:
-    """A function whose answer may be options of FSDP1 instead of a yes."""
+    """Policy of FSDP1 that may return options instead of True."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -50,11 +51,11 @@ class _Chosen:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.function is other.function
 
-    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+    __hash__ = None  # type: ignore[assignment]  # compared, never hashed
 
 
 class _Asked(_Chosen):
-    """A policy that FSDP1 would ask twice; only the second question, whether to wrap this module, is put to it."""
+    """Policy of FSDP1 with a `recurse` argument; it is called with recurse=False only, whether to wrap the module."""
 
     def __call__(self, module: nn.Module) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())
@@ -65,11 +66,11 @@ log = logging.getLogger(__name__)
 
 _DEFAULT_MIN_PARAMS: Final = 100_000_000
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called, so that nothing would gather the parameters of a group of theirs."""
+"""Modules that are never called, so that the parameters of a group would not be gathered."""
 
 
 def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Return the modules that get a shard group of their own, innermost first; the root's group takes what is left."""
+    """Return the modules that form separate shard groups, innermost first; the root's group takes the rest."""
     policy = as_choice(config.auto_wrap_policy)
     if callable(policy):
         return _deepest_first(model, _by_callable(model, policy))
@@ -82,7 +83,7 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
             if names := config.transformer_cls_names_to_wrap:
                 chosen = blocks_by_class(model, names, "fsdp.transformer_cls_names_to_wrap")
             else:
-                known = tuple(getattr(model, "_no_split_modules", None) or ())  # what transformers' models declare
+                known = tuple(getattr(model, "_no_split_modules", None) or ())  # set in transformers' models
                 chosen = [module for module in model.modules() if type(module).__name__ in known]
                 chosen = chosen or [block for _, block in repeated_blocks(model)]
             return _deepest_first(model, chosen)
@@ -90,12 +91,12 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
 
 
 def blocks_to_recompute(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Return the modules that are sharded on their own, or else the repeated block."""
+    """Return the modules that form separate shard groups, or else the repeated blocks."""
     return blocks_to_shard(model, config) or [block for _, block in repeated_blocks(model)]
 
 
 def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
-    """Modules for which `policy(module)` is true."""
+    """Return the modules for which `policy(module)` is true."""
     chosen = [(name, module) for name, module in model.named_modules() if module is not model and policy(module)]
     for name, module in chosen:
         if isinstance(module, CONTAINERS):
@@ -107,7 +108,7 @@ def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return the smallest modules that have at least `least` parameters beyond those already in a group of their own."""
+    """Return the smallest modules with at least `least` parameters besides those already in a separate group."""
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -129,7 +130,7 @@ def _deepest_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Mod
 
 
 def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter under every name, led by the block whose shard group it is in (the model for what is left)."""
+    """Yield each parameter under each of its names, with the block of its shard group (the model for the rest)."""
     wrapped = {id(block) for block in blocks}
 
     def visit(module: nn.Module, prefix: str, owner: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -145,9 +146,9 @@ def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[
 def keep_ties_together(
     model: nn.Module, blocks: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> tuple[list[nn.Module], list[str]]:
-    """Return the blocks without those that share a parameter with another group, and one name of each such parameter.
+    """Return the blocks that share no parameter with another group, and one name of each shared parameter.
 
-    A parameter lives in one shard group. The blocks left out join the group around them, where ties hold.
+    A parameter can be in one shard group only. Blocks left out join the surrounding group, in which tied weights are equal.
     """
     kept, tied = list(blocks), dict[int, str]()
     while True:
@@ -166,7 +167,7 @@ def keep_ties_together(
 def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
     """Return the parameters of ignored modules, which stay whole on every rank.
 
-    Raises: ConfigError when one of them is trained, because nobody would synchronise it.
+    Raises: ConfigError if one of them is trained, because its gradients would not be synchronised.
     """
     given = config.ignored_modules
     if given is None:

@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages: its list of blocks, what runs before and after them, who holds what."""
+"""Partition of a model into pipeline stages: its list of blocks, the modules before and after them, and their ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one model is divided, decided before anything is touched."""
+    """Partition of one model, decided before the model is changed."""
 
     container: str
-    """The name of the list of blocks."""
+    """Name of the list of blocks."""
     blocks: tuple[str, ...]
-    """The names of the blocks in that list."""
+    """Names of the blocks in that list."""
     ranges: tuple[Range, ...]
-    """The blocks of each stage."""
+    """Blocks of each stage."""
     first: tuple[str, ...]
     """Modules with state that run before the blocks."""
     last: tuple[str, ...]
@@ -38,7 +38,7 @@ class Cut:
     place: Placement
 
     def stage_of(self, name: str) -> int | None:
-        """Return the stage of a parameter, buffer or module; None for what every stage keeps."""
+        """Return the stage of a parameter, buffer or module; None for one that every stage has."""
         inside = name.removeprefix(f"{self.container}.") if self.container else name
         if not self.container or inside != name:
             index = self.blocks.index(inside.partition(".")[0])
@@ -54,7 +54,7 @@ class Cut:
 
 
 def decide(model: nn.Module, config: PipelineParallelConfig, place: Placement) -> Cut:
-    """Return where the model is cut. Raises: ConfigError or PrepareError for one that cannot be, with what to do."""
+    """Return the partition of the model. Raises: ConfigError or PrepareError, with advice, if it cannot be partitioned."""
     container = _container(model, config, place.stages)
     blocks = dict(model.get_submodule(container).named_children())
     _check_length(container, len(blocks), place)
@@ -106,7 +106,7 @@ def _check_length(container: str, number: int, place: Placement) -> None:
 
 
 def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -> tuple[tuple[str, ...], ...]:
-    """Return the modules with state beside the blocks, sorted into those before and those after them."""
+    """Return the modules with state outside the blocks: those before the blocks, and those after them."""
     first: list[str] = []
     last: list[str] = []
     for unit, before in _units(model, container):
@@ -125,7 +125,7 @@ def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -
 
 
 def _units(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
-    """The outermost modules with state beside the way to the container, and whether they are registered before it."""
+    """Yield the outermost modules with state outside the container, and whether they are registered before it."""
     parts = container.split(".") if container else []
     here = model
     for depth, part in enumerate(parts):
@@ -162,7 +162,7 @@ def _even(
 
 
 def work(module: nn.Module) -> float:
-    """An estimate of what a module costs: the weights it multiplies with. Looking up rows of a table costs nothing."""
+    """Estimate the cost of a module: the number of weights in its matrix products; embedding lookups cost nothing."""
     own = 0.0
     for part in module.modules():
         if not isinstance(part, nn.Embedding):
@@ -171,7 +171,7 @@ def work(module: nn.Module) -> float:
 
 
 def part_of(model: nn.Module, cut: Cut, rank: int) -> StagePart:
-    """What the rank at a position along the pipeline holds of the whole model. Called before it is cut."""
+    """Return the part of the whole model on the rank at a pipeline position. Call before the model is partitioned."""
     keys = list(model.state_dict())
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -197,7 +197,7 @@ def part_of(model: nn.Module, cut: Cut, rank: int) -> StagePart:
 
 
 def shared(model: nn.Module, cut: Cut) -> dict[str, tuple[int, ...]]:
-    """Parameters (by their first name) that several ranks hold, with the positions of those ranks."""
+    """Return the parameters (by first name) that several ranks hold, with the positions of those ranks."""
     found: dict[int, tuple[str, dict[int, None]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         _, holders = found.setdefault(id(parameter), (name, {}))
@@ -225,9 +225,11 @@ _ROUNDS: Final = 3
 def balanced_split_points(
     model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor], num_stages: int
 ) -> tuple[str, ...]:
-    """Names of the blocks that begin a stage, so that the slowest stage is as fast as possible: for `split_points`.
+    """Return the names of blocks to start stages with, so that the slowest stage is as fast as possible.
 
-    Times the blocks in `loss_of(model, batch)` on this process, without gradients, before the model is prepared. Ranks
+    The names are a value for `split_points`.
+
+    The blocks are timed in `loss_of(model, batch)` on this process, without gradients, before the model is prepared. Ranks
     may measure differently: measure on one and broadcast, or write the names into the configuration.
     """
     cut = decide(model, PipelineParallelConfig(), Placement(num_stages))
@@ -240,7 +242,7 @@ def balanced_split_points(
 
 
 def _round(model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]) -> list[float]:
-    """Return seconds before the blocks, in each of them, and after them."""
+    """Return the seconds before the blocks, in each block, and after the blocks."""
     device = parameter_device(model)
     begun: list[float] = []
     ended: list[float] = []

@@ -16,9 +16,9 @@ from hasten.runtime.mesh import group_of
 
 @torch.no_grad()
 def average(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
-    """Replace every gradient by its mean over the ranks of `comm`, one message for each dtype.
+    """Replace each gradient by its mean over the ranks of `comm`, with one message per dtype.
 
-    A rank that has no gradient of a parameter takes part with zeros. Ranks: every rank of the group.
+    A rank without a gradient of a parameter contributes zeros. Ranks: every rank of the group.
     """
     if comm.size == 1:
         return
@@ -46,7 +46,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 def _give(parameter: nn.Parameter, part: Tensor) -> None:
     if is_dtensor(parameter):
-        parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a DTensor's own
+        parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a method of DTensor
             part,
             parameter.device_mesh,
             parameter.placements,
@@ -60,23 +60,23 @@ def _give(parameter: nn.Parameter, part: Tensor) -> None:
 
 @dataclass(slots=True)
 class SharedWeights:
-    """The parameters of one model that this rank and others hold copies of, such as tied embeddings.
+    """Parameters of one model that have copies on several ranks, such as tied embeddings.
 
-    Each copy gets the gradient of its own stage's uses; their sum is the gradient of the one weight they stand for.
+    Each copy gets the gradient of its stage; the sum over copies is the gradient of the weight.
     """
 
     members: list[tuple[nn.Parameter, dist.ProcessGroup]] = field(default_factory=list)
     _aside: list[Tensor | None] = field(default_factory=list)
 
     def set_aside(self) -> None:
-        """Keep what was summed before apart from what comes now."""
+        """Set the gradients summed so far aside, so that new ones accumulate separately."""
         self._aside = [parameter.grad for parameter, _ in self.members]
         for parameter, _ in self.members:
             parameter.grad = None
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Sum the gradients since `set_aside` over the ranks with a copy. Ranks: every rank with one."""
+        """Sum the gradients since `set_aside` over the ranks with a copy. Ranks: every rank with a copy."""
         for (parameter, group), earlier in zip(self.members, self._aside, strict=True):
             if not parameter.requires_grad:
                 continue

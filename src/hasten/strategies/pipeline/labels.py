@@ -17,39 +17,39 @@ from hasten.optim.window import Number
 from hasten.trees import Tree
 
 WeightOf = Callable[[Tree], Number]
-"""What the mean loss of a batch is the mean of: its number of tokens or samples."""
+"""Returns the number of tokens or samples that the mean loss of a batch averages over."""
 _LOSSES: Final = (F.cross_entropy, F.nll_loss)
 _SAY: Final = "Say how many labels each part has: forward_backward(model, batch, loss_of, weight=lambda batch: (batch['labels'] != -100).sum())"
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The labels of a batch that its loss is the mean over."""
+    """Labels of a batch that its loss averages over."""
 
     index: int
-    """The number of the tensor among those of the batch."""
+    """Index of the labels among the tensors of the batch."""
     shifted: bool
-    """Labels are predicted from the token before, so that the first of each row takes no part."""
+    """Each label is predicted from the previous token, so the first label of each row is not used."""
     ignored: int
-    """The label that takes no part."""
+    """Label that the loss ignores."""
 
     def of(self, micro: Tree) -> Tensor:
-        """Return the number of labels that take part, on their device."""
+        """Return the number of labels that the loss averages over, on their device."""
         labels = trees.tensors(micro)[self.index]
         return ((labels[:, 1:] if self.shifted else labels) != self.ignored).sum()
 
 
 class WatchLosses(TorchFunctionMode):
-    """A block in which torch's cross entropies are noted."""
+    """Torch function mode that records calls of torch's cross entropies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Tensor, Tensor, int, bool]] = []
-        """Targets, the loss, the label that is ignored, and whether the mean is over labels that count alike."""
+        """Targets, loss, ignored label, and whether the loss is a plain mean (without class weights or soft targets)."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # Any: of every function of torch
+    ) -> Any:  # Any: functions of torch
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if func in _LOSSES and isinstance(made, Tensor):
@@ -61,9 +61,9 @@ class WatchLosses(TorchFunctionMode):
         return made
 
     def counted(self, loss: Tensor, micro: Tree) -> Counted | None:
-        """Return the labels of this micro-batch that its loss is the mean over; None where samples count alike.
+        """Return the labels of this micro-batch that its loss averages over; None if all samples have equal weight.
 
-        Raises: StepError for a mean over some of the labels that cannot be found in the batch.
+        Raises: StepError for a mean over some labels that are not found in the batch.
         """
         labels = [(target, ignored) for target, _, ignored, alike in self.seen if alike]
         uneven = len(labels) < len(self.seen) or any(bool((target == ignored).any()) for target, ignored in labels)
@@ -80,7 +80,7 @@ class WatchLosses(TorchFunctionMode):
 
 
 def _find(target: Tensor, micro: Tree, ignored: int) -> Counted | None:
-    """Return the tensor of the batch that these targets are, as they are or shifted by one position."""
+    """Return the tensor of the batch that equals the targets, unchanged or shifted by one position."""
     for index, tensor in enumerate(trees.tensors(micro)):
         if tensor.dtype != target.dtype or tensor.ndim == 0:
             continue

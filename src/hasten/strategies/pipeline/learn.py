@@ -1,4 +1,4 @@
-"""Learning the shapes of a kind of batch: one forward of one micro-batch through all stages of a pipeline."""
+"""Shape inference for a kind of batch: one forward of one micro-batch through all stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Signature = tuple[Any, ...]  # Any: shapes and dtypes
 
 
 class Learner:
-    """What is known of each kind of batch of each model, learnt on first sight."""
+    """Cache of the shapes of each kind of batch of each model, inferred on first use."""
 
     def __init__(self, comm: ProcessGroupComm, place: Placement, device: torch.device) -> None:
         self._comm = comm
@@ -32,9 +32,9 @@ class Learner:
         self._known = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
 
     def learn(self, model: nn.Module, line: Line, kind: Signature, call: Callable[[], Any]) -> Learnt:
-        """What is known of this kind of micro-batch, of which `call` runs one. Ranks: the whole pipeline.
+        """Return the shapes of this kind of micro-batch, inferred by running `call` once. Ranks: the whole pipeline.
 
-        What fails here fails on every rank of the pipeline. Buffers and random numbers stay as they were.
+        An error here is raised on every rank of the pipeline. Buffers and random state are restored.
         """
         known = self._known.setdefault(model, {})
         if kind in known:
@@ -57,7 +57,7 @@ class Learner:
             line.recording = True
             try:
                 hidden = self._checked(line, line.begin(0, None, learnt.seen), call)
-            except Exception as problem:  # every rank of the pipeline has to hear of it; it is raised below
+            except Exception as problem:  # must reach every rank of the pipeline; raised below
                 error = problem
             line.recording = False
         told = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
@@ -89,13 +89,13 @@ class Learner:
         learnt.inputs[stage] = _shape_only(received)
         try:
             out = self._checked(line, line.begin(stage, received, learnt.seen), call)
-        except Exception as problem:  # every rank of the pipeline has to hear of it; the caller raises it
+        except Exception as problem:  # must reach every rank of the pipeline; raised by the caller
             return problem, None
         learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
         return None, out
 
     def _checked(self, line: Line, at: Pass, call: Callable[[], Any]) -> Any:
-        """What a stage hands on. Raises: PrepareError when it depends on what only another stage computes."""
+        """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
         out = line.run(at, call)
         if at.stage and _has_nan(out):
             again = line.begin(at.stage, at.received, at.seen)

@@ -1,9 +1,9 @@
-"""Running one stage of a model: the user's own forward, entered at the stage's first block and left after its last.
+"""Execution of one stage of a model: the user's forward, entered at the stage's first block and left after its last.
 
-Every stage runs the whole forward, because what a model computes around its blocks (masks, positions, which block gets
-which argument) is its own business. Modules of other stages are stand-ins: those before the first block return
-placeholders of the right shape, blocks in between hand their input on. At the stage's first block the hidden state of the
-previous stage takes the placeholder's place; after the last one the forward is left.
+Every stage runs the whole forward, because the computations around the blocks (masks, positions, arguments of each block)
+are the model's. Modules of other stages are replaced by stand-ins: those before the first block return placeholders of
+the right shape, blocks in between return their input. At the stage's first block the hidden state of the previous stage
+replaces the placeholder; after the stage's last block the forward is left by an exception.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hasten.strategies.tensor.ops import ApartStream
 
 
 class _BlocksDone(BaseException):
-    """Leaves a forward after the stage's last block. No Exception: the user's code must not catch it."""
+    """Exception that ends a forward after the stage's last block; a BaseException, so that user code does not catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class StageDone(BaseException):
-    """Leaves the code around a model's call with what the stage hands on."""
+    """Exception that ends the code around a model's call, with the output of the stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -42,12 +42,12 @@ class StageDone(BaseException):
 
 @dataclass(slots=True)
 class Seen:
-    """What the first stage saw of a kind of batch, for the stand-ins of the others."""
+    """Shapes that the first stage recorded for a kind of batch, for the stand-ins of the other stages."""
 
     units: dict[str, list[Any]] = field(default_factory=dict)  # Any: nested containers of shapes
-    """What each module before the blocks returned, call by call, with shapes in the place of tensors."""
+    """Outputs of each module before the blocks, call by call, with shapes in place of tensors."""
     returns: int = 0
-    """How many values a block returns as a tuple; 0 for a tensor by itself."""
+    """Number of values in the tuple that a block returns; 0 for a single tensor."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class Pass:
     received: Tensor | None = None
     seen: Seen = field(default_factory=Seen)
     fill: float = math.nan
-    """What placeholders hold: nan, so that a value that goes astray shows."""
+    """Value of placeholders: NaN, so that a placeholder that reaches an output is detected."""
     entered: bool = False
     done: bool = False
     calls: Counter[str] = field(default_factory=Counter)
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module of another stage; its plain attributes can be read, its weights only by shape."""
+    """Stand-in for a module of another stage, with its plain attributes and meta tensors for its parameters."""
 
     def __init__(self, name: str, index: int | None, original: nn.Module, line: Line) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class Elsewhere(nn.Module):
         self.name = name
         self.index = index
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever the module had
+    def __getattr__(self, name: str) -> Any:  # Any: any attribute of the module
         kept = self.__dict__.get("kept", {})
         return kept[name] if name in kept else super().__getattr__(name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
-        """Return a placeholder, or the input where a block is skipped."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+        """Return a placeholder, or the input if a block is skipped."""
         at: Pass | None = self.__dict__["line"].at
         if at is None:
             raise StepError(
@@ -117,7 +117,7 @@ class Elsewhere(nn.Module):
 
 
 class _Hole:
-    """The shape of a tensor that another stage computed. No dataclass: trees would walk into it."""
+    """Shape of a tensor that another stage computed; not a dataclass, which `trees` would traverse."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self.shape = shape
@@ -132,8 +132,8 @@ def _filled(leaf: Any, value: float, device: torch.device) -> Any:
     return made.fill_(value) if dtype.is_floating_point else made.zero_()
 
 
-def holes(tree: Any) -> Any:  # Any: what a module returned
-    """The tree with its shapes in the place of tensors. Raises: PrepareError for containers that cannot be sent."""
+def holes(tree: Any) -> Any:  # Any: output of a module
+    """Return the tree with shapes in place of tensors. Raises: PrepareError for containers that cannot be sent."""
     if isinstance(tree, Tensor):
         return _Hole(tuple(tree.shape), str(tree.dtype).removeprefix("torch."))
     if tree is None or isinstance(tree, (bool, int, float, str)):
@@ -149,7 +149,7 @@ def holes(tree: Any) -> Any:  # Any: what a module returned
 
 
 def as_plain(seen: Seen) -> dict[str, Any]:
-    """What was seen, as plain values that can be sent."""
+    """Return the recorded shapes as serialisable values."""
 
     def plain(tree: Any) -> Any:
         if isinstance(tree, _Hole):
@@ -165,7 +165,7 @@ def as_plain(seen: Seen) -> dict[str, Any]:
 
 
 def from_plain(data: dict[str, Any]) -> Seen:
-    """What `as_plain` was given."""
+    """Return the recorded shapes from the output of `as_plain`."""
 
     def tree(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -185,7 +185,7 @@ def from_plain(data: dict[str, Any]) -> Seen:
 
 
 class StageForward(forwarding.Forward):
-    """The forward of a model that was cut: runs the stage that is due, or the whole pipeline when the user calls."""
+    """Forward of a partitioned model: runs the current stage, or the whole pipeline if the user calls the model."""
 
     tag = TAG
 
@@ -193,11 +193,11 @@ class StageForward(forwarding.Forward):
         self.line = line
         self.call = call
         self.gathers_output = True
-        """Whether a call gives its output to every rank, or only to the one of the last stage."""
+        """Whether a call returns its output on every rank, or only on the rank of the last stage."""
 
     @property
     def part(self) -> StagePart:
-        """What this rank holds."""
+        """This rank's part of the model."""
         return self.line.part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ class StageForward(forwarding.Forward):
         return self.through(args, kwargs)
 
     def through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the stage of the current pass hands on; of the last stage, the model's output."""
+        """Run the stage of the current pass and return its output; for the last stage, the model's output."""
         at = self.line.at
         assert at is not None, "a pass is running"
         try:
@@ -222,7 +222,7 @@ class StageForward(forwarding.Forward):
 
 
 class Line:
-    """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the pass that is running."""
+    """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the running pass."""
 
     def __init__(self, model: nn.Module, cut: Cut, part: StagePart, rank: int, device: torch.device) -> None:
         self.cut = cut
@@ -238,7 +238,7 @@ class Line:
         self._take_out(model, rank)
 
     def _take_out(self, model: nn.Module, rank: int) -> None:
-        """Put stand-ins in the place of what other ranks hold."""
+        """Replace the modules of other ranks by stand-ins."""
         prefix = f"{self.cut.container}." if self.cut.container else ""
         for index, name in enumerate(self.cut.blocks):
             block = self._container.get_submodule(name)
@@ -253,7 +253,7 @@ class Line:
                 swap(model, name, Elsewhere(name, None, unit, self))
 
     def attach(self, model: nn.Module) -> None:
-        """Register what enters and leaves stages. Called after every other wrapper has registered its hooks."""
+        """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
         for stage in self.stages:
             start, stop = self.cut.ranges[stage]
             self._blocks[start].register_forward_pre_hook(_Enter(self, start), prepend=True, with_kwargs=True)
@@ -264,8 +264,8 @@ class Line:
                 unit.register_forward_hook(_Record(self, name))
         model.register_forward_hook(_HandOn(self))
 
-    def run(self, at: Pass, call: Callable[[], Any]) -> Any:  # Any: what the stage hands on, or the user's result
-        """What `call` gives for one stage, in which the model is called once."""
+    def run(self, at: Pass, call: Callable[[], Any]) -> Any:  # Any: the output of the stage, or the user's result
+        """Run `call`, in which the model is called once, for one stage, and return its result."""
         hidden = [i for i in self._blocks if not at.start <= i < at.stop]
         names = self.cut.blocks
         for index in hidden:
@@ -283,20 +283,20 @@ class Line:
                 self._container.register_module(names[index], self._blocks[index])
 
     def begin(self, stage: int, received: Tensor | None, seen: Seen) -> Pass:
-        """Return a pass over a stage."""
+        """Create a pass over a stage."""
         start, stop = self.cut.ranges[stage]
         return Pass(stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen)
 
 
 class _Hook:
-    """A hook on one of the line's modules."""
+    """Hook on a module of the line."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
 
 
 class _Enter(_Hook):
-    """Gives the first block of a stage the hidden state of the previous one."""
+    """Hook that passes the hidden state of the previous stage to the first block of a stage."""
 
     def __init__(self, line: Line, index: int) -> None:
         super().__init__(line)
@@ -311,7 +311,7 @@ class _Enter(_Hook):
 
 
 class _Leave(_Hook):
-    """Ends the forward after the last block of a stage."""
+    """Hook that ends the forward after the last block of a stage."""
 
     def __init__(self, line: Line, index: int) -> None:
         super().__init__(line)
@@ -335,7 +335,7 @@ class _Leave(_Hook):
 
 
 class _Record(_Hook):
-    """Notes the shapes of what a module before the blocks returns."""
+    """Hook that records the shapes of the outputs of a module before the blocks."""
 
     def __init__(self, line: Line, name: str) -> None:
         super().__init__(line)
@@ -347,7 +347,7 @@ class _Record(_Hook):
 
 
 class _HandOn(_Hook):
-    """Leaves the code around the model's call with the hidden state, on all stages but the last."""
+    """Hook that ends the code around the model's call with the hidden state, on all stages but the last."""
 
     def __call__(self, model: nn.Module, args: object, output: Any) -> None:
         at = self.line.at

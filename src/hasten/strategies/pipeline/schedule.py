@@ -30,29 +30,29 @@ LossOf = Callable[[nn.Module, Tree], Tensor]
 
 @dataclass(slots=True)
 class Learnt:
-    """What one pass of one kind of micro-batch has shown of it."""
+    """Shapes of one kind of micro-batch, from one pass through the pipeline."""
 
     seen: Seen
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    """For each stage of this rank, what it receives; without memory."""
+    """Input of each stage of this rank, as a meta tensor."""
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    """For each stage of this rank, what it hands on; without memory."""
+    """Output of each stage of this rank, as a meta tensor."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What the stages compute in the step that is running."""
+    """Micro-batches, loss function and results of the running step."""
 
     micros: Sequence[Tree] = ()
     loss_of: LossOf | None = None
     factor: Tensor | float = 1.0
     shares: Sequence[Tensor | float] = ()
-    """What the loss of each micro-batch counts for in that of the batch."""
+    """Weight of each micro-batch's loss in the loss of the batch."""
     losses: list[Tensor] = field(default_factory=list)
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's schedules see it: from the previous stage's hidden state to the next one's, or to the loss."""
+    """A stage for torch's schedules: maps the previous stage's hidden state to the next hidden state, or to the loss."""
 
     def __init__(self, model: nn.Module, line: Line, stage: int, seen: Seen, work: Work) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _StageModule(nn.Module):
         self.work = work
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:
-        """What this stage hands on for the micro-batch number `where`."""
+        """Return the output of this stage for micro-batch number `where`."""
         work, line = self.work, self.line
         assert work.loss_of is not None, "a step is running"
         micro, loss_of = work.micros[int(where)], work.loss_of
@@ -76,13 +76,13 @@ class _StageModule(nn.Module):
         counts = loss.detach().float() * share
         if isinstance(share, Tensor):
             leave_if_weightless(loss, share)
-            counts = torch.where(share == 0, torch.zeros_like(counts), counts)  # a mean over nothing is nan
+            counts = torch.where(share == 0, torch.zeros_like(counts), counts)  # a mean over no labels is NaN
         work.losses.append(counts)
         return loss * (share * work.factor)
 
 
-def checked_loss(loss: Any) -> Tensor:  # Any: what the user's function returned
-    """Return the loss. Raises: StepError when it is no scalar tensor."""
+def checked_loss(loss: Any) -> Tensor:  # Any: result of the user's function
+    """Return the loss as a scalar. Raises: StepError if it is not a tensor with one element."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -92,7 +92,7 @@ def checked_loss(loss: Any) -> Tensor:  # Any: what the user's function returned
 
 
 class Stepper:
-    """A schedule over this rank's stages, for one kind of micro-batch."""
+    """Schedule over this rank's stages, for one kind of micro-batch."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Stepper:
     def step(
         self, micros: Sequence[Tree], loss_of: LossOf, factor: Tensor | float, shares: Sequence[Tensor | float]
     ) -> Tensor | None:
-        """Forward and backward of all micro-batches; the sum of their shares of the loss on the rank of the last stage."""
+        """Run forward and backward of all micro-batches; return the weighted loss on the rank of the last stage, else None."""
         work = self._work
         work.micros, work.loss_of, work.factor, work.shares = micros, loss_of, factor, shares
         args = (self._where,) if self._first else ()
@@ -135,7 +135,7 @@ class Stepper:
             self._schedule.step(*args, target=self._where, losses=[], return_outputs=False, where=self._where)
             return torch.stack(work.losses).sum() if work.losses else None
         except RuntimeError as error:
-            if isinstance(error.__cause__, HastenError):  # torch wraps what a stage raises
+            if isinstance(error.__cause__, HastenError):  # torch wraps errors of a stage
                 raise error.__cause__ from None
             raise
         finally:
@@ -163,5 +163,5 @@ def _made(
 
 
 def _itself(loss: Tensor, target: Tensor) -> Tensor:
-    """Return the last stage's output is the loss already."""
+    """Return the output of the last stage, which is the loss already."""
     return loss

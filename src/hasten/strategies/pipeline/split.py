@@ -1,4 +1,4 @@
-"""How blocks are divided into pipeline stages and stages over ranks: arithmetic without torch."""
+"""Partition of blocks into pipeline stages, and of stages over ranks; pure Python."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hasten.errors import ConfigError
 from hasten.runtime.mesh_plan import divisors
 
 Range = tuple[int, int]
-"""First block of a stage, and the first block of the next."""
+"""First block of a stage, and first block of the next stage."""
 SINGLE: Final = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
 IN_A_V: Final = "zbv_zero_bubble"
-"""The schedule whose stages go down the ranks and back up, two on each."""
+"""Schedule with two stages per rank, whose stages are ordered down the ranks and back up."""
 
 
 def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0) -> tuple[Range, ...]:
-    """Contiguous ranges of blocks, at least one block each, of which the most expensive is as cheap as possible.
+    """Return contiguous ranges of at least one block each, with the lowest possible maximum cost.
 
-    `before` and `after` are what the first and the last range cost besides their blocks. Among equally good divisions
-    the more even one is taken.
+    `before` and `after` are additional costs of the first and of the last range. Among equally good partitions the most even
+    one is chosen.
     """
     assert 1 <= parts <= len(costs), f"{len(costs)} blocks do not make {parts} parts"
     sums = [0.0, *accumulate(costs)]
@@ -48,7 +48,7 @@ def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: flo
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank along the pipeline holds which stages."""
+    """Assignment of stages to the ranks of a pipeline."""
 
     ranks: int
     per_rank: int = 1
@@ -56,11 +56,11 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """Number of stages."""
         return self.ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the position along the pipeline axis of the rank that holds a stage."""
+        """Return the pipeline position of the rank that holds a stage."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.in_a_v and turn % 2 else place
 
@@ -70,7 +70,7 @@ class Placement:
 
 
 def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> Placement:
-    """Return where the stages of a schedule lie. Raises: ConfigError for a number of stages it does not have."""
+    """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""
     wanted = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
     per_rank = stages_per_rank or (wanted[0] if wanted else 2)
     if wanted and per_rank not in wanted:
@@ -82,12 +82,12 @@ def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | Non
 
 
 def default_microbatches(schedule: PipelineSchedule, ranks: int) -> int:
-    """Micro-batches in a step where none are asked for: one per rank, twice as many for the zero-bubble V."""
+    """Return the default number of micro-batches per step: one per rank, twice as many for the zero-bubble V."""
     return 2 * ranks if schedule == IN_A_V else ranks
 
 
 def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> None:
-    """Return if the schedule can run this number of micro-batches. Raises: ConfigError with numbers that work."""
+    """Raise ConfigError, with numbers that work, unless the schedule can run this number of micro-batches."""
     if schedule == "1f1b" and count < ranks:
         raise ConfigError(
             f"num_microbatches={count} is less than pp_size={ranks}, and schedule '1f1b' needs at least one micro-batch "
@@ -106,7 +106,7 @@ def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> No
 
 
 def check_rows(rows: int | None, count: int) -> int:
-    """Return the rows of one micro-batch. Raises: ConfigError with the numbers that divide the batch."""
+    """Return the rows of one micro-batch. Raises: ConfigError with numbers that divide the batch."""
     if rows is None:
         raise ConfigError(
             "forward_backward() got a batch without a tensor that has rows, so it cannot be cut into micro-batches. "
@@ -122,9 +122,9 @@ def check_rows(rows: int | None, count: int) -> int:
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1) -> float:
-    """Return the share of a step in which a rank waits, when every stage takes as long as every other.
+    """Return the fraction of a step in which a rank is idle, if all stages take the same time.
 
-    Forward, gradient of the input and gradient of the weights count as one unit of time each, and messages as none.
+    Forward, gradient of the input and gradient of the weights take one unit of time each; communication takes none.
     """
     chunks = count * per_rank
     if schedule == IN_A_V:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers of a model divided over ranks, batches passing through in micro-batches."""
+"""Pipeline parallelism: the layers of a model are partitioned over ranks, and batches pass through as micro-batches."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """Cuts models into stages, runs batches through them, and keeps the gradients of the stages right.
+    """Spread that partitions models into stages, runs batches through them, and synchronises the stages' gradients.
 
-    It is the spread of its strategy: `within` spreads the part of the model that a stage holds.
+    `within` spreads the part of the model on a stage over that stage's ranks.
     """
 
     stage = Stage.SPREAD
@@ -76,7 +76,7 @@ class Pipeline:
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def cut(self, model: nn.Module) -> nn.Module:
-        """Keep this rank's stages of the model. Ranks: every rank."""
+        """Keep only this rank's stages of the model. Ranks: every rank."""
         if forwarding.find(model, TAG) is not None:
             return model
         ctx, rank = self._ctx, self._comm.rank
@@ -118,7 +118,7 @@ class Pipeline:
         return self._within.undo(model)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients to a norm over all stages, in which a weight held by two of them counts once."""
+        """Clip the gradients to a norm over all stages; a weight on two stages counts once."""
         return clip.clip_norm(
             parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
         )
@@ -136,7 +136,7 @@ class Pipeline:
     def forward_backward(
         self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Weigh, weight: WeightOf | None = None
     ) -> Tensor:
-        """Forward and backward of one batch in micro-batches; its loss, the same on every stage. Ranks: every rank."""
+        """Run forward and backward of a batch in micro-batches; return its loss on every stage. Ranks: every rank."""
         line, count, device = self._line(model), self._count, self._ctx.device
         rows = check_rows(trees.batch_size(batch), count)
         total = rows * count
@@ -162,7 +162,7 @@ class Pipeline:
     def _stepper(
         self, model: nn.Module, line: Line, micro: Tree, loss_of: LossOf, counts: bool
     ) -> tuple[Stepper, Counted | None]:
-        """Return the schedule for this kind of micro-batch, and the labels that its loss is the mean over."""
+        """Return the schedule for this kind of micro-batch, and the labels that its loss averages over."""
         kind = ("train", model.training, counts, *signature(micro))
         found: list[Counted | None] = [None]
 
@@ -196,7 +196,7 @@ class Pipeline:
 
     # -- forward only ---------------------------------------------------------------------------------------------
     def _call(self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the whole model; None on ranks it is not gathered to. Ranks: every rank of the pipeline."""
+        """Return the output of the whole model; None on ranks that do not receive it. Ranks: every rank of the pipeline."""
         model, line = forward.module, forward.line
         if torch.is_grad_enabled():
             raise StepError(
@@ -257,7 +257,7 @@ class Pipeline:
         return None
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        """Whole tensors of all stages in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        """Return the unsharded state of all stages on the CPU of the main process; {} elsewhere. Ranks: every rank."""
         part = self._line(model).part
         own: dict[str, Any] = {}
         for key, value in model.state_dict(keep_vars=True).items():
@@ -296,7 +296,7 @@ class Pipeline:
 
 
 class CutStages:
-    """The transform that keeps this rank's stages of a model."""
+    """Transform that keeps only this rank's stages of a model."""
 
     stage = Stage.SPLIT
 
@@ -311,7 +311,7 @@ class CutStages:
 
 
 def _refuse(model: nn.Module) -> None:
-    """Raise for what a stage cannot run, and switch off what it must not."""
+    """Raise for settings of the model that stages cannot run with, and turn its cache off."""
     if getattr(model, "is_gradient_checkpointing", False):
         raise PrepareError(
             f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
@@ -325,7 +325,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:
-    """Raise for a layer that computes statistics over a batch, of which it sees a part."""
+    """Raise for a layer that normalises over the batch, of which it would see one micro-batch at a time."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
     if name is not None:
@@ -337,7 +337,7 @@ def _refuse_batch_norm(model: nn.Module, count: int) -> None:
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+    """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -346,7 +346,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
-    """Return one output of several micro-batches: rows after rows; numbers without rows are averaged by rows."""
+    """Concatenate the outputs of micro-batches along rows; scalars are averaged, weighted by rows."""
     if len(outputs) == 1:
         return outputs[0]
 
@@ -360,7 +360,7 @@ def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's out
 
 
 def _account(model: nn.Module, cut: Cut, ties: Mapping[str, tuple[int, ...]]) -> str:
-    """Return which blocks each stage holds, on which rank, with its share of the estimated work."""
+    """Return a summary of each stage: its blocks, its rank and its share of the estimated work."""
     blocks = list(model.get_submodule(cut.container).children())
     before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (cut.first, cut.last))
     costs = [sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges]

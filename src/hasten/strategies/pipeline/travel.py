@@ -1,4 +1,4 @@
-"""Hidden states and results that travel between the ranks of a pipeline outside of a schedule."""
+"""Transfer of hidden states and results between the ranks of a pipeline, outside of a schedule."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FAILED: Final = -1
 
 
 class Wire:
-    """Point-to-point messages of tensors whose shape the receiver does not know, between positions of a group."""
+    """Point-to-point transfer of tensors whose shape the receiver does not know, between positions of a group."""
 
     def __init__(self, comm: ProcessGroupComm) -> None:
         self._comm = comm
         self._flying: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
 
     def send(self, hidden: Tensor | None, to: int) -> None:
-        """Send a tensor, or None for a stage that failed. Does not wait."""
+        """Send a tensor, or None for a failed stage, without waiting."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         if hidden is None:
             header[0] = _FAILED
@@ -48,7 +48,7 @@ class Wire:
         self._flying.append((work, tensor))
 
     def receive(self, sender: int) -> Tensor | None:
-        """Return the tensor that was sent; None when the stage failed."""
+        """Return the received tensor; None if the sending stage failed."""
         source = self._comm.ranks[sender]
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._comm.device)
         dist.recv(header, source, group=self._comm.group)
@@ -60,14 +60,14 @@ class Wire:
         return hidden
 
     def settle(self) -> None:
-        """Wait for everything that was sent."""
+        """Wait for all sends."""
         for work, _ in self._flying:
             work.wait()
         self._flying.clear()
 
 
 def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:  # Any: the model's output
-    """Return the result of one rank on every rank of the group. Tensors travel as they are, containers as plain values.
+    """Broadcast a result from one rank to the group: tensors directly, containers as plain values.
 
     Raises: StepError for containers other than tuples, lists, dicts and model outputs.
     """
@@ -99,7 +99,7 @@ def _describe(tree: Any) -> Any:
     kind = type(tree)
     if kind in (list, tuple):
         return {kind.__name__: [_describe(part) for part in tree]}
-    if isinstance(tree, dict):  # transformers' outputs are dicts with a class of their own
+    if isinstance(tree, dict):  # transformers' outputs are subclasses of dict
         of = {str(key): _describe(part) for key, part in tree.items()}
         return {"dict": of} if kind is dict else {"output": [kind.__module__, kind.__qualname__, of]}
     raise StepError(
@@ -126,7 +126,7 @@ def _rebuild(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """Return a class that this process has imported already, as the model that returns it has."""
+    """Return a class that this process has imported, as the model that returns its instances has."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of layers that PEFT has wrapped: the base layer is split, and one matrix of each adapter with it."""
+"""Tensor parallelism of layers wrapped by PEFT: the base layer is split, and one matrix of each adapter with it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 from hasten.errors import ConfigError
 from hasten.strategies.tensor.layers import Split, base_of
 
-# Any in this file: attributes of PEFT's modules, which need not be installed.
+# Any in this file: attributes of PEFT's modules; PEFT need not be installed.
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """Return the layer inside an adapter or inside a module that PEFT trains a copy of."""
+    """Return the layer inside an adapter, or inside a module that PEFT trains a copy of."""
     return base_of(getattr(module, "original_module", module))
 
 
 def callable_base(model: nn.Module, name: str) -> str | None:
-    """Return the name of the layer itself that an adapter calls; None where the adapter computes with its weight."""
+    """Return the name of the base layer that an adapter calls; None if the adapter computes with its weight instead."""
     module = model.get_submodule(name)
     if _uses_weight(module):
         return None
@@ -29,10 +29,10 @@ def callable_base(model: nn.Module, name: str) -> str | None:
 
 
 def expand(model: nn.Module, split: Split, advice: Callable[[], str]) -> None:
-    """Give the parts of wrapped layers their styles: what a layer's style says holds for its base layer.
+    """Assign styles to the layers inside wrapped layers: the style of a wrapped layer applies to its base layer.
 
-    An adapter adds `B(A(x))`. Where outputs are divided, B's are too, and A is whole; where inputs are, A's are, and B is whole.
-    Raises: ConfigError for adapters of another form, with a plan that works for the model.
+    An adapter adds `B(A(x))`. For a style that splits outputs, B is split and A is whole; for one that splits inputs, A is
+    split and B is whole. Raises: ConfigError for other adapters, with a plan that works for the model.
     """
     for name, style in list(split.styles.items()):
         module = model.get_submodule(name)
@@ -71,5 +71,5 @@ def _expand_adapter(name: str, module: nn.Module, split: Split, advice: Callable
 
 
 def _uses_weight(module: nn.Module) -> bool:
-    """Return True for an adapter that computes with its base layer's weight, such as DoRA, or in another way than LoRA."""
+    """Return True for an adapter that computes with its base layer's weight, such as DoRA, or differs from plain LoRA."""
     return bool(getattr(module, "lora_variant", None)) or bool(len(getattr(module, "lora_magnitude_vector", ())))

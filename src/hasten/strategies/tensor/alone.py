@@ -1,4 +1,4 @@
-"""The spread of a world in which all ranks are tensor-parallel: split layers, and nothing to average or to gather."""
+"""Spread for a run in which all ranks are tensor-parallel, so that no gradients are averaged and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hasten.strategies.whole import whole_on_main
 
 
 class SplitAlone(Alone):
-    """Leaves the parts of split layers where they are: all ranks read the same samples, so their gradients agree.
+    """Spread that does not change split layers: all ranks read the same samples, so their gradients agree.
 
-    torch's fully_shard would do the same work for a data-parallel world of one, and build a DTensor of every parameter
-    in every forward for it.
+    torch's fully_shard would do the same for a data-parallel size of one, but would build a DTensor of every parameter in
+    every forward.
     """
 
     def __init__(self, config: FullyShardedDataParallelPlugin) -> None:

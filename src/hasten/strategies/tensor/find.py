@@ -1,4 +1,4 @@
-"""Finding the layers of a model that tensor parallelism can split: attention, perceptrons and experts, by structure."""
+"""Search for layers that tensor parallelism can split, by structure: attention, MLPs and experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hasten.strategies.tensor.layers import BLOCKS, Matrix, Split, linear_layers
 
 Layers = list[tuple[str, Matrix]]
 _OUTPUTS: Final = ("o", "wo", "out", "proj", "dense", "output")
-"""Words in names of the layer that follows attention."""
+"""Words in the names of attention's output projection."""
 _JOINED: Final = (
     "it joins queries, keys and values in an order that its sizes do not show; name it 'colwise_thirds' where they lie side "
     "by side, 'colwise' where those of each head do"
@@ -33,7 +33,7 @@ _NO_PARTNER: Final = "no layer that brings its width back follows it"
 
 
 def find(model: nn.Module, split: Split, inside: Callable[[str], bool]) -> None:
-    """Add the usual layers of repeated blocks to `split`; blocks for which `inside` is true have a plan already."""
+    """Add the usual layers of repeated blocks to `split`, except for blocks where `inside` is true, which have a plan."""
     for prefix, block in repeated_blocks(model):
         if inside(prefix):
             continue
@@ -43,7 +43,7 @@ def find(model: nn.Module, split: Split, inside: Callable[[str], bool]) -> None:
 
 
 def find_experts(model: nn.Module, split: Split, ranks: int) -> None:
-    """Add modules of stacked experts to `split`, where `ranks` divides their number."""
+    """Add modules of stacked experts to `split` if `ranks` divides their number."""
     for name, number in stacked_experts(model).items():
         if name in split.styles:
             continue
@@ -58,7 +58,7 @@ def find_experts(model: nn.Module, split: Split, ranks: int) -> None:
 
 # -- attention --------------------------------------------------------------------------------------------------------
 def _named_attention(model: nn.Module, layers: Layers, split: Split) -> Layers:
-    """Split projections that are named as queries, keys and values, and what follows them; return the other layers."""
+    """Split projections named as queries, keys and values, and their output projection; return the other layers."""
     rest: Layers = []
     waiting: Layers = []
     for name, layer in layers:
@@ -77,7 +77,7 @@ def _query(waiting: Layers) -> Matrix:
 
 
 def _joins(model: nn.Module, name: str, layer: Matrix) -> int:
-    """Return how many projections of equal width a transposed layer joins, as GPT-2's does; 0 for one that does not."""
+    """Return the number of equal projections that a transposed layer joins, as in GPT-2; 0 if it joins none."""
     width = getattr(holder_of(model, name), "split_size", None)
     if layer.out_dim != 1 or not isinstance(width, int) or not width:
         return 0
@@ -85,7 +85,7 @@ def _joins(model: nn.Module, name: str, layer: Matrix) -> int:
 
 
 def _unnamed_attention(model: nn.Module, layers: Layers, split: Split) -> Layers:
-    """Split attention whose projections are recognised by their sizes in a module that counts heads; return the rest."""
+    """Split attention recognised by sizes in a module with a number of heads; return the other layers."""
     rest: Layers = []
     for parent, held in _by_holder(layers):
         holder = model.get_submodule(parent)
@@ -102,7 +102,7 @@ def _unnamed_attention(model: nn.Module, layers: Layers, split: Split) -> Layers
 
 
 def _without_projections(held: Layers, split: Split) -> Layers:
-    """Return a module's layers without those that look like projections of attention, which stay whole."""
+    """Return a module's layers without those that look like attention projections, which stay whole."""
     rest: Layers = []
     for name, layer in held:
         others = [other for known, other in held if known != name]
@@ -124,7 +124,7 @@ def _by_holder(layers: Layers) -> Iterator[tuple[str, Layers]]:
 
 
 def _split_joined(model: nn.Module, held: Layers, split: Split) -> None:
-    """Split a layer that joins several projections, and the one that follows attention."""
+    """Split a layer that joins several projections, and the output projection."""
     joined = {name: _joins(model, name, layer) for name, layer in held}
     width = next(layer.outputs // joined[name] for name, layer in held if joined[name])
     single = [(name, layer) for name, layer in held if not joined[name]]
@@ -145,7 +145,7 @@ def _split_joined(model: nn.Module, held: Layers, split: Split) -> None:
 
 
 def _three_and_one(held: Layers) -> tuple[Layers, str] | None:
-    """Return three projections and the layer that follows attention; None where the sizes do not show them."""
+    """Return three projections and the output projection; None if the sizes do not identify them."""
     if len(held) != 4:
         return None
     words = [set(name.rpartition(".")[2].split("_")) & set(_OUTPUTS) for name, _ in held]
@@ -157,7 +157,7 @@ def _three_and_one(held: Layers) -> tuple[Layers, str] | None:
     keys = sorted({layer.outputs for _, layer in three})
     if not queries or len(keys) > 2 or any(out.inputs % width for width in keys):
         return None
-    if len(keys) == 2 and len(queries) != 1:  # two wide ones and one narrow one are not keys and values
+    if len(keys) == 2 and len(queries) != 1:  # two wide ones and one narrow one cannot be keys and values
         return None
     return [queries[0], *(pair for pair in three if pair is not queries[0])], out_name
 
@@ -180,7 +180,7 @@ def _split_attention(model: nn.Module, projections: Layers, out: str, split: Spl
 
 
 def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: Split) -> bool:
-    """Return True if the heads of an attention module are known and nothing but its layers depends on them."""
+    """Return whether an attention module's heads can be split; the reason is recorded if they cannot."""
     size = head_size(holder, width)
     if size is None:
         why = f"{type(holder).__name__} has no attribute that counts its heads, so that a head might be cut in two"
@@ -194,9 +194,9 @@ def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: Spl
     return False
 
 
-# -- perceptrons ------------------------------------------------------------------------------------------------------
+# -- MLPs -------------------------------------------------------------------------------------------------------------
 def _split_perceptrons(layers: Layers, block: nn.Module, split: Split) -> None:
-    """Split layers that widen by columns, and the one that brings their width back by rows."""
+    """Split layers that widen by columns, and the layer that restores their width by rows."""
     normed = {
         size
         for part in block.modules()
@@ -217,7 +217,7 @@ def _split_perceptrons(layers: Layers, block: nn.Module, split: Split) -> None:
 
 
 def _split_in_order(layers: Layers, normed: set[int], split: Split) -> None:
-    """Split pairs that follow each other in a block, such as those of modules of their own."""
+    """Split pairs of layers that follow each other in a block, such as pairs in separate modules."""
     wide: Layers = []
     for name, layer in layers:
         if wide and layer.inputs == wide[0][1].outputs and layer.outputs == wide[0][1].inputs:

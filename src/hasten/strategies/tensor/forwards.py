@@ -1,4 +1,4 @@
-"""Forwards of layers of which each tensor-parallel rank holds a part."""
+"""Forwards of layers that are split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from hasten.strategies.tensor.sequence import SequenceRegion
 
 
 class SplitForward(forwarding.Forward):
-    """The forward of a layer of which this rank holds a part."""
+    """Forward of a layer of which this rank holds a shard."""
 
     tag = "tensor"
     transposed = False
-    """Whether the layer keeps its weight as [inputs, outputs]."""
+    """The layer stores its weight as [inputs, outputs]."""
 
     def __init__(self, group: dist.ProcessGroup, apart: ApartStream, region: SequenceRegion | None = None) -> None:
         self.group = group
         self.apart = apart
         self.region = region
-        """Where ranks hold parts of the tokens around this layer; None where every rank has all of them."""
+        """Region of sequence parallelism around this layer; None if every rank has all tokens."""
 
     def part(self, name: str) -> Tensor | None:
-        """Return this rank's part of a parameter, differentiable; None when the layer has none of that name."""
+        """Return this rank's shard of a parameter, differentiable; None if the layer lacks the parameter."""
         value: Tensor | None = getattr(self.module, name)
         return value.to_local() if isinstance(value, DTensor) else value
 
     def matrix(self) -> Tensor:
-        """Return this rank's part of the weight as [outputs, inputs], differentiable."""
+        """Return this rank's shard of the weight as [outputs, inputs], differentiable."""
         weight = self.part("weight")
         assert weight is not None, "a linear layer has a weight"
         return weight.t() if self.transposed else weight
 
     def applied(self, x: Tensor, **parts: Tensor | int | None) -> Tensor:
-        """Return what the module's own forward makes of `x` with parts of its parameters, for a class that overrides it."""
+        """Call the module's overridden forward on `x`, with shards in place of its parameters."""
         own = self.module.__dict__
         try:
-            own.update(parts)  # an entry of the module's own dictionary is found before the parameter
+            own.update(parts)  # an entry of the module's __dict__ takes precedence over the parameter
             made: Tensor = self.inner(x)
             return made
         finally:
@@ -57,21 +57,21 @@ class SplitForward(forwarding.Forward):
                     own.pop(name, None)
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product with some rows or columns of the weight, in the way of the layer's class."""
+        """Multiply by rows or columns of the weight, with the forward of the layer's class."""
         if isinstance(self.module, nn.Linear) and type(self.module).forward is not nn.Linear.forward:
             return self.applied(x, weight=weight, bias=bias)
         return F.linear(x, weight, bias)
 
 
 class Colwise(SplitForward):
-    """Computes this rank's output features from the whole input."""
+    """Forward that computes this rank's output features from the whole input."""
 
     output: Literal["part", "whole", "logits"] = "part"
     gathered = False
-    """Whether the module around this layer has gathered the tokens already."""
+    """The surrounding module has already gathered the tokens."""
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of the weight and of the bias for this rank's output features."""
+        """Return the rows of weight and bias for this rank's output features."""
         return self.matrix(), self.part("bias")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -90,9 +90,9 @@ class Colwise(SplitForward):
 
 
 class ColwiseBlocks(Colwise):
-    """Computes this rank's share of each projection that one layer joins, such as queries, keys and values.
+    """Forward of a layer that joins several projections, such as queries, keys and values, of which it computes a share each.
 
-    A rank stores consecutive rows of the weight, as checkpoints do, and exchanges rows for those of its heads.
+    A rank stores consecutive rows of the weight, as checkpoints do, and exchanges them for the rows of its heads.
     """
 
     blocks = 1
@@ -106,7 +106,7 @@ class ColwiseBlocks(Colwise):
 
 
 class SharedHeads(Colwise):
-    """Computes the one head of keys or values that this rank's queries use, from a weight every rank holds whole."""
+    """Forward that computes the single key or value head that this rank's queries use, from a weight that is not split."""
 
     heads = 1
 
@@ -119,7 +119,7 @@ class SharedHeads(Colwise):
 
 
 class Rowwise(SplitForward):
-    """Computes what this rank's input features add to the output; the ranks' results are summed."""
+    """Forward that computes the contribution of this rank's input features; the results are summed over ranks."""
 
     whole_input = False
 
@@ -152,10 +152,10 @@ class Rowwise(SplitForward):
 
 
 class _Table(SplitForward):
-    """The forward of an embedding of which this rank holds some rows or columns."""
+    """Forward of an embedding of which this rank holds some rows or columns."""
 
     def looked_up(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-        """Return the rows of a part of the table, in the way of the embedding's class."""
+        """Look up tokens in a shard of the table, with the forward of the embedding's class."""
         if type(self.module).forward is nn.Embedding.forward:
             return F.embedding(tokens, weight, padding)
         whole = self.module.padding_idx
@@ -166,7 +166,7 @@ class _Table(SplitForward):
 
 
 class VocabularyRows(_Table):
-    """Looks up the tokens whose rows this rank holds; the ranks' results are summed."""
+    """Embedding lookup of tokens whose rows this rank holds; the results are summed over ranks."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
         weight = self.part("weight")
@@ -182,7 +182,7 @@ class VocabularyRows(_Table):
 
 
 class TableColumns(_Table):
-    """Looks up this rank's columns of a table."""
+    """Embedding lookup in this rank's columns of a table."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
         weight = self.part("weight")
@@ -192,7 +192,7 @@ class TableColumns(_Table):
 
 
 class SplitExperts(CalledExperts):
-    """Computes this rank's experts for the tokens that chose them; the ranks' results are summed."""
+    """Forward that computes this rank's experts for the tokens that chose them; the results are summed over ranks."""
 
     tag = "tensor"
 
@@ -216,7 +216,7 @@ def forward_of(
     keep_logits: bool,
     number: int,
 ) -> forwarding.Forward:
-    """Return the forward of one layer; `number` counts the heads of `replicate_heads` and the experts of `experts`."""
+    """Return the forward of one layer; `number` is the number of heads (`replicate_heads`) or experts (`experts`)."""
     region, gathered = place or (None, False)
     sizes = matrix_of(layer)
     transposed = sizes is not None and sizes.out_dim == 1

@@ -1,4 +1,4 @@
-"""Heads of attention under tensor parallelism: how many a rank computes, and the counts that modules keep of them."""
+"""Attention heads under tensor parallelism: their number on a rank, and the attributes of modules that count them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.tensor.layers import BLOCKS, Role, Split, matrix_of
 
 Use = Literal["unused", "shape", "divisor", "both", "unknown"]
-"""`shape`: the count must be that of one rank. `divisor`: it divides the width of all heads and must stay. `both`: it would
-have to be both at once."""
+"""Uses of an attribute that counts heads.
+
+`shape`: it must be the number of heads on one rank. `divisor`: it divides the width of all heads and must not change.
+`both`: it is used in both ways, which contradict each other.
+"""
 
 
 def use_of(holder: nn.Module, attribute: str) -> Use:
-    """Return how the methods of a module use one of its attributes after the module was built."""
-    return _use(type(holder), attribute)  # type: ignore[arg-type]  # mypy asks the instances of a class for its hash
+    """Return the use of a module's attribute in its methods, apart from the constructor."""
+    return _use(type(holder), attribute)  # type: ignore[arg-type]  # mypy checks the hash of instances instead of the class
 
 
-@lru_cache(maxsize=64)  # asked for every block of a model, and Python parses a class's whole file for its source
+@lru_cache(maxsize=64)  # called for every block of a model, and reading a class's source parses its whole file
 def _use(kind: type, attribute: str) -> Use:
     methods = _methods(kind)
     if methods is None:
@@ -40,12 +43,12 @@ def _use(kind: type, attribute: str) -> Use:
 def _source(kind: type) -> ast.Module | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):  # a class without a file, such as one made in a console
+    except (OSError, TypeError, SyntaxError):  # a class without a file, such as one defined in a console
         return None
 
 
 def _methods(kind: type) -> list[ast.FunctionDef] | None:
-    """Return the methods a module of this class runs, inherited ones included; None where a source is not there."""
+    """Return the methods that a module of this class runs, including inherited ones; None if a source is unavailable."""
     found: list[ast.FunctionDef] = []
     hidden: set[str] = {"__init__", "extra_repr", "__repr__"}
     for one in kind.__mro__:
@@ -89,7 +92,7 @@ def _is_attribute(node: ast.AST, attribute: str) -> bool:
 
 
 def _whole_names(method: ast.FunctionDef) -> set[str]:
-    """Return the names of a forward's arguments and of what their sizes are assigned to: those of whole hidden states."""
+    """Return the names in a forward that refer to whole hidden states: its arguments, and variables assigned their sizes."""
     names = {argument.arg for argument in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)}
     names.discard("self")
     for node in ast.walk(method):
@@ -110,7 +113,7 @@ def _is_size(node: ast.AST) -> bool:
 
 
 def _root(node: ast.AST) -> str | None:
-    """Return the name an expression such as `x.shape[-1]` begins with."""
+    """Return the name that an expression such as `x.shape[-1]` starts with."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -123,24 +126,24 @@ _SIZES: Final = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_
 _COUNTS: Final = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead")
 _KEY_COUNTS: Final = ("num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_heads")
 _WIDTHS: Final = ("inner_dim", "all_head_size", "split_size")
-"""Attributes in which attention keeps the width of all its heads."""
+"""Attributes of attention modules with the width of all heads."""
 _GROUPS: Final = "num_key_value_groups"
-"""The attribute in which attention keeps how many heads of queries use one head of keys."""
+"""Attribute of attention modules with the number of query heads per key head."""
 
 
 def role_of(name: str) -> Role | None:
-    """Return what a projection gives, by its name; None for any other layer."""
+    """Return the role of a projection by its name; None for other layers."""
     leaf = name.rpartition(".")[2]
     return "query" if QUERY.search(leaf) else "key" if KEY.search(leaf) else None
 
 
 def holder_of(model: nn.Module, name: str) -> nn.Module:
-    """Return the module that holds a layer."""
+    """Return the module that contains a layer."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
 def number(module: nn.Module, names: Sequence[str]) -> int | None:
-    """Return the first of the module's attributes that is a positive whole number, or its configuration's."""
+    """Return the first of these attributes, of the module or its configuration, that is a positive integer."""
     for where in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(where, name, None)
@@ -150,7 +153,7 @@ def number(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 def head_size(holder: nn.Module, width: int) -> int | None:
-    """Return the features of one head in an attention module whose queries have `width` features; None if unknown."""
+    """Return the head size of an attention module whose queries have `width` features; None if unknown."""
     size = number(holder, _SIZES)
     if size is not None and width % size == 0:
         return size
@@ -159,12 +162,12 @@ def head_size(holder: nn.Module, width: int) -> int | None:
 
 
 def counts_heads(holder: nn.Module) -> bool:
-    """Return True if a module has an attribute of its own that counts heads."""
+    """Return True if a module has an instance attribute that counts heads."""
     return any(isinstance(vars(holder).get(name), int) for name in _COUNTS)
 
 
 def share(model: nn.Module, split: Split, ranks: int) -> None:
-    """Let several ranks compute one head of keys or values where ranks outnumber those heads."""
+    """Make several ranks compute the same key or value head if there are fewer such heads than ranks."""
     for _, size, layers in _attention(model, split):
         for name, role in layers.items():
             heads, rest = divmod(_width(model, split, name), size)
@@ -175,9 +178,9 @@ def share(model: nn.Module, split: Split, ranks: int) -> None:
 
 
 def fit(model: nn.Module, split: Split, ranks: int) -> None:
-    """Check that no head is cut in two, and note the counts of heads on one rank.
+    """Check that no head is split between ranks, and record the number of heads on one rank.
 
-    Raises: ConfigError with the sizes that would work.
+    Raises: ConfigError with sizes that work.
     """
     for parent, size, layers in _attention(model, split):
         for name in layers:
@@ -191,7 +194,7 @@ def fit(model: nn.Module, split: Split, ranks: int) -> None:
 
 
 def _attention(model: nn.Module, split: Split) -> Iterator[tuple[str, int, dict[str, Role]]]:
-    """Yield each module that holds projections whose parts stay apart, the size of its heads, and those projections."""
+    """Yield each module with split projections, its head size, and those projections."""
     held: dict[str, dict[str, Role]] = {}
     for name, style in split.styles.items():
         role = split.roles.get(name) or (role_of(name) if style in ("colwise", "replicate_heads") else None)
@@ -205,13 +208,13 @@ def _attention(model: nn.Module, split: Split) -> Iterator[tuple[str, int, dict[
 
 
 def _width(model: nn.Module, split: Split, name: str) -> int:
-    """Return the features of one projection; a layer that joins several has that many times more."""
+    """Return the output features of one projection; a layer that joins several has a multiple of them."""
     sizes = matrix_of(model.get_submodule(name))
     return 0 if sizes is None else sizes.outputs // dict(BLOCKS).get(split.styles[name], 1)
 
 
 def _divide(model: nn.Module, parent: str, layers: dict[str, Role], size: int, split: Split, ranks: int) -> None:
-    """Note the values that counts of one attention module have on a rank."""
+    """Record the per-rank values of an attention module's attributes that count heads."""
     holder = model.get_submodule(parent)
     heads = {role: _width(model, split, name) // size for name, role in layers.items()}
     queries, keys = heads.get("query", 0), heads.get("key", heads.get("query", 0))
@@ -228,7 +231,7 @@ def _divide(model: nn.Module, parent: str, layers: dict[str, Role], size: int, s
 
 
 def unclear_count(holder: nn.Module) -> str | None:
-    """Return why an attention module could not compute a part of its heads with its code as it is; None if it can."""
+    """Return the reason that an attention module's code cannot run with fewer heads; None if it can."""
     for name in (*_COUNTS, *_KEY_COUNTS):
         if isinstance(vars(holder).get(name), int) and (use := use_of(holder, name)) in ("both", "unknown"):
             if use == "both":
@@ -241,12 +244,12 @@ def unclear_count(holder: nn.Module) -> str | None:
 
 
 def per_head_tables(holder: nn.Module, heads: int) -> list[str]:
-    """Return the tables of an attention module that have a column for each head, such as T5's relative positions."""
+    """Return the embeddings of an attention module with one column per head, such as T5's relative positions."""
     return [n for n, m in holder.named_children() if isinstance(m, nn.Embedding) and m.embedding_dim == heads]
 
 
 def per_head_tensor(holder: nn.Module, heads: int) -> str | None:
-    """Return a parameter in an attention module, outside layers and norms, that has an entry for each head."""
+    """Return a parameter of an attention module, outside layers and norms, that has one entry per head."""
     for name, module in holder.named_modules():
         table = isinstance(module, nn.Embedding) and name in per_head_tables(holder, heads)
         if table or matrix_of(module) is not None or "Norm" in type(module).__name__:
@@ -258,7 +261,7 @@ def per_head_tensor(holder: nn.Module, heads: int) -> str | None:
 
 
 def norms_of_heads(model: nn.Module, split: Split) -> Iterator[str]:
-    """Yield norms of queries and keys beside their split projections, which see this rank's heads only."""
+    """Yield the norms of queries and keys beside split projections; such norms see this rank's heads only."""
     held: dict[str, list[str]] = {}
     for name, style in split.styles.items():
         if style in ("colwise", "replicate_heads"):
@@ -275,7 +278,7 @@ def norms_of_heads(model: nn.Module, split: Split) -> Iterator[str]:
 
 
 def divide_named(model: nn.Module, split: Split, divide: Sequence[str], ranks: int) -> None:
-    """Note the values of attributes that `tp_divide` names. Raises: ConfigError for a name that no such module has."""
+    """Record per-rank values of the attributes in `tp_divide`. Raises: ConfigError for a name that no such module has."""
     seen: set[str] = set()
     parents = {name.rpartition(".")[0]: None for name, style in split.styles.items() if style.startswith("colwise")}
     for parent in parents:

@@ -1,4 +1,4 @@
-"""Layers that tensor parallelism can split: their sizes, and the dimension of each parameter that a style divides."""
+"""Layers that tensor parallelism can split: their sizes, and the dimension of each parameter that a style splits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from hasten.config.sections.parallel import TensorStyle
 
 BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (("colwise_halves", 2), ("colwise_thirds", 3))
-"""Styles of layers that join several projections, and how many."""
+"""Styles of layers that join several projections, with the number of projections."""
 _MULTIPLIED: Final = (nn.MultiheadAttention,)
-"""Modules that use the weights of their layers without calling them."""
+"""Modules that use the weights of their layers without calling the layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Sizes of a layer that multiplies its input by a matrix, and the weight's dimension of outputs."""
+    """Sizes of a linear layer, and the output dimension of its weight."""
 
     inputs: int
     outputs: int
@@ -27,7 +27,7 @@ class Matrix:
 
 
 def matrix_of(module: nn.Module) -> Matrix | None:
-    """Return the sizes of a linear layer, an adapter's base layer included; None for any other module."""
+    """Return the sizes of a linear layer, also of an adapter's base layer; None for other modules."""
     module = base_of(module)
     weight = getattr(module, "weight", None)
     shape = tuple(getattr(weight, "shape", ()))
@@ -40,14 +40,14 @@ def matrix_of(module: nn.Module) -> Matrix | None:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """Return the layer that a PEFT adapter surrounds, or the module itself."""
+    """Return the layer that a PEFT adapter wraps, or the module itself."""
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
         module = inner
     return module
 
 
 def linear_layers(block: nn.Module, prefix: str) -> list[tuple[str, Matrix]]:
-    """Return the linear layers a block calls, by name and in order; an adapter and its base layer are one."""
+    """Return the linear layers that a block calls, by name and in order; an adapter and its base layer count as one."""
     return list(_walk(block, prefix))
 
 
@@ -62,7 +62,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Matrix]]:
 
 
 def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
-    """Return the dimension along which each parameter of a layer is divided; parameters left out are whole."""
+    """Return the dimension along which each parameter of a layer is split; parameters left out stay whole."""
     own = dict(layer.named_parameters(recurse=False))
     if style == "experts":
         return dict.fromkeys(own, 0)
@@ -81,27 +81,27 @@ Role = Literal["query", "key"]
 
 @dataclass(slots=True)
 class Split:
-    """The layers of one model that are split, by name, and the layers an automatic plan looked at and left whole."""
+    """Tensor-parallel plan of one model: the split layers by name, and the layers that an automatic plan left whole."""
 
     source: str
     styles: dict[str, TensorStyle] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    """Why, by name."""
+    """Reasons for leaving a layer whole, by name."""
     summed: list[str] = field(default_factory=list)
-    """Whole modules that each rank applies to its own heads alone: their gradients are summed over the ranks."""
+    """Whole modules that each rank applies to its heads only; their gradients are summed over ranks."""
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Counts that a module keeps of what is split, such as heads, by the module's name: their value on one rank."""
+    """Per-rank values of attributes that count split things, such as heads, by module name."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """Heads of layers whose heads several ranks share, and experts of modules that hold some, by name."""
+    """Number of heads of layers whose heads several ranks share, and of experts in modules of experts, by name."""
     roles: dict[str, Role] = field(default_factory=dict)
-    """Projections of queries, and of keys or values, by name."""
+    """Roles of projections (queries, or keys and values), by name."""
     dropouts: dict[str, bool] = field(default_factory=dict)
-    """Dropouts of adapters inside split regions, by name, and whether each rank sees a part of their input."""
+    """Dropouts of adapters inside split regions, by name, and whether each rank sees a shard of their input."""
     automatic: bool = False
-    """Whether the plan was found in the model's structure, so that counts of heads are divided without being named."""
+    """The plan was found in the model's structure, so that head counts are divided even if `tp_divide` does not name them."""
 
     def drop(self, name: str, why: str) -> None:
-        """Leave a layer whole and note the reason."""
+        """Leave a layer whole and record the reason."""
         self.styles.pop(name, None)
         self.roles.pop(name, None)
         self.left[name] = why

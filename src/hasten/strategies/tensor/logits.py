@@ -1,4 +1,4 @@
-"""Loss parallelism: logits of which each rank holds a part of the vocabulary, and the cross entropy over the parts."""
+"""Loss parallelism: logits split over ranks along the vocabulary, and their cross entropy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from hasten.strategies.tensor.ops import gather
 
-# Any in this file: arguments of torch's own functions, and its untyped autograd.Function.
+# Any in this file: arguments of torch's functions, and its untyped autograd.Function.
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The cross entropy of each row, from this rank's columns of the logits; equal on every rank."""
+    """Cross entropy of each row from this rank's columns of the logits; equal on every rank."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, smoothing: float, group: dist.ProcessGroup) -> Tensor:
@@ -53,7 +53,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """torch's cross entropy, on parts of the vocabulary where it has the form of language models."""
+    """Compute torch's cross entropy, from shards of the vocabulary if it has the form used by language models."""
     part, group = logits.part, logits.group
     by_class = weight is not None or size_average is not None or reduce is not None or target.is_floating_point()
     if by_class or part.ndim != 2:
@@ -75,9 +75,9 @@ _ROWS: Final = frozenset(
     getattr(Tensor, name)
     for name in ("float", "double", "half", "bfloat16", "to", "type", "contiguous", "clone", "detach", "cpu", "cuda")
 )
-"""Methods that leave every element where it is."""
+"""Methods that leave every element in place."""
 _SHAPES: Final = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten})
-"""Functions that may join the dimensions before the vocabulary."""
+"""Functions that may merge the dimensions before the vocabulary."""
 _ATTRIBUTES: Final = frozenset(
     {
         *(
@@ -87,15 +87,15 @@ _ATTRIBUTES: Final = frozenset(
         *(getattr(Tensor, name) for name in ("register_hook", "is_floating_point", "backward", "retain_grad")),
     }
 )
-"""What is the same for the parts and the whole."""
+"""Attributes and methods with the same result for a shard and for the whole."""
 _SIZES: Final = frozenset({Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__})  # type: ignore[attr-defined]  # a descriptor
 
 
 class VocabularyParts(Tensor):
-    """Logits with the shape of the whole, of which this rank holds a part of the last dimension.
+    """Logits with the shape of the whole tensor, of which this rank holds a shard of the last dimension.
 
-    `cross_entropy` is computed from the parts; every operation that needs more gathers them first, and gives what it
-    gives for the whole.
+    `cross_entropy` is computed from the shards; operations that need more gather them first, and return the same result as
+    for the whole tensor.
     """
 
     part: Tensor
@@ -103,7 +103,7 @@ class VocabularyParts(Tensor):
 
     @staticmethod
     def around(part: Tensor, group: dist.ProcessGroup) -> VocabularyParts:
-        """Logits from this rank's part of them, differentiable."""
+        """Create logits from this rank's shard, differentiable."""
         with torch._C.DisableTorchFunctionSubclass():
             made = part.as_subclass(VocabularyParts)
         made.part, made.group = part, group
@@ -139,12 +139,12 @@ class VocabularyParts(Tensor):
             return func(*whole_args, **whole_kwargs)
 
     def _shaped(self) -> Tensor:
-        """Return a tensor of the whole's shape without memory. Inside: torch functions act on the part."""
+        """Return a meta tensor with the shape of the whole; call it where torch functions act on the shard."""
         part, group = self.part, self.group
         return torch.empty((*part.shape[:-1], part.shape[-1] * group.size()), device="meta", dtype=part.dtype)
 
     def _by_rows(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """What the function gives for the part, if it leaves the vocabulary alone; None if it does not."""
+        """Apply the function to the shard if it leaves the vocabulary dimension alone; return None otherwise."""
         part, width = self.part, self.part.shape[-1]
         if func in _ROWS:
             made: Tensor = func(part, *args[1:], **kwargs)
@@ -160,7 +160,7 @@ class VocabularyParts(Tensor):
 
 
 def _leaves_last(index: Any, ndim: int) -> bool:
-    """Return whether an index takes the last dimension as a whole."""
+    """Return whether an index takes all of the last dimension."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is None for part in parts):
         return False
@@ -172,7 +172,7 @@ def _leaves_last(index: Any, ndim: int) -> bool:
 
 
 def _whole(values: Any) -> Any:
-    """Return the arguments with whole logits in place of parts."""
+    """Return the arguments with whole logits in place of shards."""
     if isinstance(values, VocabularyParts):
         return values.whole()
     if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""Differentiable exchanges between the ranks that share a layer: what happens where a split region begins and ends."""
+"""Differentiable collectives between the ranks that share a layer, at the start and the end of a split region."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hasten.strategies.experts.ops import exchange
 
 
 class _Enter(torch.autograd.Function):
-    """The identity whose gradient is summed over the group: every rank uses the whole input for its own part."""
+    """Identity whose gradient is summed over the group: every rank uses the whole input for its shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -31,7 +31,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The sum over the group; the gradient of the sum is that of each part."""
+    """Sum over the group; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -43,7 +43,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of one dimension joined on every rank; the gradient is this rank's part of it."""
+    """All-gather along one dimension; the gradient is this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -56,7 +56,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """This rank's part of one dimension; the gradient is joined from all parts."""
+    """This rank's shard of one dimension; the gradient is all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -69,7 +69,7 @@ class _Split(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, equal on every rank, at the input of a layer of which each rank computes a part. Ranks: the group."""
+    """Return `x`, which is equal on all ranks, as the input of a split layer; its gradient is summed. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Enter, x, group)
 
 
@@ -79,23 +79,24 @@ def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' parts of `dim` joined; what follows is computed alike on every rank. Ranks: the group."""
+    """Return the ranks' shards of `dim` concatenated, for a computation that is equal on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Gather, x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of `dim` of an input that is equal on every rank. Ranks: the group."""
+    """Return this rank's shard of `dim` of an input that is equal on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Split, x, dim, group)
 
 
 class BlockShares:
-    """The exchange by which a rank that stores consecutive rows of several joined blocks gets its share of each block."""
+    """Exchange that gives a rank, which stores consecutive rows of several joined blocks, its share of each block."""
 
     def __init__(self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         ranks, rank = group.size(), group.rank()
         each = stored // blocks
-        owners = torch.arange(stored * ranks) // each % ranks  # of each row of the whole: blocks of `ranks` shares
+        # owner of each row of the whole weight: each block has `ranks` shares
+        owners = torch.arange(stored * ranks) // each % ranks
         here = owners[rank * stored : (rank + 1) * stored]
         self._order = torch.argsort(here, stable=True).to(device)
         self._sent = torch.bincount(here, minlength=ranks).tolist()
@@ -132,11 +133,11 @@ def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 class ApartStream:
-    """Switches to a stream of this rank's own where a split region begins, and back where it ends.
+    """Switch of the random state at the start of a split region to one that differs between ranks, and back at its end.
 
-    Ranks of one tensor-parallel group drop the same elements of activations they all hold, and must drop different
-    elements of activations each holds a part of. The rank's stream is derived from the common one, so recomputed
-    activations and resumed runs draw the same numbers again.
+    Ranks of a tensor-parallel group must drop the same elements of replicated activations, and different elements of sharded
+    activations. The rank's random state is derived from the common one, so recomputed activations and resumed runs draw
+    the same numbers again.
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
@@ -146,17 +147,17 @@ class ApartStream:
         self._device = torch.device("cpu")
 
     def begin(self, module: nn.Module) -> None:
-        """Draw numbers of this rank's own from here on; nothing changes inside a region already begun."""
+        """Switch to this rank's random state; does nothing inside a region that has already started."""
         if not self._needed or not module.training or self._outside is not None or torch.compiler.is_compiling():
             return
         seed = int(torch.randint(2**62, ()))
         weight = next(module.parameters(), None)
-        self._device = self._device if weight is None else weight.device  # a dropout has none: as before
+        self._device = self._device if weight is None else weight.device  # a dropout has no parameters: keep the device
         self._outside = torch.get_rng_state(), self._on_device()
         torch.manual_seed(seed + self._rank)
 
     def end(self) -> None:
-        """Draw from the common stream again."""
+        """Switch back to the common random state."""
         if self._outside is None:
             return
         host, on_device = self._outside
@@ -167,7 +168,7 @@ class ApartStream:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager that draws from the common stream inside a region; the region's own stream continues after it."""
+        """Context manager that draws from the common random state inside a region; the rank's state continues after it."""
         if self._outside is None:
             yield
             return
@@ -186,9 +187,9 @@ class ApartStream:
 
 
 class DrawnApart(forwarding.Forward):
-    """The forward of a dropout beside a split layer, as an adapter has one: it draws as its input is held.
+    """Forward of a dropout beside a split layer, as in an adapter, with the random state that fits its input.
 
-    An input that every rank has whole loses the same elements on all ranks; one of which each rank has a part does not.
+    A replicated input loses the same elements on all ranks; a sharded input loses different ones.
     """
 
     tag = "drawn apart"

@@ -1,4 +1,4 @@
-"""Which layers of a model are split over the tensor-parallel ranks, and how: given, carried by the model, or found."""
+"""Choice of the layers to split over tensor-parallel ranks, and of their styles: given, from the model, or found."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _ALIASES: Final = (
     ("replicated_with_grad_allreduce", "replicate_sum_gradients"),
     ("moe_tp_experts", "experts"),
 )
-"""Names that plans of transformers' models use."""
+"""Names in the plans of transformers' models."""
 
 
 def decide(
     model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str], ranks: int, experts: bool = True
 ) -> Split:
-    """What is split, checked against the layers' sizes before anything is touched.
+    """Return the layers to split, checked against their sizes; the model is not changed.
 
     `experts=False` leaves modules of stacked experts to expert parallelism.
-    Raises: ConfigError for a plan that names what does not exist or cannot be split; PrepareError when an automatic
-    plan finds nothing.
+    Raises: ConfigError for a plan that names layers that do not exist or cannot be split; PrepareError if an automatic plan
+    finds nothing.
     """
     split = _automatic(model, ranks, experts) if isinstance(plan, str) else _matched(model, plan, "tp_plan", ranks)
     if not split.styles:
@@ -55,7 +55,7 @@ def decide(
 
 
 def _automatic(model: nn.Module, ranks: int, experts: bool) -> Split:
-    """Return the plans that the model and modules in it carry, and what is found in blocks outside of those."""
+    """Return the plans of the model and its submodules, and the layers found in blocks outside of those."""
     carriers = dict(_carriers(model))
     split = Split("automatic plan")
     for prefix, (carrier, plan) in carriers.items():
@@ -81,11 +81,11 @@ def _automatic(model: nn.Module, ranks: int, experts: bool) -> Split:
 
 
 def _carriers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, str]]]]:
-    """Yield the outermost modules that have a plan of their own; a wrapper may show that of the model inside it."""
+    """Yield the outermost modules with a `tp_plan`; a wrapper may expose that of the model inside it."""
     found: list[str] = []
     for name, module in model.named_modules():
         own = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
-        plan: Any = getattr(module, "tp_plan", None) if own else None  # Any: somebody else's attribute
+        plan: Any = getattr(module, "tp_plan", None) if own else None  # Any: an attribute of other code
         if isinstance(plan, Mapping) and plan and not any(not f or name.startswith(f"{f}.") for f in found):
             found.append(name)
             yield name, (module, plan)
@@ -96,7 +96,7 @@ def _reasons(left: Mapping[str, str]) -> str:
 
 
 def _advice(model: nn.Module, ranks: int) -> str:
-    """Say which plan works for this model: its own linear layers, each with a gathered output."""
+    """Return advice with a plan that works for this model: its linear layers, each with a gathered output."""
     plan = working_plan(model, ranks)
     if not plan:
         return f"No linear layer of it has a number of outputs that {ranks} divides: set tp_size=1."
@@ -104,7 +104,7 @@ def _advice(model: nn.Module, ranks: int) -> str:
 
 
 def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return a plan that splits every linear layer by itself and gathers its output; numbers in names become `*`."""
+    """Return a plan that splits each linear layer separately and gathers its output; numbers in names become `*`."""
     names: dict[str, list[bool]] = {}
     times: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -120,7 +120,10 @@ def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None) -> Split:
-    """The modules each pattern names; the first pattern that fits a module decides. A carried plan names what is below."""
+    """Return the modules that match the patterns; the first match decides.
+
+    Names in the plan of a submodule, `carrier`, are relative to it.
+    """
     split = Split(source)
     start = f"{carrier}." if carrier else ""
     decided: set[str] = set()
@@ -148,7 +151,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int,
 
 
 def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
-    given = [known for known in STYLES if known != "replicate_heads"]  # chosen where ranks outnumber heads of keys
+    # replicate_heads is chosen automatically if there are more ranks than key heads
+    given = [known for known in STYLES if known != "replicate_heads"]
     if style not in given:
         raise ConfigError(
             f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
@@ -204,7 +208,7 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
 
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> int:
-    """Return the number of experts in a module. Raises: ConfigError for one whose experts cannot be divided."""
+    """Return the number of experts in a module. Raises: ConfigError for a module whose experts cannot be split."""
     if (why := why_not(module)) is not None:
         raise ConfigError(
             f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Leave it out of the plan."

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between split layers, each tensor-parallel rank keeps and computes its part of the tokens."""
+"""Sequence parallelism: between split layers, each tensor-parallel rank holds and computes a shard of the tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hasten.strategies.fsdp.wrapping import CONTAINERS
 from hasten.strategies.tensor.ops import ApartStream, enter, gather, split
 
 _BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds", "replicate_heads")
-"""Styles of layers that take all tokens and give a part of the features."""
+"""Styles of layers that take all tokens and return a shard of the features."""
 
 # Any in this file: arguments and outputs of the user's modules, and torch's untyped autograd.Function.
 
 
 class _Scatter(torch.autograd.Function):
-    """This rank's part of the sum over ranks; the gradient is joined from all parts."""
+    """Reduce-scatter: this rank's shard of the sum over ranks; the gradient is all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -38,7 +38,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class SequenceRegion:
-    """The blocks of one stack: what enters a split layer is gathered along the sequence, what leaves one is scattered."""
+    """Stack of blocks in which inputs of split layers are gathered along the sequence, and their outputs are scattered."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -46,7 +46,7 @@ class SequenceRegion:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def open(self, whole: list[Tensor]) -> None:
-        """Begin a block; `whole` are its inputs besides the hidden states, of which every rank has all tokens."""
+        """Start a block; `whole` holds its inputs besides the hidden states, with all tokens on every rank."""
         self._whole = whole
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class SequenceRegion:
         self._whole, self._last = [], None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """All tokens of a split layer's input; layers that share an input share its gathering. Ranks: the group."""
+        """Return all tokens of a split layer's input; layers with the same input share one gather. Ranks: the group."""
         if self._last is not None and (x is self._last[0] or x is self._last[1]):
             return self._last[1]
         if any(x is known for known in self._whole):
@@ -69,7 +69,7 @@ class SequenceRegion:
 
 
 class SequenceInput(forwarding.Forward):
-    """The forward of a module that holds layers split by columns: it gets all tokens, and takes its sizes from them."""
+    """Forward of a module with layers split by columns: it gets all tokens, and derives its sizes from them."""
 
     tag = "sequence input"
 
@@ -90,7 +90,7 @@ class SequenceInput(forwarding.Forward):
 
 
 class SequenceBlock(forwarding.Forward):
-    """The forward of a block whose hidden states are this rank's tokens; the stack's ends split and gather them."""
+    """Forward of a block on this rank's tokens; the first block of a stack splits the tokens, the last one gathers them."""
 
     tag = "sequence"
 
@@ -142,7 +142,7 @@ class SequenceBlock(forwarding.Forward):
 
 
 class PerToken(forwarding.Forward):
-    """The forward of a whole layer that sees a part of the tokens or heads: its gradients are summed over ranks."""
+    """Forward of a whole layer that sees a shard of the tokens or heads: its gradients are summed over ranks."""
 
     tag = "per-token"
 
@@ -153,7 +153,7 @@ class PerToken(forwarding.Forward):
         own = self.module.__dict__
         names = [name for name, value in self.module.named_parameters(recurse=False) if value.requires_grad]
         try:
-            for name in names:  # an entry of the module's own dictionary is found before the parameter
+            for name in names:  # an entry of the module's __dict__ takes precedence over the parameter
                 own[name] = enter(self.module.get_parameter(name), self.group)
             return self.inner(*args, **kwargs)
         finally:
@@ -162,9 +162,9 @@ class PerToken(forwarding.Forward):
 
 
 def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tuple[str, nn.Module]]]:
-    """Return the stacks of blocks between whose split layers tokens can be divided.
+    """Return the stacks of blocks in which tokens can be sharded between split layers.
 
-    Raises: ConfigError for a layer in them that would need all tokens.
+    Raises: ConfigError for a layer in a block that would need all tokens.
     """
     stacks: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, block in repeated_blocks(model):
@@ -198,10 +198,10 @@ def install(
     group: dist.ProcessGroup,
     apart: ApartStream,
 ) -> dict[str, tuple[SequenceRegion, bool]]:
-    """Replace the forwards of blocks, of what holds split layers and of whole layers.
+    """Replace the forwards of blocks, of modules that contain split layers, and of whole layers.
 
-    For each split layer, its region and whether its input is gathered before: a block that holds split layers itself
-    goes on with its own tokens beside them, so each of them gathers its input.
+    Returns, for each split layer, its region and whether its input is gathered before: a block that contains split layers
+    directly works on its shard of the tokens beside them, so each of these layers gathers its input.
     """
     regions: dict[str, tuple[SequenceRegion, bool]] = {}
     for stack in stacks:
@@ -221,7 +221,7 @@ def install(
 
 
 def _holder(where: str, parts: Mapping[str, nn.Module]) -> str:
-    """Return the module that calls a layer: the innermost around it that is no mere list of modules."""
+    """Return the module that calls a layer: the innermost module around it that is not a container."""
     above = where.rpartition(".")[0]
     while isinstance(parts[above], CONTAINERS):
         above = above.rpartition(".")[0]

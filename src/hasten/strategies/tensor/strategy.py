@@ -1,4 +1,4 @@
-"""The transform that splits layers over the tensor-parallel ranks: each holds a part of the weights and computes it."""
+"""Transform that splits layers over tensor-parallel ranks: each rank holds and computes a shard of the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class SplitLayers:
-    """Splits the layers a plan names over the tensor-parallel axis and leaves the rest as it is."""
+    """Transform that splits the layers of a plan over the tensor-parallel axis; the rest is not changed."""
 
     stage = Stage.TENSOR
 
@@ -75,7 +75,7 @@ class SplitLayers:
 
 
 def _left_whole(model: nn.Module, found: Split) -> set[nn.Parameter]:
-    """Return the parameters outside the layers that are split."""
+    """Return the parameters outside the split layers."""
     parts: set[int] = set()
     for name, style in found.styles.items():
         layer = model.get_submodule(name)
@@ -84,7 +84,7 @@ def _left_whole(model: nn.Module, found: Split) -> set[nn.Parameter]:
 
 
 def _materialise(model: nn.Module, ctx: ProcessContext) -> None:
-    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+    """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=ctx.device) if tensor.is_meta else tensor
@@ -110,21 +110,21 @@ def _split(
         for leaf, dim in split_dims(layer, style).items():
             _replace(layer, leaf, dim, mesh, made, device)
         if style == "experts" and getattr(layer, "num_experts", None) == number:
-            layer.num_experts = number // mesh.size()  # type: ignore[assignment]  # a whole number, not a module
-        if forwarding.find(layer, SplitForward.tag) is None:  # one layer under two names is split once
+            layer.num_experts = number // mesh.size()  # type: ignore[assignment]  # an int, not a module
+        if forwarding.find(layer, SplitForward.tag) is None:  # a layer with two names is split once
             forwarding.replace(layer, forward_of(layer, style, group, apart, regions.get(name), keep_logits, number))
     for name, by_part in found.dropouts.items():
         forwarding.replace(model.get_submodule(name), DrawnApart(apart, by_part))
     for name in found.summed:
         whole = model.get_submodule(name)
-        if forwarding.find(whole, tensor_sequence.PerToken.tag) is None:  # divided tokens do the same
+        if forwarding.find(whole, tensor_sequence.PerToken.tag) is None:  # sequence parallelism sums them already
             forwarding.replace(whole, tensor_sequence.PerToken(group))
 
 
 def _replace(
     layer: nn.Module, name: str, dim: int, mesh: DeviceMesh, made: dict[int, nn.Parameter], device: torch.device
 ) -> None:
-    """Put this rank's part in the place of a parameter; a tied parameter gets the same part everywhere."""
+    """Replace a parameter by this rank's shard; a tied parameter gets the same shard under all names."""
     whole = layer.get_parameter(name)
     if isinstance(whole, DTensor):
         return
@@ -144,7 +144,7 @@ def _replace(
 
 
 def _check_ties(model: nn.Module, found: Split) -> None:
-    """Raise when one tensor under two names would be split in one place and not, or otherwise, in the other."""
+    """Raise if a tensor with two names would be split differently under each."""
     dims: dict[int, tuple[str, int]] = {}
     split_names = {
         f"{name}.{leaf}": dim
@@ -163,7 +163,7 @@ def _check_ties(model: nn.Module, found: Split) -> None:
 
 
 def _check_head(model: nn.Module, found: Split) -> None:
-    """Raise unless one layer, the head, gathers its output: then its logits can stay apart."""
+    """Raise unless exactly one layer, the head, gathers its output, so that its logits can stay sharded."""
     heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
     if len(heads) != 1:
         raise ConfigError(
@@ -174,7 +174,7 @@ def _check_head(model: nn.Module, found: Split) -> None:
 
 
 def _account(model: nn.Module, found: Split, ranks: int, num_blocks: int, keep_logits: bool) -> str:
-    """What was split, what was left, and the bytes a rank holds."""
+    """Return a summary of the split layers, the layers left whole, and the bytes on each rank."""
     by_style: dict[str, int] = {}
     for style in found.styles.values():
         by_style[style] = by_style.get(style, 0) + 1

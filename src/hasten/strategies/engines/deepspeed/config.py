@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration from ours: pure, with every "auto" filled and every choice noted."""
+"""Translation of the settings into DeepSpeed's configuration; pure: "auto" values are filled and choices are noted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.engines.deepspeed import keys as deepspeed_keys
 
-# Any in this file: DeepSpeed's own keys and values.
+# Any in this file: DeepSpeed's keys and values.
 _KEPT_WHOLE: Final = 2**18 - 1
-"""The largest parameter whose part is smaller than 1 MiB in any precision."""
+"""Largest parameter whose shard is smaller than 1 MiB in any precision."""
 
 
 def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> None:
-    """Check offload to NVMe; with the optimizer's state there, give every parameter a sub-group of its own.
+    """Check offload to NVMe; with the optimizer's state on NVMe, put each parameter into a separate sub-group.
 
-    DeepSpeed 0.19 reads gradients into one buffer for the parameters of a sub-group. A read to an address that is not a multiple
-    of the drive's blocks of 512 bytes fails there without an error, and the update uses what the buffer held before.
+    DeepSpeed 0.19 reads gradients into one buffer for all parameters of a sub-group. A read to an address that is not a multiple
+    of the drive's blocks of 512 bytes fails without an error, and the update uses the buffer's previous content.
     """
     zero = config["zero_optimization"]
     name = f"zero_optimization.offload_{part}"
@@ -54,7 +54,7 @@ def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> No
 
 
 def _parameters(config: dict[str, Any], section: dict[str, Any], notes: list[str]) -> None:
-    """Options of the files that hold parameters, which are hasten's own."""
+    """Check the options of parameters on NVMe, whose files hasten reads and writes itself."""
     zero = config["zero_optimization"]
     name = "zero_optimization.offload_param"
     if (zero.get("offload_optimizer") or {}).get("fast_init"):
@@ -72,7 +72,10 @@ def _parameters(config: dict[str, Any], section: dict[str, Any], notes: list[str
 
 
 def keep_small_whole(config: dict[str, Any], notes: list[str]) -> None:
-    """Keep no parameter whole whose part is on NVMe: DeepSpeed cannot write into it there."""
+    """Lower the persistence threshold so that no parameter with its shard on NVMe stays whole.
+
+    DeepSpeed cannot write into such a parameter.
+    """
     zero = config["zero_optimization"]
     kept = zero.get("stage3_param_persistence_threshold", 0)
     if kept > _KEPT_WHOLE:
@@ -85,7 +88,7 @@ def keep_small_whole(config: dict[str, Any], notes: list[str]) -> None:
 AUTO: Final = "auto"
 _HALVES: Final = ("fp16", "bf16")
 _DROPPED: Final = (
-    # without the model's hidden size, DeepSpeed's own defaults are better than a guess
+    # without the model's hidden size, DeepSpeed's defaults are better than a guess
     ("zero_optimization", "reduce_bucket_size"),
     ("zero_optimization", "allgather_bucket_size"),
     ("zero_optimization", "stage3_prefetch_bucket_size"),
@@ -95,35 +98,35 @@ _DROPPED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the run knows when an engine starts."""
+    """Facts of the run at the start of an engine."""
 
     mixed_precision: str = "no"
     accumulation: int = 1
     world_size: int = 1
     micro_batch: int | None = None
-    """The batch size of the loader prepared along; None when there is none."""
+    """Batch size of the loader prepared with the model; None if there is none."""
     hidden_size: int | None = None
     optimizer: Mapping[str, Any] | None = None
-    """Options of a placeholder optimizer; None when the script has a real one."""
+    """Options of a placeholder optimizer; None if the script has a real one."""
     scheduler: Mapping[str, Any] | None = None
-    """Options of a placeholder scheduler; None when there is none."""
+    """Options of a placeholder scheduler; None if there is none."""
     on_cpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What DeepSpeed is given, what the loop keeps for itself, and what was decided on the way."""
+    """Configuration for DeepSpeed, the settings that the loop handles itself, and notes on the choices made."""
 
-    config: dict[str, Any]  # Any: DeepSpeed's own keys and values
+    config: dict[str, Any]  # Any: DeepSpeed's keys and values
     stage: int
     clipping: float
-    """The norm gradients are clipped to when the loop does not clip; 0 is off."""
+    """Norm to clip gradients to if the loop does not clip; 0 turns clipping off."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class _Filling:
-    """The configuration while its gaps are filled."""
+    """Configuration whose gaps are being filled."""
 
     config: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -139,7 +142,7 @@ class _Filling:
         return made
 
     def fill(self, section: str, key: str, value: Any, why: str) -> None:
-        """Put a value where the configuration says "auto" or nothing; note it when it said "auto"."""
+        """Set a value that is missing or "auto"; note the value if it was "auto"."""
         place = self.section(section) if section else self.config
         if place.get(key, AUTO) == AUTO:
             if key in place:
@@ -148,9 +151,9 @@ class _Filling:
 
 
 def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """DeepSpeed's own configuration as a mapping of its own; a path is read as JSON.
+    """Return a copy of DeepSpeed's configuration as a dict; a path is read as JSON.
 
-    Raises: ConfigError for a file that is missing or is no JSON object.
+    Raises: ConfigError for a file that is missing or does not hold a JSON object.
     """
     if given is None:
         return {}
@@ -173,7 +176,7 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _unshared(value: Any) -> Any:
-    """Return a copy in which two sections that are one mapping become two, as in a file: each is filled in by itself."""
+    """Return a deep copy in which a mapping shared by two sections becomes two, so that each is filled separately."""
     if isinstance(value, Mapping):
         return {key: _unshared(inner) for key, inner in value.items()}
     return [_unshared(inner) for inner in value] if isinstance(value, list) else value
@@ -199,12 +202,12 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
 
 
 def stage_of(plugin: DeepSpeedPlugin) -> int:
-    """Return the ZeRO stage the settings ask for. Raises: ConfigError for one that does not exist."""
+    """Return the ZeRO stage of the settings. Raises: ConfigError for a stage that does not exist."""
     return _zero(_Filling(_given(plugin)), plugin)
 
 
-def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's own keys and values
-    """Return the part of the configuration by which ZeRO-3 partitions a model while it is built.
+def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's keys and values
+    """Return the sections of the configuration with which ZeRO-3 partitions a model while it is built.
 
     Raises: ConfigError as `translate` does, and for other stages.
     """
@@ -220,9 +223,9 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  
     parts = ("zero_optimization", "aio", *_HALVES)
     config = {name: filling.config[name] for name in parts if name in filling.config}
     zero = config["zero_optimization"]
-    zero["memory_efficient_linear"] = False  # torch's linear function stays in place until an engine computes
+    zero["memory_efficient_linear"] = False  # torch's linear function stays until an engine computes
     if _offload(zero, "param") == "nvme":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": False}  # an engine brings them to the drive
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}  # an engine moves them to the drive
     _refuse_autos(config)
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
@@ -283,7 +286,7 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
         filling.notes.append(
             "zero_optimization.overlap_comm: False (at stage 1 gradients are reduced when the loop's window ends)"
         )
-    # The script's optimizer is its own choice, and DeepSpeed's CPU optimizers need a compiler at run time.
+    # The script chooses its optimizer, and DeepSpeed's CPU optimizers need a compiler at run time.
     filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
     filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
     return int(stage)
@@ -331,7 +334,7 @@ def _precision(filling: _Filling, facts: Facts) -> None:
 
 
 def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
-    """The batch sizes DeepSpeed wants to know; its own accumulation is off, because the loop's clock accumulates."""
+    """Fill the batch sizes; DeepSpeed's accumulation is off, because the loop's clock accumulates."""
     config, world = filling.config, facts.world_size
     told = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
     for steps in told:
@@ -371,7 +374,7 @@ def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
 
 
 def _clipping(filling: _Filling, plugin: DeepSpeedPlugin) -> float:
-    """Return the norm to clip to; the engine's own clipping is off, so that there is one place that clips."""
+    """Return the norm to clip to, and turn the engine's clipping off, so that gradients are clipped only once."""
     value = filling.config.get("gradient_clipping", plugin.gradient_clipping)
     if value == AUTO:
         filling.notes.append("gradient_clipping: off (clip_grad_norm_ in the loop says how much)")
@@ -403,7 +406,7 @@ def _optimizer(filling: _Filling, facts: Facts) -> None:
             params[key] = facts.optimizer[key]
             filling.notes.append(f"optimizer.params.{key}: {params[key]!r} (DummyOptim)")
     if facts.on_cpu and section.get("type") in ("Adam", "AdamW"):
-        params.setdefault("torch_adam", True)  # DeepSpeed's fused one compiles when it is first used
+        params.setdefault("torch_adam", True)  # DeepSpeed's fused Adam compiles at its first use
 
 
 def _scheduler(filling: _Filling, facts: Facts) -> None:

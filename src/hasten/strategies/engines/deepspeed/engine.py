@@ -1,4 +1,4 @@
-"""Starting a DeepSpeed engine: the package, its process group, and the few things it insists on."""
+"""Start of a DeepSpeed engine: the package, its process group, and models that are built partitioned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hasten.strategies.engines.deepspeed import nvme as deepspeed_nvme
 from hasten.strategies.engines.deepspeed.config import EngineConfig
 
 VERSIONS: Final = ">=0.19,<0.20"
-"""The versions whose engine this adapter knows from inside: gradients and shards have no public interface."""
+"""Versions that this adapter supports: gradients and shards have no public interface."""
 
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"
 _ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters")
@@ -43,22 +43,20 @@ _ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zer
 def package() -> Any:  # Any: DeepSpeed is untyped
     """Return the deepspeed module. Raises: MissingPackageError when it is absent or of another version."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports
+        warnings.simplefilter("ignore")  # from DeepSpeed's imports
         found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
-        with env.restored():  # it compiles when it is imported, which takes seconds and serves the Muon optimizer alone
+        with env.restored():  # it compiles at import, which takes seconds and is only for the Muon optimizer
             env.put_default("TORCHDYNAMO_DISABLE", "1")
             need("deepspeed.runtime.zero.muon.muon_optimizer")
-    logging.getLogger("DeepSpeed").setLevel(
-        logging.ERROR
-    )  # it warns of optimizers it has not tested; ours are the loop's
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about optimizers that it has not tested
     return found
 
 
 class Linear:
-    """DeepSpeed's linear function, in place of torch's only while an engine computes.
+    """Switch between torch's linear function and DeepSpeed's, which is in place only while an engine computes.
 
-    ZeRO-3 replaces ``torch.nn.functional.linear`` for the rest of the process, so that models which no engine trains
-    would go through it too, and could not be compiled.
+    ZeRO-3 replaces ``torch.nn.functional.linear`` for the rest of the process, so that models without an engine would use the
+    replacement too, and could not be compiled.
     """
 
     def __init__(self, own: Callable[..., Tensor]) -> None:
@@ -83,7 +81,7 @@ class Linear:
 
 
 def name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
-    """Let DeepSpeed name the group that shares a sequence, which libraries ask it for; it averages over all processes as before."""
+    """Register the sequence-parallel group with DeepSpeed, for libraries that query it; averages still span all processes."""
     groups = need("deepspeed").utils.groups
     groups.mpu = None
     everyone = groups._get_data_parallel_group()
@@ -99,7 +97,7 @@ def name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
 def start(
     model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
-    """Return an engine over the model and its optimizer, and the linear function it brought. Ranks: every rank."""
+    """Return an engine for the model and its optimizer, and the engine's linear function. Ranks: every rank."""
     deepspeed = join(ctx)
     _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
     given: dict[str, Any] = {"optimizer": optimizer}
@@ -107,7 +105,7 @@ def start(
         groups = [{"params": group["params"]} for group in optimizer.param_groups]
         given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
     with env.restored(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
+        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
         for name, value in _place(ctx).items():
             env.put_default(name, value)
         zero = made.config["zero_optimization"]
@@ -121,7 +119,7 @@ def start(
                 engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
     if state is not None:
         deepspeed_nvme.remove_with(engine, state)
-    engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
+    engine._support_torch_style_backward = True  # stage 0 reduces at the window's end, so any backward works
     return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
         "memory_efficient_linear", True
     ) else None
@@ -129,10 +127,10 @@ def start(
 
 @contextmanager
 def torchs_linear() -> Iterator[Callable[..., Tensor]]:
-    """A block after which torch's linear function is in place; gives DeepSpeed's."""
+    """Context manager that yields DeepSpeed's linear function and restores torch's at its end."""
     own: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
     before = functional.linear
-    if before is own:  # a library has built a model partitioned
+    if before is own:  # a library has built a partitioned model
         before = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
     try:
         yield own
@@ -146,23 +144,23 @@ def _place(ctx: ProcessContext) -> dict[str, str]:
         "LOCAL_RANK": str(place.local_rank),
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
-        "MASTER_ADDR": "127.0.0.1",  # the group is there already; DeepSpeed only looks whether these are set
+        "MASTER_ADDR": "127.0.0.1",  # the group exists already; DeepSpeed only checks that these are set
         "MASTER_PORT": "29500",
     }
 
 
 def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
-    """The deepspeed module, which uses this process's group and has forgotten one that is gone. Ranks: every rank."""
+    """Return the deepspeed module, set up with this process's group instead of a destroyed one. Ranks: every rank."""
     deepspeed = package()
     if not dist.is_initialized():  # DeepSpeed needs a group even for one process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(stop)
-    # Compiling it takes a minute at first use, and only its inference calls it.
+    # Its compilation takes a minute at first use, and only DeepSpeed's inference calls it.
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     if ctx.device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
         cpu = need("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
-    # ZeRO-3 looks its local rank up in the environment while it runs, which a process without a launcher does not have.
+    # ZeRO-3 reads its local rank from the environment while it runs, where a process without a launcher has none.
     for name in _ASK_LOCAL_RANK:
         need(name).os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
     talk = deepspeed.comm.comm
@@ -179,7 +177,7 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
             ("all_gather_function", "all_gather_single"),
             ("reduce_scatter_function", "reduce_scatter_single"),
         ):
-            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 knows the old names only
+            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 has the old names only
                 setattr(talk.cdb, ours, renamed)
     return deepspeed
 
@@ -209,7 +207,7 @@ def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
 _TRANSFORMERS: Final = "transformers.integrations.deepspeed"
 _CONFIG: Final = "_hf_deepspeed_config_weak_ref"
 _LEFT_ALONE: Final = frozenset({"__get__", "__set__", "__hash__", "__repr__", "register_hook", "requires_grad_"})
-"""Functions of a parameter that do not read its numbers."""
+"""Functions of a parameter that do not read its values."""
 
 
 def is_partitioned(model: nn.Module) -> bool:
@@ -219,10 +217,10 @@ def is_partitioned(model: nn.Module) -> bool:
 
 @contextmanager
 def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
-    """A block in which models are built partitioned, by their constructors or by transformers. Ranks: every rank."""
+    """Context manager in which constructors and transformers build partitioned models. Ranks: every rank."""
     deepspeed = join(ctx)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
+        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
         init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=set())
     partition: Callable[[Any], None] = init._zero_init_param
     built: list[Any] = []
@@ -232,7 +230,7 @@ def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
         built.append(parameter)
 
     init._zero_init_param = noted
-    # Importing transformers takes seconds; a script that builds one of its models has imported it.
+    # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
     told = Told(config) if "transformers" in sys.modules else None
     try:
         with torchs_linear(), init, _Gathering(deepspeed.zero.GatheredParameters):
@@ -245,7 +243,7 @@ def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
 
 
 def _round(parameter: Any, dtype: torch.dtype) -> None:
-    """Keep a parameter in the engine's precision: constructors have drawn in their own, as where a model is built whole."""
+    """Convert a partitioned parameter to the engine's precision; constructors initialise in the parameter's dtype."""
     if parameter.is_floating_point() and parameter.dtype != dtype:
         parameter.all_gather()
         parameter.data, parameter.ds_tensor = parameter.data.to(dtype), None
@@ -253,9 +251,9 @@ def _round(parameter: Any, dtype: torch.dtype) -> None:
 
 
 class Told:
-    """What transformers was told: models that it builds are partitioned by a configuration, or whole (None).
+    """DeepSpeed configuration registered with transformers: its models are built partitioned, or whole (None).
 
-    It holds while this object lives, or until `forget`.
+    The registration lasts as long as this object, or until `forget`.
     """
 
     def __init__(self, config: dict[str, Any] | None) -> None:
@@ -266,24 +264,24 @@ class Told:
         self._before = getattr(self._module, _CONFIG)
         if config is None:
             self._module.unset_hf_deepspeed_config()
-        elif not self._module.is_deepspeed_zero3_enabled():  # else the arguments of a Trainer have told it
+        elif not self._module.is_deepspeed_zero3_enabled():  # else the arguments of a Trainer have registered one
             self._module.set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
-        """What transformers asks it."""
+        """Return True; transformers calls this method."""
         return True
 
     def forget(self) -> None:
-        """Let transformers know what it knew before."""
+        """Restore the configuration that transformers had before."""
         if self._module is not None:
             setattr(self._module, _CONFIG, self._before)
 
 
 class _Gathering(TorchFunctionMode):
-    """Gathers partitioned parameters around operations on them.
+    """Torch function mode that gathers partitioned parameters around operations on them.
 
-    A parameter holds nothing once its module is built, so that a constructor which initialises the weights of its children
-    would change nothing.
+    A parameter holds no values once its module is built, so a constructor that initialises the weights of its children would
+    have no effect.
     """
 
     def __init__(self, gather: Callable[..., Any]) -> None:
@@ -312,8 +310,8 @@ def _is_apart(tensor: Any) -> bool:
 
 
 def make_whole(model: nn.Module, gather: Callable[..., Any]) -> None:
-    """Give the model whole parameters of its own, for one that no engine will gather. Ranks: every rank."""
-    made: dict[int, nn.Parameter] = {}  # tied weights stay one
+    """Replace the model's partitioned parameters by whole ones, for a model without an engine. Ranks: every rank."""
+    made: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not hasattr(parameter, "ds_id"):

@@ -1,4 +1,4 @@
-"""Parameters on NVMe: this rank's part of each in a file, which is read when ZeRO-3 gathers the parameter."""
+"""Parameters on NVMe: one file per parameter with this rank's shard, read when ZeRO-3 gathers the parameter."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from hasten.optional import need
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.nvme import remove_with
 
-# Any in this file: DeepSpeed, and the attributes that it gives parameters, are untyped.
+# Any in this file: DeepSpeed, and the attributes that it adds to parameters, are untyped.
 _BLOCK: Final = 4096
-"""Addresses and lengths of unbuffered reads and writes are multiples of this."""
+"""Alignment of the addresses and lengths of unbuffered reads and writes."""
 _SMALLEST: Final = 1024**2
-"""Parts of fewer bytes stay in memory."""
+"""Shards of fewer bytes stay in memory."""
 _THREADS: Final = 4
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _HALVES: Final = (("bf16", torch.bfloat16), ("fp16", torch.float16))
 _CASTABLE: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What an engine converts to its precision."""
+"""Dtypes that an engine converts to its precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Where this rank's part of a parameter is kept."""
+    """File of this rank's shard of a parameter."""
 
     name: str
     path: Path
 
 
 class ParameterFiles:
-    """Keeps parts of at least 1 MiB in files and reads them when they are needed.
+    """Files of the shards of at least 1 MiB, which are read when they are needed.
 
-    This is the `param_swapper` of `deepspeed.zero.Init`, which prescribes the names of most methods. The one that DeepSpeed
-    0.19 brings stops when a model gathers more parameters than it has buffers, writes bfloat16 whatever the model's
-    precision on processors without fp16 instructions, and keeps old weights that it has read ahead of an update.
+    This is the `param_swapper` of `deepspeed.zero.Init`, which prescribes the names of most methods. DeepSpeed 0.19's swapper
+    fails when a model gathers more parameters than it has buffers, writes bfloat16 regardless of the model's precision on
+    processors without fp16 instructions, and uses outdated weights that were read ahead of an update.
     """
 
     def __init__(self, folder: Path, half: torch.dtype | None, *, read_ahead: int, pinned: bool) -> None:
         self.half = half
-        """What the engine converts parameters to; None leaves them as they are."""
+        """Dtype that the engine converts parameters to; None leaves them unchanged."""
         self._folder, self._read_ahead, self._pinned = folder, read_ahead, pinned
         self._status = need("deepspeed.runtime.swap_tensor.partitioned_param_swapper").PartitionedParamStatus
-        self._parts: dict[int, _Part] = {}  # by the identity of the parameter
-        self._held: dict[int, Any] = {}  # parameters whose part is in memory or on its way, by the parameter's identity
+        self._parts: dict[int, _Part] = {}  # by id of the parameter
+        self._held: dict[int, Any] = {}  # parameters whose shard is in memory or being read, by id
         self._rooms: dict[int, Tensor] = {}
         self._reads: dict[int, Future[None]] = {}
         self._shown: set[int] = set()
@@ -61,7 +61,7 @@ class ParameterFiles:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hasten-parameters")
 
     def reserve(self, named: Iterable[tuple[str, nn.Parameter]], world_size: int) -> None:
-        """Create the files with all the room they need, so that no later write finds the drive full. Raises: OSError."""
+        """Create the files in full size, so that no later write finds the drive full. Raises: OSError."""
         for number, (name, parameter) in enumerate(named):
             part = self._parts[id(parameter)] = _Part(name, self._folder / f"{number}.bin")
             share = -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
@@ -70,18 +70,18 @@ class ParameterFiles:
                     os.posix_fallocate(file.fileno(), 0, _padded(share * self.dtype_of(parameter).itemsize))
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """What the engine keeps a parameter in."""
+        """Return the dtype of a parameter in the engine."""
         return self.half if self.half is not None and parameter.dtype in _CASTABLE else parameter.dtype
 
     # -- for checkpoints and optimizers ---------------------------------------------------------------------------
     def shown(self, parameter: Any) -> Tensor:
-        """Return this rank's part in memory, where the caller may change it; it goes back to the file with `settle`."""
+        """Return this rank's shard in memory for the caller to change; `settle` writes it to the file."""
         self._fetch(parameter)
         self._shown.add(id(parameter))
         return _part_of(parameter)
 
     def copied(self, parameter: Any) -> Tensor:
-        """Return this rank's part, for the caller to read."""
+        """Return this rank's shard for reading."""
         if id(parameter) in self._held:
             self._fetch(parameter)
             return _part_of(parameter)
@@ -90,9 +90,9 @@ class ParameterFiles:
         return part
 
     def settle(self) -> None:
-        """Let go of parts that are in memory for no gathered parameter: shown ones, and those read ahead in vain.
+        """Release shards in memory whose parameter is not gathered: those returned by `shown`, and those read ahead but not used.
 
-        DeepSpeed updates the copy in memory where there is one, and forgets it afterwards.
+        DeepSpeed updates the copy in memory if there is one, and discards that copy afterwards.
         """
         self.remove_partition_and_release_buffers(
             [p for p in self._held.values() if p.ds_status.name == "NOT_AVAILABLE"]
@@ -104,22 +104,22 @@ class ParameterFiles:
         elif id(parameter) in self._reads:
             self.synchronize_reads()
 
-    # -- what DeepSpeed calls -------------------------------------------------------------------------------------
+    # -- called by DeepSpeed ----------------------------------------------------------------------------------------
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Return whether a part is large enough for a file."""
+        """Return whether a shard is large enough for a file."""
         elements = param.ds_tensor.ds_numel if numel is None else numel
         return bool(elements * (self.half or torch.float32).itemsize >= _SMALLEST)
 
     def get_buffer(self, param: Any, numel: int) -> Tensor:
-        """Memory for the first writing of a part."""
+        """Return memory for the first write of a shard."""
         return self._take(param, numel)
 
     def available_swap_in_buffers(self) -> int:
-        """Return how many more parts may be read ahead."""
+        """Return the number of shards that may still be read ahead."""
         return max(0, self._read_ahead - len(self._held))
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: object = None) -> None:
-        """Read parts into memory; with `async_op` until `synchronize_reads`."""
+        """Read shards into memory; with `async_op` the reads end at `synchronize_reads`."""
         for param in params:
             self._take(param, param.ds_tensor.ds_numel)
             param.ds_tensor.status = self._status.INFLIGHT
@@ -137,15 +137,15 @@ class ParameterFiles:
             param.ds_tensor.status = self._status.AVAILABLE
 
     def synchronize_writes(self) -> None:
-        """Nothing: a write has ended when its call returns."""
+        """Do nothing: writes are synchronous."""
 
     def swap_out_and_release(self, params: Sequence[Any], **_: object) -> None:
-        """Write parts that are in memory, and let go of them."""
+        """Write shards that are in memory, and release them."""
         self._shown.update(id(param) for param in params)
         self.remove_partition_and_release_buffers(params)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Let go of parts; those that were shown are written first."""
+        """Release shards; those returned by `shown` are written first."""
         for param in params:
             key = id(param)
             if key in self._reads:
@@ -160,14 +160,14 @@ class ParameterFiles:
             param.ds_tensor.status = self._status.NOT_AVAILABLE
 
     def swap_into_buffer(self, param: Any, dest_buffer: Tensor) -> None:
-        """Copy a part into memory that DeepSpeed keeps (`max_in_cpu`)."""
+        """Copy a shard into host memory of DeepSpeed (`max_in_cpu`)."""
         dest_buffer.copy_(self.copied(param))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Nothing: memory for updated parts is allocated when they are written."""
+        """Do nothing: memory for updated shards is allocated when they are written."""
 
     def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[Tensor]) -> None:
-        """Write updated parts, converted to the precision of the parameters."""
+        """Write updated shards, converted to the precision of the parameters."""
         for param, master in zip(dst_fp16_params, src_fp32_params, strict=True):
             dtype = param.ds_tensor.dtype
             size = master.numel() * dtype.itemsize
@@ -184,8 +184,11 @@ class ParameterFiles:
         return part
 
     def _room(self, param: Any, numel: int) -> tuple[Tensor, Tensor]:
-        """New memory for a part, and the blocks it lies in. It is never used again for another parameter: on a CPU, one process's
-        parameters and what autograd keeps of them share it."""
+        """Allocate memory for a shard; return the shard and the whole blocks that contain it.
+
+        The memory is not reused for another parameter: in a single process on CPU, parameters and autograd's saved tensors
+        share it.
+        """
         dtype = param.dtype if param.ds_tensor is None else param.ds_tensor.dtype
         room = _aligned(_padded(numel * dtype.itemsize), self._pinned)
         return room.narrow(0, 0, numel * dtype.itemsize).view(dtype), room
@@ -218,10 +221,10 @@ class ParameterFiles:
 def place(
     model: nn.Module, init: Callable[..., Any], config: dict[str, Any], folder: Path, ctx: ProcessContext
 ) -> None:
-    """Partition a model with the parts in files of a folder, which goes with them. Ranks: every rank.
+    """Partition a model with its shards in files of a folder, which is removed together with them. Ranks: every rank.
 
-    `init` is `deepspeed.zero.Init`. Parameters that were partitioned while the model was built come from host memory.
-    Raises: PrepareError when the drive has not enough room.
+    `init` is `deepspeed.zero.Init`. Parameters that were partitioned while the model was built are read from host memory.
+    Raises: PrepareError if the drive is too full.
     """
     section = config["zero_optimization"]["offload_param"]
     half = next((dtype for name, dtype in _HALVES if config.get(name, {}).get("enabled")), None)
@@ -240,7 +243,7 @@ def place(
     partition = init(config_dict_or_path=config, param_swapper=files)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):
-            parameter.all_gather()  # type: ignore[attr-defined]  # given to it by DeepSpeed
+            parameter.all_gather()  # type: ignore[attr-defined]  # set by DeepSpeed
         parameter.data = parameter.data.to(ctx.device, files.dtype_of(parameter))
         partition._zero_init_param(parameter)
 
@@ -255,10 +258,10 @@ def _padded(size: int) -> int:
 
 
 def _aligned(size: int, pinned: bool) -> Tensor:
-    """Return bytes in memory that begin at a multiple of the blocks' size."""
+    """Return a byte tensor whose address is a multiple of the block size."""
     raw = torch.empty(size + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
     room = raw.narrow(0, -raw.data_ptr() % _BLOCK, size)
-    room[-_BLOCK:] = 0  # what lies behind the part goes to the drive too
+    room[-_BLOCK:] = 0  # the bytes after the shard are written to the drive too
     return room
 
 
@@ -267,7 +270,7 @@ def _typed(room: Tensor, like: Any) -> Tensor:
 
 
 def _open(path: Path, flags: int) -> int:
-    """The file, without the system's cache where the file system can do that: it would hold every part a second time."""
+    """Open a file, bypassing the page cache if the file system can: the cache would hold every shard a second time."""
     try:
         return os.open(path, flags | _DIRECT)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Keys that DeepSpeed's configuration may have: an unknown one is an error that names the nearest."""
+"""Check of the keys of DeepSpeed's configuration: an unknown key raises an error that suggests the closest known one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 
 from hasten.errors import ConfigError
 
-# Any in this file: values of DeepSpeed's configuration, and its own classes, which need not be installed.
+# Any in this file: values of DeepSpeed's configuration, and its classes, which need not be installed.
 
 _TOP: Final = """
     activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
@@ -24,7 +24,7 @@ _TOP: Final = """
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
     """
-"""The keys at the top, of DeepSpeed 0.19."""
+"""Top-level keys of DeepSpeed 0.19."""
 _LOOSE: Final = (
     (
         "activation_checkpointing",
@@ -38,7 +38,7 @@ _LOOSE: Final = (
     ("optimizer", "type params legacy_fusion"),
     ("scheduler", "type params"),
 )
-"""Sections in which DeepSpeed itself ignores what it does not know, with their keys."""
+"""Sections in which DeepSpeed ignores unknown keys, with their known keys."""
 _STRICT: Final = (
     ("zero_optimization", "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
     ("fp16", "deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
@@ -50,13 +50,13 @@ _STRICT: Final = (
     ("compile", "deepspeed.compile.config", "CompileConfig"),
     ("hybrid_engine", "deepspeed.runtime.config", "HybridEngineConfig"),
 )
-"""Sections that classes of the installed DeepSpeed describe."""
+"""Sections described by a class of the installed DeepSpeed."""
 
 
 def check(config: Mapping[str, Any], source: str) -> None:
-    """Raise: ConfigError for a key that DeepSpeed does not know, at the top or in a section; `source` names the file.
+    """Raise ConfigError for a key that DeepSpeed does not know, at the top level or in a section; `source` names the file.
 
-    The keys are those of the DeepSpeed that is loaded, where it is, beside the ones known here.
+    Keys of the imported DeepSpeed, if it is imported, are accepted besides the keys listed here.
     """
     _refuse(config, {*_TOP.split(), *_constants("deepspeed.runtime.constants")}, source, "")
     for section, keys in _LOOSE:
@@ -70,7 +70,7 @@ def check(config: Mapping[str, Any], source: str) -> None:
 
 @contextmanager
 def refused_values() -> Iterator[None]:
-    """Context manager that turns DeepSpeed's error about a value in a section into a ConfigError that names it."""
+    """Context manager that turns DeepSpeed's error about a value in a section into a ConfigError that names the value."""
     try:
         yield
     except ValueError as error:
@@ -86,7 +86,7 @@ def refused_values() -> Iterator[None]:
 
 
 def _check_model(section: Any, model: Any, source: str, path: str) -> None:
-    """Check one section, and the sections in it, against the fields of a class of DeepSpeed's."""
+    """Check one section and its subsections against the fields of a DeepSpeed class."""
     if not isinstance(section, Mapping):
         return
     fields: dict[str, Any] = getattr(model, "model_fields", {})
@@ -118,7 +118,7 @@ def _refuse(section: Any, known: Iterable[str], source: str, path: str, suggeste
 
 
 def _constants(prefix: str) -> set[str]:
-    """Return the words that the loaded DeepSpeed's lists of constants contain; it has no other list of its keys."""
+    """Return the words in the constants modules of the imported DeepSpeed, its only list of keys."""
     found: set[str] = set()
     for name, module in list(sys.modules.items()):
         if name.startswith(prefix) and name.endswith("constants"):

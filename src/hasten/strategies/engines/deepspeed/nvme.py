@@ -1,4 +1,4 @@
-"""NVMe: a folder for each engine, DeepSpeed's library for optimizer state, and that state while it is in memory."""
+"""Offload to NVMe: a folder for each engine, DeepSpeed's I/O library, and optimizer state moved between NVMe and memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 INSTALL: Final = "apt-get install libaio-dev g++ ninja-build"
 PLACED: Final = MappingProxyType({"optimizer": "the optimizer's state", "param": "the model"})
-"""What is offloaded by which section."""
+"""Offloaded objects by section, for messages."""
 
 
 def build_library() -> None:
-    """Load DeepSpeed's library for asynchronous reads and writes; the first time it is compiled, which takes minutes.
+    """Load DeepSpeed's library for asynchronous I/O; the first time, its compilation takes minutes.
 
-    Raises: PrepareError where it cannot be built.
+    Raises: PrepareError if it cannot be built.
     """
     try:
         need("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
-    except Exception as error:  # compilers, their drivers and DeepSpeed's look at the GPU fail in many ways
+    except Exception as error:  # compilers, their drivers and DeepSpeed's GPU detection fail in many ways
         raise PrepareError(
             "offload to NVMe needs DeepSpeed's library for asynchronous reads and writes, which could not be built "
             f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). Install what it is built from "
@@ -42,9 +42,9 @@ def build_library() -> None:
 
 
 def own_folder(zero: dict[str, Any], part: Literal["optimizer", "param"]) -> Path | None:
-    """A new folder in `nvme_path` for one engine on this process, written into the settings; None without offload to NVMe.
+    """Create a folder in `nvme_path` for one engine of this process and set it in `zero`; None without offload to NVMe.
 
-    DeepSpeed names its files by parameter, so that two engines in one folder would write into each other's.
+    DeepSpeed names its files by parameter, so two engines in one folder would overwrite each other's files.
     """
     section = zero.get(f"offload_{part}") or {}
     if section.get("device") != "nvme":
@@ -63,20 +63,20 @@ def own_folder(zero: dict[str, Any], part: Literal["optimizer", "param"]) -> Pat
 
 
 def load_library(zero: dict[str, Any]) -> None:
-    """Load DeepSpeed's library where the optimizer's state is on NVMe."""
+    """Load DeepSpeed's I/O library if the optimizer's state is on NVMe."""
     if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
         log.info("loading DeepSpeed's library for NVMe; the first time it is compiled, which takes minutes")
         build_library()
 
 
 def remove_with(owner: object, folder: Path) -> None:
-    """Remove the folder when its owner goes, or this process ends."""
+    """Remove the folder when its owner is garbage-collected or this process ends."""
     weakref.finalize(owner, _remove, folder, os.getpid())
 
 
 @contextmanager
 def removed_on_error(folder: Path | None) -> Iterator[None]:
-    """A block after which the folder is gone if it failed."""
+    """Context manager that removes the folder if the block raises."""
     try:
         yield
     except BaseException:
@@ -86,40 +86,40 @@ def removed_on_error(folder: Path | None) -> Iterator[None]:
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not a process that was forked from it
+    if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class SwappedState:
-    """Moves ZeRO-3's master weights, state and gradients between NVMe and memory."""
+    """Access to ZeRO-3's master weights, state and gradients on NVMe."""
 
     def __init__(self, engine: Any) -> None:
         self._zero = engine.optimizer
 
     def move_gradients(self) -> None:
-        """Move the window's gradients to where the step reads them; zeros for parameters that it did not use."""
+        """Move the window's gradients to the buffers that the step reads; parameters that were not used get zeros."""
         self._zero._offload_boundary_param_ids = {p.ds_id for group in self._zero.fp16_groups for p in group}
         self._zero.finalize_gradient_accumulation_boundary()
 
     def finish_writes(self) -> None:
-        """Wait for gradients that no step has read: the next window writes to the same files."""
+        """Wait for the writes of gradients that no step has read: the next window writes to the same files."""
         self._zero.optimizer_swapper.flush_gradients()
 
     @contextmanager
     def here(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
-        """A block in which a tensor of the optimizer and its state are in memory; gives whether they were on NVMe.
+        """Context manager in which a tensor of the optimizer and its state are in memory; yields whether they were on NVMe.
 
-        `written` writes them back; `replaced` too, with the state that the block gives the optimizer in place of the old one.
+        `written` writes them back at the end; so does `replaced`, with the new state that the block sets for the optimizer.
         """
         zero = self._zero
         number = next(i for i, one in enumerate(zero.fp32_partitioned_groups_flat) if one is flat)
-        if not zero._swappable_optimizer_subgroup(number):  # DeepSpeed keeps what is smaller than 1 MiB in memory
+        if not zero._swappable_optimizer_subgroup(number):  # DeepSpeed keeps tensors below 1 MiB in memory
             if replaced:
                 zero.optimizer.state.pop(flat, None)
             yield False
             return
         info = zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
-        info.swapped_gradients.clear()  # of the last step; they would take a buffer
+        info.swapped_gradients.clear()  # of the last step; they would occupy a buffer
         if replaced:
             zero.optimizer.state.pop(flat, None)
             del info.tensors[1:]

@@ -1,4 +1,4 @@
-"""The optimizer of a DeepSpeed engine: one owner of the window's end, of clipping and of the state."""
+"""Optimizer of a DeepSpeed engine: reduces and clips gradients at the window's end, steps, and saves its state."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ _SCALE: Final = "loss_scale"
 
 
 class DeepSpeedOptimizer(EngineOptimizer):
-    """Steps an engine when the loop's window ends.
+    """Optimizer that steps an engine at the end of the loop's window.
 
-    The engine is told at every backward that the window goes on. Gradients are reduced to their final values once, by whoever
-    needs them first: clipping, a correction of the window's mean, or the step.
+    At every backward the engine is set to continue the window. Gradients are reduced to their final values once, at the first
+    of these calls: clipping, a correction of the window's mean, or the step.
     """
 
     def __init__(
         self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig, comm: Comm
     ) -> None:  # Any: DeepSpeed is untyped
-        # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
+        # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
         self.engine = engine
         self.stage = made.stage
         self.param_groups = groups
         self.state = defaultdict(dict)
         self.defaults = dict(engine.basic_optimizer.defaults)
         self.stale = False
-        """Weights were loaded that this engine's persistent parameters do not show yet (ZeRO-3)."""
+        """Weights were loaded that the engine's persistent parameters do not have yet (ZeRO-3)."""
         self.entered = False
-        """The backward that runs has reached this engine."""
+        """The running backward has reached this engine."""
         self.schedule: Any = None
-        """The scheduler that the loop steps for this engine."""
+        """Scheduler that the loop steps for this engine."""
         self._clipping = made.clipping
         self._told = False
         self._clipped = False
         self._final = False
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
-            engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros: bias corrections would be off
+            engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros, which would distort bias corrections
         self._order = (
             GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
         )
         self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
-        """Where masters and moments are while no step uses them: on NVMe, or None for memory."""
+        """Access to master weights and moments on NVMe; None if they are in memory."""
         self._files: ParameterFiles | None = getattr(groups[0]["params"][0], "nvme_swapper", None)
-        """Where parameters are while nothing uses them; None for memory."""
+        """Files of parameters on NVMe; None if they are in memory."""
         self._count_passes()
 
     def __repr__(self) -> str:
@@ -92,12 +92,12 @@ class DeepSpeedOptimizer(EngineOptimizer):
     # -- one update -----------------------------------------------------------------------------------------------
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Factor that losses are multiplied by."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0))
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """A block in which a loss is backpropagated that may come from this engine, and from others."""
+        """Context manager for the backward of a loss that may come from this engine and from others."""
         engine, optimizer = self.engine, self.engine.optimizer
         if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
             again()  # this may be the second backward after a forward
@@ -118,7 +118,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.entered = engine._running_engine_backward = False
 
     def finalize(self) -> None:
-        """Reduce what the window has gathered to its final values, once. Ranks: every rank."""
+        """Reduce the window's accumulated gradients to their final values, once. Ranks: every rank."""
         if self._final or not self.num_passes:
             return
         self.engine.set_gradient_accumulation_boundary(True)
@@ -129,7 +129,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._final = True
 
     def apply(self) -> StepResult:
-        if not self.num_passes:  # as torch: without gradients nothing is updated
+        if not self.num_passes:  # like torch: no gradients, no update
             return APPLIED
         self.finalize()
         if self._clipping and not self._clipped:
@@ -141,7 +141,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if self._files is not None:
             self._files.settle()
         self.engine.step()
-        self._opt_called = True  # what torch's schedulers look for
+        self._opt_called = True  # set for torch's schedulers
         applied = bool(self.engine.was_step_applied())
         if not applied and self._swapped is not None:
             self._swapped.finish_writes()
@@ -155,12 +155,12 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return StepResult(applied=applied, scale=before if before != 1.0 else None)
 
     def give_options(self) -> None:
-        """Write the options that schedulers and the script have set to the engine's groups. Local."""
+        """Copy the options that schedulers and the script have set to the engine's groups. Local."""
         for own, inner in self._paired_groups():
             inner.update({key: value for key, value in own.items() if key != "params"})
 
     def take_options(self) -> None:
-        """Read the options back from the engine's groups, which it has made or loaded. Local."""
+        """Copy the options of the engine's groups, which the engine has created or loaded, to the loop's. Local."""
         for own, inner in self._paired_groups():
             own.update({key: value for key, value in inner.items() if key != "params"})
 
@@ -168,7 +168,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
+        """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
         self.finalize()
         if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
             self._told = True
@@ -178,27 +178,27 @@ class DeepSpeedOptimizer(EngineOptimizer):
         wrapper = self.engine.optimizer
         if max_norm == 0:
             self.multiply_gradients(0.0)
-        elif norm_type != 2.0:  # DeepSpeed's own clipping knows the 2-norm alone
+        elif norm_type != 2.0:  # DeepSpeed's clipping supports the 2-norm only
             self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         elif hasattr(wrapper, "clip_grad"):
-            wrapper.clip_grad = float(max_norm)  # done in float32, with the unscaling
+            wrapper.clip_grad = float(max_norm)  # applied in float32, together with the unscaling
         else:
             clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
         return norm
 
     def clamp(self, limit: float) -> None:
-        """Clamp every element of the window's gradients. Ranks: every rank."""
+        """Clamp each element of the window's gradients. Ranks: every rank."""
         self.finalize()
         grads = gradients_of(self.engine, self.stage) if self.num_passes else []
         bound = limit * self.loss_scale
         for grad in grads:
             grad.detach().clamp_(-bound, bound)
-        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload computes norms while it copies
         for number, key in enumerate(kept):
             kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
+        """Return the norm of the unscaled gradients over all ranks. Ranks: every rank."""
         if not self.num_passes:
             return torch.zeros((), device=self.engine.device)
         largest = norm_type == float("inf")
@@ -214,12 +214,12 @@ class DeepSpeedOptimizer(EngineOptimizer):
         with torch.no_grad():
             for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
                 grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
-        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload computes norms while it copies
         for key, value in kept.items():
             kept[key] = value * abs(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what the engine has gathered since its last update."""
+        """Discard the gradients accumulated since the engine's last update."""
         if not self.num_passes:
             return
         optimizer = self.engine.optimizer
@@ -243,34 +243,34 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._reset()
 
     def _reset(self) -> None:
-        """Begin a new window."""
+        """Start a new window."""
         self.num_passes = 0
         self._final = self._clipped = False
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "clip_grad"):
             optimizer.clip_grad = 0.0
         if self.stage == 3 and (room := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
-            room.zero_()  # a parameter that the next window does not use would be updated by this one's gradient
+            room.zero_()  # otherwise a parameter unused in the next window would be updated by this window's gradient
         self.engine.set_gradient_accumulation_boundary(False)
 
     # -- state ----------------------------------------------------------------------------------------------------
     @property
     def on_nvme(self) -> bool:
-        """Whether parameters, or masters and moments, are on NVMe between steps."""
+        """True if parameters, or master weights and moments, are on NVMe between steps."""
         return self._swapped is not None or self._files is not None
 
     def _shards(self) -> dict[int, Shard]:
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
 
     def _numbered(self) -> dict[int, Shard]:
-        """Return the shards by the number of their parameter in the groups."""
+        """Return the shards by the index of their parameter in the groups."""
         known = self._shards()
         params = [p for group in self.param_groups for p in group["params"]]
         return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
 
     @contextmanager
     def _in_memory(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
-        """A block in which a tensor of the inner optimizer has its numbers; gives whether they leave memory afterwards."""
+        """Context manager in which a tensor of the inner optimizer is in memory; yields whether it leaves memory afterwards."""
         if self._swapped is not None:
             with self._swapped.here(flat, written=written, replaced=replaced) as moved:
                 yield moved
@@ -280,7 +280,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         yield False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
         inner = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
         for number, shard in self._numbered().items():
@@ -299,7 +299,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         }
 
     def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
-        """Memory for a stored tensor of a parameter: this rank's part, or all of it when it is not spread."""
+        """Allocate memory for a stored tensor of a parameter: this rank's slice, or the whole tensor if it is not sharded."""
         shard = self._shards().get(id(parameter))
         if shard is None or shape not in ((shard.total,), tuple(shard.flat.shape)) or shape == ():
             return torch.empty(shape, dtype=dtype)
@@ -307,7 +307,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
+        """Load a state dict made of slices in this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
         options = [group for group in self.param_groups for _ in group["params"]]
         together: dict[Tensor, list[tuple[int, Shard]]] = defaultdict(list)
@@ -334,43 +334,44 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if scale is not None:
                 setattr(scale, key, value)
         if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
-            self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
+            # refresh the state that deepspeed.utils returns
+            self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
 
     def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
-        """Put the state of an optimizer that was stepped before, whole and by the number of its parameter, into the shards."""
+        """Load the state of an optimizer stepped before prepare(): whole tensors by the index of the parameter."""
         state = {}
         for number, shard in self._numbered().items():
             state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
         self.load_state_dict({"state": state, "param_groups": self.param_groups})
 
     def keeping(self) -> Callable[[], None]:
-        """What puts the state back as it is now: for a load that fails. Local."""
+        """Return a function that restores the current state, for use after a failed load. Local."""
         before = _copied(self.state_dict())
         return lambda: self.load_state_dict(before)
 
     def refresh(self) -> None:
-        """Show loaded weights in the parameters that ZeRO-3 keeps whole, or has not let go of since. Ranks: every rank."""
+        """Copy loaded weights to the parameters that ZeRO-3 holds whole or has not yet released. Ranks: every rank."""
         if self._files is not None:
             self._files.settle()
         if not self.stale:
             return
         self.stale = False
         for parameter in self.engine.module.parameters():
-            if parameter.ds_status.name == "AVAILABLE":  # gathered for a step that was not made, with the old weights
+            if parameter.ds_status.name == "AVAILABLE":  # gathered with the old weights for a step that did not happen
                 parameter.partition(has_been_updated=False)
         if kept := list(self.engine.optimizer.persistent_parameters):
             kept[0].all_gather(kept)
 
     def take_weights(self) -> None:
-        """Put the model's own weights, which were written from outside, into the masters. Local."""
+        """Copy weights that were written into the model to the master weights. Local."""
         for shard in self._numbered().values():
             with self._in_memory(shard.flat, written=True):
                 shard.part(shard.flat.detach()).copy_(self._weights(shard))
 
     def _weights(self, shard: Shard) -> Tensor:
-        """Return the part of the model's own weights that the shard updates."""
+        """Return the slice of the model's weights that the shard updates."""
         if self.stage == 3:
             return own_weights(shard.parameter)
         return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)
@@ -387,8 +388,8 @@ def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 def _put(
     room: dict[str, Any], key: str, value: Any, shard: Shard, group: Mapping[str, Any]
-) -> None:  # Any: state is nested freely
-    """Put one stored value of a parameter into the state of the tensor its shard lies in."""
+) -> None:  # Any: arbitrarily nested state
+    """Store one loaded value of a parameter in the state of the tensor that contains its shard."""
     if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):
         if key not in room:
             room[key] = torch.zeros_like(shard.flat, dtype=local_data(value).dtype, requires_grad=False)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints (`engine.save_checkpoint`, `load_checkpoint`) of an engine whose schedule and window the loop keeps."""
+"""Checkpoints by DeepSpeed (`engine.save_checkpoint`, `load_checkpoint`), with the schedule and options of the loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def complete(optimizer: DeepSpeedOptimizer) -> None:
-    """Save the options and the schedule that the loop keeps in the engine's own checkpoints, and take them over at a load."""
+    """Include the loop's options and schedule in the engine's checkpoints, and restore them at a load."""
     engine = optimizer.engine
     save, load = engine.save_checkpoint, engine.load_checkpoint
 
@@ -38,7 +38,7 @@ def complete(optimizer: DeepSpeedOptimizer) -> None:
     @functools.wraps(load)
     def loaded(*args: Any, **kwargs: Any) -> Any:
         _refuse_nvme(optimizer, "load_checkpoint")
-        optimizer.zero_grad()  # gradients of the weights before
+        optimizer.zero_grad()  # gradients of the previous weights
         with _scheduled(optimizer):
             found = load(*args, **kwargs)
         optimizer.take_options()
@@ -50,12 +50,12 @@ def complete(optimizer: DeepSpeedOptimizer) -> None:
 
 
 def show_rates(scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
-    """Let `get_last_lr()` of a scheduler made by DeepSpeed return the rates in use, which it knows after its own step only."""
+    """Make `get_last_lr()` of a DeepSpeed scheduler return the rates in use, also before its first step."""
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 class _Schedule:
-    """The loop's scheduler as an engine saves and loads it; a checkpoint may have been written without one."""
+    """The loop's scheduler, as an engine saves and loads it; a checkpoint may have been written without a scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -76,7 +76,7 @@ class _Schedule:
 
 @contextmanager
 def _scheduled(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
-    """A block in which the engine has the loop's schedule and options as its own."""
+    """Context manager in which the engine uses the loop's schedule and options."""
     engine = optimizer.engine
     optimizer.give_options()
     own = engine.lr_scheduler

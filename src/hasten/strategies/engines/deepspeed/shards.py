@@ -1,4 +1,4 @@
-"""Where an engine keeps each parameter's master weights, state and gradients: this rank's part of the flattened tensor."""
+"""Shards of an engine's master weights, state and gradients: this rank's slice of each flattened parameter."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from hasten.comm.base import Comm
 from hasten.errors import StepError
 
 MASTER: Final = "master"
-"""The key of the float32 weights beside those of an optimizer's own state."""
+"""Key of the float32 weights in the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One parameter's part of a tensor the inner optimizer updates."""
+    """One parameter's slice of a tensor that the inner optimizer updates."""
 
     parameter: Tensor
     flat: Tensor
-    """The tensor the inner optimizer updates; it may hold parts of several parameters."""
+    """Tensor that the inner optimizer updates; it may hold slices of several parameters."""
     start: int
-    """Where in `flat` the part begins."""
+    """Start of the slice in `flat`."""
     offset: int
-    """Where in the flattened parameter the part begins."""
+    """Start of the slice in the flattened parameter."""
     size: int
     total: int
-    """Elements of the parameter."""
+    """Number of elements of the parameter."""
     whole: bool = False
-    """`flat` is the parameter's own tensor, with its shape."""
+    """`flat` is the parameter's tensor, with its shape."""
     has_master: bool = True
-    """`flat` is a float32 copy of weights the model holds in half precision."""
+    """`flat` is a float32 copy of weights that the model holds in half precision."""
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return this parameter's part of a tensor that is laid out like `flat`."""
+        """Return this parameter's slice of a tensor that is laid out like `flat`."""
         return tensor if self.whole else tensor.narrow(0, self.start, self.size)
 
     def stored(self, tensor: Tensor) -> Tensor | Slice:
-        """Return the part as checkpoints see it."""
+        """Return the slice in the form that checkpoints store."""
         data = self.part(tensor.detach())
         return data if self.whole else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
-    def cut(self, value: Any) -> Any:  # Any: state is nested freely
-        """Return this rank's part of a whole tensor of the parameter; other values as they are."""
+    def cut(self, value: Any) -> Any:  # Any: arbitrarily nested state
+        """Return this rank's slice of a whole tensor of the parameter; other values are returned unchanged."""
         if self.whole or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() != self.total:
             return value
         data = value.detach().reshape(-1).narrow(0, self.offset, self.size)
         return Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
     def room(self, dtype: torch.dtype) -> Tensor | Slice:
-        """Memory for such a part."""
+        """Allocate memory for a slice."""
         if self.whole:
             return torch.empty_like(self.flat, dtype=dtype, requires_grad=False)
         return Slice(torch.empty(self.size, dtype=dtype), (self.total,), (self.offset,))
@@ -80,7 +80,7 @@ def shards_of(engine: Any, stage: int) -> Iterator[Shard]:
 
 
 def _flattened(optimizer: Any) -> Iterator[Shard]:
-    """Stages 1 and 2: each rank updates a range of the parameters laid end to end."""
+    """Yield the shards of stages 1 and 2, where each rank updates a range of the concatenated parameters."""
     for number, group in enumerate(optimizer.bit16_groups):
         flat = optimizer.single_partition_of_fp32_groups[number]
         for parameter in group:
@@ -94,7 +94,7 @@ def _flattened(optimizer: Any) -> Iterator[Shard]:
 
 
 def _partitioned(optimizer: Any) -> Iterator[Shard]:
-    """Stage 3: each rank updates an equal, padded part of every parameter."""
+    """Yield the shards of stage 3, where each rank updates an equal, padded slice of every parameter."""
     for group in optimizer.fp16_groups:
         for parameter in group:
             number, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -105,14 +105,14 @@ def _partitioned(optimizer: Any) -> Iterator[Shard]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Return where this rank's part of a ZeRO-3 parameter begins, and its size without padding."""
+    """Return the offset of this rank's slice of a ZeRO-3 parameter, and its size without padding."""
     share = parameter.partition_numel()
     offset = min(share * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
     return offset, min(share, parameter.ds_numel - offset)
 
 
 def weight_slice(parameter: Any) -> Slice:
-    """Return this rank's part of a ZeRO-3 parameter's weights, as checkpoints see it and write into it."""
+    """Return this rank's slice of a ZeRO-3 parameter's weights, which checkpoints read and write."""
     offset, size = own_range(parameter)
     files = _files_of(parameter)
     part: Tensor = parameter.ds_tensor if files is None else files.shown(parameter)
@@ -120,24 +120,24 @@ def weight_slice(parameter: Any) -> Slice:
 
 
 def own_weights(parameter: Any) -> Tensor:
-    """Return this rank's part of a ZeRO-3 parameter's weights, without padding, to be read."""
+    """Return this rank's slice of a ZeRO-3 parameter's weights, without padding, for reading."""
     files = _files_of(parameter)
     part: Tensor = parameter.ds_tensor if files is None else files.copied(parameter)
     return part.detach().narrow(0, 0, own_range(parameter)[1])
 
 
 def _files_of(parameter: Any) -> Any:
-    """Return the `ParameterFiles` that keep a parameter; None where its part stays in memory."""
+    """Return the `ParameterFiles` of a parameter on NVMe; None if its shard stays in memory."""
     return parameter.nvme_swapper if parameter.ds_tensor.final_location == "nvme" else None
 
 
 def gradients_of(engine: Any, stage: int) -> list[Tensor]:
-    """Return the gradients this rank will use in the next step; below stage 1 they are the same on every rank."""
+    """Return the gradients that this rank uses in the next step; at stage 0 they are the same on every rank."""
     optimizer = engine.optimizer
     if stage == 0:
         return [p.grad for p in engine.module.parameters() if p.grad is not None]
     if stage == 3:
-        if optimizer.swap_optimizer:  # they go to the drive when the step is made
+        if optimizer.swap_optimizer:  # they are moved to the drive at the step
             return [optimizer.grad_partitions_flat_buffer]
         if optimizer.offload_optimizer:
             return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
@@ -151,10 +151,10 @@ _FACTOR: Final = 1_000_003
 
 
 class GradientOrder:
-    """Compares over the ranks, after every backward, in which order their gradients came.
+    """Comparison of the order in which the ranks' gradients became ready, after every backward.
 
-    ZeRO 2 lays gradients into buckets as they come and adds the buckets of all ranks. Where a rank's gradients come in another
-    order, or one does not come at all, numbers of different parameters would be added up.
+    ZeRO 2 packs gradients into buckets as they become ready and adds the buckets of all ranks. If a rank's gradients become
+    ready in another order, or one is missing, gradients of different parameters would be added.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], comm: Comm) -> None:
@@ -169,13 +169,13 @@ class GradientOrder:
         self._came.append(number)
 
     def begin(self) -> None:
-        """A backward begins; one before may have failed."""
+        """Start recording a backward; the previous one may have failed."""
         self._came = []
 
     def check(self) -> None:
-        """Compare the order of the backward that ends. Ranks: every rank.
+        """Compare the order of the finished backward over ranks. Ranks: every rank.
 
-        Raises: StepError on every rank, naming the first parameter that differs.
+        Raises: StepError on every rank, with the first parameter that differs.
         """
         came, digest = self._came, 0
         for number in came:

@@ -1,4 +1,4 @@
-"""DeepSpeedStrategy: an engine for each model that is trained, behind the same interface as torch's own parallelism."""
+"""DeepSpeedStrategy: one engine per trained model, behind the interface of all strategies."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _HALF: Final = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 @dataclass(slots=True)
 class Engine:
-    """One engine, the optimizer the loop sees, and what it was started with."""
+    """An engine, its optimizer in the loop, and its configuration."""
 
     model: Any  # DeepSpeed's engine: an untyped nn.Module
     optimizer: DeepSpeedOptimizer
     made: EngineConfig
     linear: deepspeed_engine.Linear | None
     ran: bool = False
-    """A forward with gradients has run since the last backward that came here."""
+    """A forward with gradients has run since the last backward that reached this engine."""
 
 
 class DeepSpeedStrategy:
-    """Trains each model in an engine of its own; models without an optimizer are placed and left whole."""
+    """Strategy that trains each model in a DeepSpeed engine; models without an optimizer are placed and left whole."""
 
     name = "deepspeed"
 
@@ -66,12 +66,12 @@ class DeepSpeedStrategy:
         self._place, self._convert = Place(), Convert(config.master_weights)
         self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.engines: list[Engine] = []
-        """The engines in the order they were prepared."""
-        self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by the identity of the script's optimizer
+        """Engines in the order in which they were prepared."""
+        self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by id of the script's optimizer
         self._told: Told | None = None
         if config.deepspeed.zero3_init_flag:
             self._told = Told(partitioning(config.deepspeed, config.mixed_precision))
-            deepspeed_engine.join(ctx)  # transformers partitions at once
+            deepspeed_engine.join(ctx)  # transformers starts to partition models right away
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         if stage_of(self._config.deepspeed) != 3:
@@ -107,9 +107,7 @@ class DeepSpeedStrategy:
         groups = [dict(group) for group in given.param_groups if group["params"]]
         engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
         if ctx.device.type != "cpu":
-            for (
-                buffer
-            ) in model.buffers():  # DeepSpeed leaves those of a model that was built partitioned where they are
+            for buffer in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
                 buffer.data = buffer.to(ctx.device)
         prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
         complete(prepared)
@@ -141,11 +139,11 @@ class DeepSpeedStrategy:
         )
 
     def _watch(self, one: Engine) -> None:
-        """Cast what goes in and comes out as autocast would, and know which engines a loss may come from."""
+        """Register hooks that cast inputs and outputs as autocast would, and record which engines a loss may come from."""
         dtype = _HALF.get(self._config.mixed_precision)
         keep = self._config.autocast.output_dtype == "keep"
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the model's own arguments
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the model's arguments
             one.ran = one.ran or torch.is_grad_enabled()
             one.optimizer.refresh()
             return None if dtype is None else _cast((args, kwargs), dtype)
@@ -160,7 +158,7 @@ class DeepSpeedStrategy:
             one.model.register_forward_hook(one.linear.leave, always_call=True)
 
     def _scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
-        """Return the scheduler, writing to the groups of the engine's optimizer."""
+        """Return the scheduler, changed to update the groups of the engine's optimizer."""
         found = self._moved.get(id(getattr(scheduler, "optimizer", None)))
         if found is None:
             return scheduler
@@ -176,7 +174,7 @@ class DeepSpeedStrategy:
 
     def _made_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:  # Any: DeepSpeed is untyped
         engine = prepared.engine
-        made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like every other
+        made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like any scheduler
         if made is None:
             raise PrepareError(
                 "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so there is no "
@@ -189,19 +187,19 @@ class DeepSpeedStrategy:
 
     # -- one step -------------------------------------------------------------------------------------------------
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()  # an engine learns of the window's end when it is stepped
+        return nullcontext()  # the end of a window reaches the engine with its step
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return None  # the engine keeps gradients where they cannot be taken back
+        return None  # the engine's gradients cannot be restored
 
-    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         before = [one.optimizer.num_passes for one in self.engines]
         loss, scale = divided(loss, parts), self._scale()
         with ExitStack() as stack:
             for one in self.engines:
                 stack.enter_context(one.optimizer.in_backward())
                 if one.linear is not None:
-                    stack.enter_context(one.linear.in_place())  # for blocks that are recomputed
+                    stack.enter_context(one.linear.in_place())  # for recomputed blocks
             (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         for one, passes in zip(self.engines, before, strict=True):
             if one.optimizer.num_passes != passes:
@@ -220,7 +218,7 @@ class DeepSpeedStrategy:
         return loss.detach()
 
     def _scale(self) -> float:
-        """Return the loss scale of the engines this loss may come from."""
+        """Return the loss scale of the engines that this loss may come from."""
         scales = {one.optimizer.loss_scale for one in self.engines if one.ran} or {
             one.optimizer.loss_scale for one in self.engines
         }
@@ -239,7 +237,7 @@ class DeepSpeedStrategy:
         self._clipped(parameters, "clip_grad_value_").clamp(limit)
 
     def _clipped(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
-        """Return the optimizer of the one engine that has these parameters, and no others."""
+        """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
         wanted = {id(parameter) for parameter in parameters}
         chosen = [one for one in self.engines if wanted & _held(one)]
         held = {number for one in chosen for number in _held(one)}
@@ -272,7 +270,7 @@ class DeepSpeedStrategy:
             return dict(self.unwrap(model).state_dict())
         one.optimizer.refresh()
         gather = deepspeed_engine.package().zero.GatheredParameters
-        copies: dict[int, Tensor] = {}  # tied weights stay one
+        copies: dict[int, Tensor] = {}  # tied weights stay tied
         for value in one.model.module.state_dict(keep_vars=True).values():
             if hasattr(value, "ds_id") and id(value) not in copies:
                 with gather([value]):
@@ -326,7 +324,7 @@ class DeepSpeedStrategy:
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
-    # -- what a checkpoint asks -----------------------------------------------------------------------------------
+    # -- for checkpoints ------------------------------------------------------------------------------------------
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
         one = self._engine(model)
         return one.optimizer.refresh if one is not None and one.optimizer.stale else None
@@ -344,13 +342,13 @@ class DeepSpeedStrategy:
 
 
 def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
-    """Let checkpoints see each ZeRO-3 parameter as this rank's part of it, or as it is while it is gathered."""
+    """Make checkpoints store each ZeRO-3 parameter as this rank's slice, or as the whole tensor while it is gathered."""
     for parameter in parameters:
         parameter.stored_slice = weight_slice if shown else None
 
 
-def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:  # Any: state is nested freely
-    """Take the state out of the script's optimizer, by the number of the parameter."""
+def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:  # Any: arbitrarily nested state
+    """Remove the state from the script's optimizer and return it, by the index of the parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = {number: dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
     optimizer.state.clear()
@@ -362,9 +360,9 @@ def _held(one: Engine) -> set[int]:
 
 
 def _owners(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
-    """Return the optimizer of each model, by the identity of the model's item.
+    """Return the optimizer of each model, by the id of the model's item.
 
-    Raises: PrepareError where they are not one and one.
+    Raises: PrepareError unless each optimizer belongs to exactly one model.
     """
     found: dict[int, Item] = {}
     for optimizer in optimizers:
@@ -393,5 +391,5 @@ def _hidden_size(model: nn.Module) -> int | None:
     return None
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:  # Any: the model's own arguments
+def _cast(tree: Any, dtype: torch.dtype) -> Any:  # Any: the model's arguments
     return trees.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -1,4 +1,4 @@
-"""Attention inside megatron-core's layers where its own has no answer without Transformer Engine: biases, divided sequences."""
+"""Attention for megatron-core's layers in cases that need Transformer Engine otherwise: biases, and sharded sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hasten.strategies.engines.megatron.package import package
 
 
 def layout_of(ranks: int) -> SequenceLayout:
-    """Which tokens a context parallel rank holds, in the order in which megatron-core's rotary positions expect them."""
+    """Return the layout of sequences over context-parallel ranks that megatron-core's rotary positions expect."""
     return SequenceLayout(ranks, balanced=True, late_first=False)
 
 
 class CoreAttention(nn.Module):
-    """Queries over keys and values; takes the place of megatron-core's DotProductAttention in a layer's description."""
+    """Attention module that replaces megatron-core's DotProductAttention in a layer spec."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # Tensor parallel ranks hold different heads, and draw for themselves.
+        # Tensor-parallel ranks hold different heads and use different random numbers.
         self._forks = not config.sequence_parallel
         group = pg_collection.cp
         self._sharing = Sharing(group, layout_of(group.size()), "gather")
@@ -53,7 +53,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return the output (tokens, batch, heads x width) for queries of shape (tokens, batch, heads, width).
 
-        `attention_mask` is true where a key must not be seen; without one, keys of later tokens are not.
+        `attention_mask` is True where a key must be hidden; without a mask, keys of later tokens are hidden.
         """
         dropout = self._dropout if self.training else 0.0
         divided = self._sharing.group.size() > 1
@@ -86,12 +86,12 @@ class CoreAttention(nn.Module):
         )
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Keys or values of every token, in the order of the sequence."""
+        """Return the keys or values of all tokens, in the order of the sequence."""
         return in_order(collect(x, 0, self._sharing.group), self._sharing.layout, 0)
 
 
 def in_order(joined: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
-    """Return the parts of all ranks, joined along `dim`, in the order of the sequence."""
+    """Return the shards of all ranks, concatenated along `dim`, in the order of the sequence."""
     chunks = joined.chunk(layout.num_chunks, dim)
     return torch.cat([chunks[place] for place in layout.order()], dim)
 
@@ -101,7 +101,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _added(query: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What is added to the scores. Finite, because a token whose keys are all blocked must not become NaN."""
+    """Return the tensor to add to the scores; finite, so that a token whose keys are all hidden does not become NaN."""
     mask = None if bias is None else bias.to(query.dtype)
     if blocked is None:
         return mask
@@ -111,7 +111,10 @@ def _added(query: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank computes the same from the whole; gradients are averaged over ranks, so that each part's counts for all."""
+    """All-gather along the sequence before a computation that is equal on every rank.
+
+    Gradients are averaged over ranks later, so backward multiplies this rank's shard by the number of ranks.
+    """
 
     # Any: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
@@ -128,7 +131,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the values (batch, tokens, ...) of the whole sequence, in its order. Ranks: those that share a sequence."""
+    """Return the values (batch, tokens, ...) of the whole sequence, in its order. Ranks: those that share the sequence."""
     if layout.ranks == 1:
         return x
     made: Tensor = _Gathered.apply(x, layout)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,4 +1,4 @@
-"""What a model on a Megatron engine is called with, and what its layers get: tokens, positions, masks."""
+"""Arguments of a model on a Megatron engine, translated for megatron-core: tokens, positions and masks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ OUTPUTS: Final = MappingProxyType[str, str](
         "t5": "Seq2SeqLMOutput",
     }
 )
-"""The class of transformers that a call returns."""
+"""Output class of transformers, by family."""
 
 
 class Given(dict[str, Tensor]):
-    """The tensors a model was called with, by name."""
+    """Tensors of a model call, by name."""
 
 
-def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: arguments of the user
-    """Return the tensors a call was given.
+def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: the user's arguments
+    """Return the tensors of a call by name.
 
-    Raises: StepError for arguments that the engine would ignore, or where there are no tokens.
+    Raises: StepError for arguments that the engine would ignore, or without tokens.
     """
     told = {name: value for name, value in values.items() if value is not None}
     takes = _TAKES[facts.family]
@@ -63,7 +63,7 @@ def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: argume
 
 
 def _shifted(labels: Tensor | None, facts: ModelFacts) -> Tensor:
-    """What the decoder reads to predict the labels: those before each of them."""
+    """Return the decoder's input for predicting the labels: the labels shifted right by one."""
     if labels is None or facts.start_token is None or facts.pad_token is None:
         lacks = "labels" if labels is None else "decoder_start_token_id and pad_token_id in its configuration"
         raise StepError(
@@ -75,7 +75,7 @@ def _shifted(labels: Tensor | None, facts: ModelFacts) -> Tensor:
 
 
 def check_lengths(given: Given, facts: ModelFacts, plugin: MegatronLMPlugin) -> None:
-    """Return if sequences have the lengths that the model and the settings allow. Raises: StepError with both numbers."""
+    """Raise StepError unless the lengths of the sequences fit the model and the settings."""
     length = given["input_ids"].shape[1]
     wanted = {"seq_length": (plugin.seq_length, length), "encoder_seq_length": (plugin.encoder_seq_length, length)}
     if facts.family == "t5":
@@ -99,7 +99,7 @@ def check_lengths(given: Given, facts: ModelFacts, plugin: MegatronLMPlugin) -> 
 
 
 def arguments(facts: ModelFacts, given: Given, layout: SequenceLayout, rank: int) -> tuple[Tensor | None, ...]:
-    """What megatron-core's model is called with; of a divided sequence, the tokens of context parallel rank `rank`."""
+    """Return the arguments of megatron-core's model, for the shard of context-parallel rank `rank`."""
     tokens, mask = given["input_ids"], given.get("attention_mask")
     match facts.family:
         case "gpt2" | "llama" | "mixtral":
@@ -128,17 +128,17 @@ def _causal(given: Given, layout: SequenceLayout, rank: int) -> tuple[Tensor | N
 
 
 def _later(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which keys a token must not see: those of later tokens, and of padding."""
+    """Return a mask of keys hidden from each token: those of later tokens and of padding."""
     length = tokens.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
     return later if mask is None else later | (mask == 0)[:, None, None, :]
 
 
 def _padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which keys no token must see: those of padding."""
+    """Return a mask of keys hidden from all tokens: those of padding."""
     return (torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask == 0)[:, None, None, :]
 
 
 def targets(facts: ModelFacts, labels: Tensor) -> Tensor:
-    """Return the token to predict at each place: the label, or for a causal model the label after it."""
+    """Return the token to predict at each position: the label, or the next label for a causal model."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if facts.causal else labels

@@ -1,4 +1,4 @@
-"""What a Megatron engine is built with, from the settings of the run and the Hub's configuration of the model."""
+"""Keywords of megatron-core's classes, from the settings of the run and the Hub configuration of the model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hasten.strategies.engines.megatron.families import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """Keywords of megatron-core's own classes; functions and dtypes by name."""
+    """Keywords of megatron-core's classes; functions and dtypes by name."""
 
-    transformer: Mapping[str, Any]  # Any: numbers, words and switches
+    transformer: Mapping[str, Any]  # Any: numbers, strings and flags
     model: Mapping[str, Any]
 
 
 def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str) -> EngineArguments:
-    """Return the engine's own keywords.
+    """Return the keywords of the engine's classes.
 
-    Raises: ConfigError for settings that the model or each other cannot hold.
+    Raises: ConfigError for settings that contradict the model or each other.
     """
     _check(plugin, facts)
     _check_kind(plugin, facts)
@@ -33,7 +33,7 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
             f"mixed_precision={mixed_precision!r} is not in this version with strategy='megatron', and another precision would change "
             "the numbers; use 'bf16' or 'no'."
         )
-    lean = facts.family not in ("gpt2", "bert")  # no biases, and norms without a mean
+    lean = facts.family not in ("gpt2", "bert")  # no biases, and RMSNorm
     granularity = plugin.recompute_granularity or ("selective" if plugin.recompute_activations else None)
     full = granularity == "full"
     transformer = {
@@ -70,14 +70,14 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
     return EngineArguments(transformer | _experts(plugin, facts), _model(plugin, facts))
 
 
-def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, words and switches
+def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
     if facts.experts is None:
         return {}
     return {
         "num_moe_experts": facts.experts.number,
         "moe_router_topk": facts.experts.each,
         "moe_ffn_hidden_size": facts.ffn,
-        "moe_router_pre_softmax": False,  # over the chosen ones, which is what dividing by their sum comes to
+        "moe_router_pre_softmax": False,  # softmax over the chosen experts, which equals normalising their probabilities
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
@@ -86,7 +86,7 @@ def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # 
     }
 
 
-def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, words and switches
+def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
     ranks = plugin.tp_degree
     made: dict[str, Any] = {
         "vocab_size": -(-facts.vocab // ranks) * ranks,
@@ -154,7 +154,7 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
 
 
 def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
-    """Raise for settings that this kind of model has no place for."""
+    """Raise for settings that do not apply to this family of models."""
     name = facts.family
     if name == "t5" and plugin.pp_degree > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Building a Megatron engine: its process groups, its layers and its own data parallel wrapper."""
+"""Construction of a Megatron engine: its process groups, its layers and its data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hasten.strategies.engines.megatron.package import package, quiet
 
 
 def chunk_of(made: EngineArguments, facts: ModelFacts, config: Any, encoder: Any) -> nn.Module:
-    """The layers of this pipeline stage; `encoder` is the configuration of an encoder beside the decoder. Ranks: every rank."""
+    """Return the layers of this pipeline stage; `encoder` configures an encoder beside the decoder. Ranks: every rank."""
     chunk: Any = _chunk(made, facts, config, encoder)
     if chunk.pre_process and facts.fixed_token is not None:
         chunk.embedding.word_embeddings.register_forward_hook(_Fixed(facts.fixed_token))
@@ -43,14 +43,14 @@ def chunk_of(made: EngineArguments, facts: ModelFacts, config: Any, encoder: Any
 
 
 class _Fixed:
-    """Keeps the gradient of one token's embedding at zero, as torch does with `padding_idx`."""
+    """Forward hook that keeps the gradient of one token's embedding at zero, like `padding_idx` in torch."""
 
     def __init__(self, token: int) -> None:
         self._token = token
 
     def __call__(self, words: Any, inputs: tuple[Tensor, ...], found: Tensor) -> Tensor:
         fixed = inputs[0] == self._token
-        if words.reduce_scatter_embeddings:  # this tensor parallel rank's part of (tokens, batch, width)
+        if words.reduce_scatter_embeddings:  # this tensor-parallel rank's shard of (tokens, batch, width)
             parts = package("parallel_state")
             ranks, own = parts.get_tensor_model_parallel_world_size(), parts.get_tensor_model_parallel_rank()
             fixed = fixed.t().chunk(ranks)[own]
@@ -83,9 +83,9 @@ def _chunk(made: EngineArguments, facts: ModelFacts, config: Any, encoder: Any) 
                 transformer_decoder_layer_spec=t5_layers(number, decodes=True),
                 **ends,
             )
-            t5.lm_head.output_layer.register_parameter("bias", None)  # which the Hub's model does not have
+            t5.lm_head.output_layer.register_parameter("bias", None)  # the Hub's model has none
             if isinstance(config.activation_func, InnerDropout):
-                t5.inner_dropout = config.activation_func  # to know whether it trains
+                t5.inner_dropout = config.activation_func  # so that train() and eval() reach it
             model: nn.Module = t5
             return model
         case other:
@@ -93,7 +93,7 @@ def _chunk(made: EngineArguments, facts: ModelFacts, config: Any, encoder: Any) 
 
 
 def _as_bert(chunk: Any, facts: ModelFacts, config: Any) -> nn.Module:
-    """BERT as the Hub has it: a norm after the embeddings, and its own activation in the head."""
+    """Change a BERT model to match the Hub's: a norm after the embeddings, and the configured activation in the head."""
     if chunk.pre_process:
         norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         dropout = chunk.embedding.embedding_dropout
@@ -104,13 +104,13 @@ def _as_bert(chunk: Any, facts: ModelFacts, config: Any) -> nn.Module:
     return made
 
 
-@cache  # the class, not an instance: it is made from a package that is imported late
+@cache  # the class, not an instance: its base class is imported late
 def _bert() -> Any:
-    """megatron-core's BertModel, taking descriptions of a stage's layers."""
+    """Return a subclass of megatron-core's BertModel that works with a custom spec of the stage's layers."""
     base: Any = package("models.bert.bert_model").BertModel
 
     class BertModel(base):  # type: ignore[misc]  # megatron-core is untyped
-        """BERT whose masks say which keys are padding."""
+        """BERT with masks that mark the keys of padding."""
 
         def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
             return "b11s"
@@ -139,17 +139,17 @@ _SIZES: Final = MappingProxyType(
         "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     }
 )
-"""Fields of the plugin, and what megatron-core calls them."""
+"""Fields of the plugin and the corresponding keywords of megatron-core."""
 
 
 def _shown(sizes: Mapping[str, int | None]) -> str:
-    """Return the sizes of a layout that are not 1, by the names of the plugin's fields."""
+    """Return the parallel sizes that are not 1, by the names of the plugin's fields."""
     told = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
     return ", ".join(told) or "data parallel ranks only"
 
 
 def refuse_other_devices(ctx: ProcessContext) -> None:
-    """Raise where megatron-core's calls of torch.cuda would not reach the device of this process."""
+    """Raise if megatron-core's calls of torch.cuda would not use the device of this process."""
     try:
         reached = torch.device(torch.cuda.current_device()).type
     except (RuntimeError, AssertionError):  # torch without CUDA, or no driver
@@ -162,7 +162,7 @@ def refuse_other_devices(ctx: ProcessContext) -> None:
 
 
 def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
-    """Make megatron-core's groups over this process's group, forgetting those of one that is gone. Ranks: every rank."""
+    """Create megatron-core's groups in this process's group, replacing those of a destroyed group. Ranks: every rank."""
     state = package("parallel_state")
     if not dist.is_initialized():
         device_mesh(ctx.mesh, ctx.device)
@@ -184,21 +184,21 @@ def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """This rank's part of a model."""
+    """This rank's shard of a model."""
 
     wrapper: Any  # Any: megatron-core is untyped
     """megatron-core's DistributedDataParallel, which holds the gradients."""
     chunk: Any
-    """megatron-core's model inside."""
+    """The model of megatron-core inside the wrapper."""
     config: Any
     first: bool
     last: bool
     layer_offset: int
-    """The number, in the whole model, of this rank's first layer."""
+    """Index of this rank's first layer in the whole model."""
 
 
 def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int, shared: bool) -> Built:
-    """Return this rank's layers, with weights of megatron-core's own initialisation if asked for. Ranks: every rank."""
+    """Build this rank's layers, initialised by megatron-core if `initialise` is set. Ranks: every rank."""
     state, random = package("parallel_state"), package("tensor_parallel.random")
     with quiet():
         random.model_parallel_cuda_manual_seed(seed)
@@ -217,7 +217,7 @@ def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int,
 def _configs(
     made: EngineArguments, facts: ModelFacts, initialise: bool
 ) -> tuple[Any, Any]:  # Any: megatron-core is untyped
-    """Return the configuration of the decoder, or of the only stack, and of an encoder beside it."""
+    """Return the configuration of the decoder (or of the only stack) and that of the encoder, if there is one."""
     given = dict(made.transformer)
     given["activation_func"] = ACTIVATION[given["activation_func"]]
     if facts.family == "t5":

@@ -1,4 +1,4 @@
-"""The models a Megatron engine can be built for: their numbers, read from the Hub's configuration."""
+"""Architectures that a Megatron engine supports, and their sizes, read from the Hub configuration."""
 
 from __future__ import annotations
 
@@ -19,73 +19,73 @@ CLASSES: Final = MappingProxyType[str, str](
         "t5": "T5ForConditionalGeneration",
     }
 )
-"""The class of transformers that is trained, by `model_type` of the Hub's configuration."""
+"""Class of transformers that is trained, by `model_type` of the Hub configuration."""
 ACTIVATIONS: Final = ("gelu_new", "gelu_pytorch_tanh", "gelu", "silu", "relu")
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of experts that takes the place of each layer's inner network."""
+    """Mixture of experts that replaces the MLP of each layer."""
 
     number: int
     each: int
-    """Experts that see one token."""
+    """Number of experts per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The numbers of a language model."""
+    """Sizes and options of a language model."""
 
     family: Family
     layers: int
-    """Layers of the decoder, or of the only stack."""
+    """Number of layers of the decoder, or of the only stack."""
     hidden: int
     heads: int
     groups: int
-    """Heads of keys and values."""
+    """Number of key-value heads."""
     head_dim: int
     ffn: int
     vocab: int
     positions: int | None
-    """The longest sequence; None where positions are relative."""
+    """Maximum sequence length; None with relative positions."""
     epsilon: float
     activation: str
     tied: bool
-    """Input and output embeddings are one tensor."""
+    """Input and output embeddings share one tensor."""
     hidden_dropout: float
     attention_dropout: float
     init_std: float
     rope_base: float = 10000.0
     gated: bool = False
-    """The inner network multiplies its activation with a second projection."""
+    """The MLP multiplies its activation by a second projection."""
     token_types: int = 0
     encoder_layers: int = 0
     buckets: int = 0
-    """Relative positions that are told apart, and the distance from which on they are not."""
+    """Number of buckets of relative positions, and the distance from which they all share the last one."""
     distance: int = 0
     logit_scale: float = 1.0
     start_token: int | None = None
-    """The token a decoder begins with; padding is what it reads where there is no label."""
+    """First token of a decoder's input; `pad_token` replaces ignored labels in it."""
     pad_token: int | None = None
     fixed_token: int | None = None
-    """The token whose embedding takes no gradient where it is read."""
+    """Token whose input embedding gets no gradient."""
     experts: Experts | None = None
 
     @property
     def causal(self) -> bool:
-        """A token is predicted from those before it, in one stack of layers."""
+        """True if each token is predicted from those before it, in a single stack of layers."""
         return self.family in ("gpt2", "llama", "mixtral")
 
     @property
     def rotary(self) -> bool:
-        """Positions turn queries and keys; there is no table of them."""
+        """True if positions are encoded by rotation of queries and keys, without an embedding table."""
         return self.family in ("llama", "mixtral")
 
 
 def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a configuration of transformers
-    """The numbers of the model that a configuration of the Hub describes; `tied` where the model itself was looked at.
+    """Return the sizes and options of a model from its Hub configuration; `tied` overrides the configuration's value.
 
-    Raises: PrepareError for an architecture, or a variant of one, that would be computed differently.
+    Raises: PrepareError for an architecture, or a variant of one, that the engine would compute differently.
     """
     kind: Any = getattr(config, "model_type", None)
     if kind not in _READERS:
@@ -104,9 +104,9 @@ def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a 
 
 
 def check_class(names: list[str], facts: ModelFacts) -> None:
-    """Return if one of `names`, a model's class and its bases, is the class that is trained.
+    """Check that one of `names`, a model's class and its bases, is the class that the engine trains.
 
-    Raises: PrepareError for a model with another head, whose weights the engine has no place for.
+    Raises: PrepareError for a model with another head, whose weights the engine cannot hold.
     """
     wanted = CLASSES[facts.family]
     if wanted not in names:

@@ -1,4 +1,4 @@
-"""The layers of a Megatron engine: megatron-core's own descriptions, with norms of torch and each family's particulars."""
+"""Layers of a Megatron engine: megatron-core's specs, with torch's norms and the specifics of each family."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ACTIVATION: Final = MappingProxyType[str, Callable[[Tensor], Tensor]](
 
 
 def _norm(config: Any, hidden_size: int, eps: float) -> nn.Module:
-    """Return a normalisation of torch's own; its gradients are summed over the parts of a sequence."""
+    """Return a norm of torch; its gradients are summed over shards of a sequence."""
     kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
     made = kind(hidden_size, eps=eps, dtype=config.params_dtype)
     for parameter in made.parameters():
@@ -43,14 +43,14 @@ def _norm(config: Any, hidden_size: int, eps: float) -> nn.Module:
 
 
 class Norm(nn.Module):
-    """What a layer's description names as its normalisation: a class, as megatron-core expects."""
+    """Norm for layer specs, which need a class; creates a norm of torch."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         return _norm(config, hidden_size, eps)
 
 
 class Dropout(nn.Module):
-    """Dropout of values that tensor parallel ranks hold different parts of: each draws for itself."""
+    """Dropout of values that are sharded over tensor-parallel ranks, with random numbers that differ between ranks."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Dropout(nn.Module):
 
 
 class NormDropout(nn.Module):
-    """A stack's last normalisation with dropout after it, as T5 has it."""
+    """Final norm of a stack with dropout after it, as in T5."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class NormDropout(nn.Module):
 
 
 class NormAfterAdd(nn.Module):
-    """Adds a residual and normalises the sum, as BERT does; megatron-core's layers normalise before."""
+    """Residual addition with a norm after it, as in BERT; megatron-core's layers normalise before."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class NormAfterAdd(nn.Module):
 
 
 class InnerDropout(nn.Module):
-    """An activation with dropout after it, as T5's inner networks have it."""
+    """Activation with dropout after it, as in T5's MLPs."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor], probability: float) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class InnerDropout(nn.Module):
 
 
 def decoder_layers(config: Any, number: int) -> Any:
-    """The description of a rank's layers of a model that only decodes, with experts where the configuration has them."""
+    """Return the spec of a rank's layers of a decoder-only model, with experts if the configuration has them."""
     specs = package("models.gpt.gpt_layer_specs")
     layer = specs.get_gpt_layer_local_spec(normalization=config.normalization, num_experts=config.num_moe_experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
@@ -118,13 +118,13 @@ def decoder_layers(config: Any, number: int) -> Any:
     return _block(layer, number, Norm)
 
 
-@cache  # the class, not an instance: it is made from a package that is imported late
+@cache  # the class, not an instance: its base class is imported late
 def _router() -> Any:
-    """megatron-core's router, which in 0.16 names a function of Transformer Engine whether it is installed or not."""
+    """Return a router class without Transformer Engine, which the router of megatron-core 0.16 always needs."""
     base: Any = package("transformer.moe.router").TopKRouter
 
     class Router(base):  # type: ignore[misc]  # megatron-core is untyped
-        """Chooses experts by a plain linear layer."""
+        """Router that scores experts with a plain linear layer."""
 
         def gating(self, input: Tensor) -> Tensor:
             return functional.linear(input, self.weight)
@@ -133,7 +133,7 @@ def _router() -> Any:
 
 
 def bert_layers(config: Any, number: int) -> Any:
-    """Return the description of a rank's layers of BERT, which normalises after each residual and not at the end."""
+    """Return the spec of a rank's layers of BERT, which normalises after each residual and not at the end."""
     layer = copy.deepcopy(package("models.bert.bert_layer_specs").bert_layer_local_spec)
     spec = package("transformer.spec_utils").ModuleSpec
     nothing = package("transformer.identity_op").IdentityOp
@@ -143,7 +143,7 @@ def bert_layers(config: Any, number: int) -> Any:
 
 
 def t5_layers(number: int, decodes: bool) -> Any:
-    """Return the description of T5's encoder or decoder: attention takes the bias of relative positions."""
+    """Return the spec of T5's encoder or decoder, whose attention takes a bias of relative positions."""
     specs = package("models.T5.t5_spec")
     layer = specs.decoder_model_with_local_spec() if decodes else specs.encoder_model_with_local_spec()
     parts = layer.submodules
@@ -163,7 +163,7 @@ def _block(layer: Any, number: int, last: Any) -> Any:
 
 @contextmanager
 def head_norm() -> Iterator[None]:
-    """A block in which BERT's head is built with a norm of torch: megatron-core's refuses divided sequences without Apex."""
+    """Context manager in which BERT's head gets a norm of torch; megatron-core's needs Apex for sharded sequences."""
     head = package("models.bert.bert_lm_head")
     before, head.LNImpl = head.LNImpl, Norm
     try:

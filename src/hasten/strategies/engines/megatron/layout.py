@@ -1,4 +1,4 @@
-"""The tensors of a Megatron model: their names in the Hub layout, and how they are divided over tensor parallel ranks."""
+"""Tensors of a Megatron model: their names in the Hub layout, and their sharding over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ class Entry:
     """One tensor of the whole model."""
 
     name: str
-    """As the engine names it, with the number the layer has in the whole model."""
+    """Name in the engine, with the layer's index in the whole model."""
     hub: tuple[str, ...]
-    """The tensors of the Hub layout it is made from."""
+    """Tensors of the Hub layout that it is made from."""
     fusion: Fusion = "same"
-    """How it is made from them: `joint_qkv` is GPT-2's one matrix of queries, keys and values, `expert` one expert of a tensor."""
+    """Conversion from these tensors: `joint_qkv` is one matrix of queries, keys and values, `expert` one entry of a stack."""
     split: Split = "whole"
-    """Which dimension each rank holds a part of; `gated` is two matrices, each divided by rows."""
+    """Sharded dimension; `gated` stands for two matrices, each sharded by rows."""
     expert: int | None = None
-    """Which expert of the tensor of the Hub layout it is."""
+    """Index of the expert in the tensor of the Hub layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's part of a tensor, as a box in the whole one."""
+    """A rank's shard of a tensor, as a box in the whole tensor."""
 
     view: tuple[int, ...]
-    """The shape under which the local tensor is a box."""
+    """Shape in which the local tensor is a box."""
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    """The part of `view` that exists in the whole tensor: rows that pad a vocabulary do not."""
+    """Size of the box in the whole tensor; smaller than `view` for rows that pad a vocabulary."""
 
 
 def expert_of(name: str) -> int | None:
-    """Return the number of the expert that an engine's tensor belongs to."""
+    """Return the index of the expert that an engine's tensor belongs to; None for other tensors."""
     found = _EXPERT.search(name)
     return None if found is None else int(found[0])
 
 
 def renumbered(name: str, expert: int) -> str:
-    """Return the name that a tensor of one expert has for another one."""
+    """Return the name of the same tensor of another expert."""
     return _EXPERT.sub(str(expert), name)
 
 
 def entries(facts: ModelFacts) -> tuple[Entry, ...]:
-    """Return every tensor of the whole model, once."""
+    """Return each tensor of the whole model once."""
     match facts.family:
         case "gpt2":
             return tuple(_gpt2(facts))
@@ -182,7 +182,7 @@ def _t5_layer(ours: str, hub: str, crossed: bool, facts: ModelFacts) -> Iterator
 
 
 def place(split: Split, local: tuple[int, ...], rank: int, ranks: int, vocab: int) -> Place:
-    """Return where the part of shape `local` that tensor parallel rank `rank` holds lies in the whole tensor."""
+    """Return the position in the whole tensor of tensor-parallel rank `rank`'s shard, which has shape `local`."""
     zeros = (0,) * len(local)
     if split == "whole":
         return Place(local, local, zeros, local)

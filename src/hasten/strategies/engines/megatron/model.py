@@ -1,4 +1,4 @@
-"""A model on a Megatron engine: called like the transformers model it was made from, stored in parts of the whole."""
+"""Model on a Megatron engine: called like the transformers model it was made from, saved as shards of the whole model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hasten.strategies.engines.megatron.package import Ranks, hushed, package
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, slice_of
 
 
-class StageOutput(Exception):  # no error: it ends a loss function on a stage that has no logits
-    """Carries the hidden states of a stage that is not the last one out of the user's loss function."""
+class StageOutput(Exception):  # not an error: ends the loss function on a stage without logits
+    """Exception that carries the hidden states of a stage other than the last out of the user's loss function."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the hidden states of a pipeline stage")
@@ -32,16 +32,16 @@ class StageOutput(Exception):  # no error: it ends a loss function on a stage th
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What a call of the model needs from the strategy."""
+    """Functions of the strategy that a call of the model needs."""
 
     through: Callable[..., Any]  # Any: an output of transformers
     """Runs a batch through all pipeline stages."""
     draw: Callable[[], None]
-    """Begins the random numbers of a batch anew."""
+    """Seeds the random numbers of a batch."""
 
 
 class MegatronModel(nn.Module):
-    """This rank's part of a language model; its parameters have the names they have in the whole one."""
+    """This rank's shard of a language model; its parameters have their names of the whole model."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MegatronModel(nn.Module):
         self.ranks = ranks
         self.stage_part: StagePart | None = None
         self.hub: dict[str, Tensor] | None = None
-        """Whole weights in the Hub layout, while they may be written."""
+        """Whole weights in the Hub layout, while they may be written; None otherwise."""
         self.in_schedule = False
         self._output = getattr(need("transformers.modeling_outputs"), OUTPUTS[facts.family])
         self._plugin, self._calls = plugin, calls
@@ -70,9 +70,9 @@ class MegatronModel(nn.Module):
         """This rank's parameters by their names in the whole model."""
         self._names = {id(parameter): name for name, parameter in self.held.items()}
         for parameter in self.held.values():
-            at: Any = parameter  # Any: attributes of megatron-core's and ours
-            at.stored_slice = self.stored  # how checkpoints see it
-            at.tensor_model_parallel = self.split(parameter)  # megatron-core sets it only where it initialises weights
+            at: Any = parameter  # Any: attributes of megatron-core and of hasten
+            at.stored_slice = self.stored  # read by checkpoints
+            at.tensor_model_parallel = self.split(parameter)  # megatron-core sets it only when it initialises weights
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.built.chunk.named_parameters():
@@ -86,68 +86,68 @@ class MegatronModel(nn.Module):
             yield name, parameter
 
     def first_expert(self, rank: int) -> int:
-        """Return the number, in the whole model, of the first expert that expert parallel rank `rank` holds."""
+        """Return the index of the first expert on expert-parallel rank `rank`."""
         return 0 if self.facts.experts is None else self.facts.experts.number // self.ranks.ep[1] * rank
 
-    # -- what checkpoints and optimizers ask ----------------------------------------------------------------------
+    # -- for checkpoints and optimizers ---------------------------------------------------------------------------
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters by their names in the whole model; they have no duplicates and no submodules."""
+        """Yield this rank's parameters by their names in the whole model; arguments other than `prefix` are ignored."""
         lead = f"{prefix}." if prefix else ""
         yield from ((lead + name, parameter) for name, parameter in self.held.items())
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """The parameters, or whole weights in the Hub layout while those may be written. Any: torch's own signature."""
+        """Return the parameters, or whole weights in the Hub layout while those may be written. Any: torch's signature."""
         state = dict(self.held) if self.hub is None else self.hub
         return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
 
     def is_expert(self, parameter: Tensor) -> bool:
-        """Return whether a parameter belongs to one of the experts."""
+        """Return whether a parameter belongs to an expert."""
         return self.entries[self._names[id(parameter)]].expert is not None
 
     def tp_of(self, parameter: Tensor) -> tuple[int, int]:
-        """Return this rank's number among the ranks that hold parts of a parameter, and how many there are."""
+        """Return this rank's index among the ranks that shard a parameter, and their number."""
         return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
 
     def place_of(self, parameter: Tensor, rank: int | None = None) -> Place:
-        """Return where this tensor parallel rank's part of a parameter, or that of another, lies in the whole tensor."""
+        """Return the position in the whole tensor of a rank's shard of a parameter; by default of this rank's shard."""
         own, ranks = self.tp_of(parameter)
         split = self.entries[self._names[id(parameter)]].split
         return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
 
     def split(self, parameter: Tensor) -> bool:
-        """Return whether tensor parallel ranks hold different parts of a parameter."""
+        """Return whether a parameter is sharded over tensor-parallel ranks."""
         return self.tp_of(parameter)[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
 
     def counts(self, parameter: Tensor) -> bool:
-        """Return whether this rank is the one of the tensor parallel ranks that speaks for its part of a parameter."""
+        """Return whether this rank counts for a parameter: it holds a shard, or it is the first rank with a full copy."""
         return self.split(parameter) or self.tp_of(parameter)[0] == 0
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return whether this rank writes its part of a parameter into checkpoints."""
+        """Return whether this rank writes its shard of a parameter into checkpoints."""
         first = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
         return first and self.counts(parameter)
 
-    def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints see it
-        """Return this rank's part of a parameter."""
+    def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints store it
+        """Return this rank's slice of a parameter, as checkpoints store it."""
         return slice_of(parameter, self.place_of(parameter), self.owns(parameter))
 
     @torch.no_grad()
     def fill(self, hub: dict[str, Tensor]) -> None:
-        """Take this rank's parts of whole weights in the Hub layout. Local."""
+        """Copy this rank's shards from whole weights in the Hub layout. Local."""
         for name, parameter in self.held.items():
             entry, at = self.entries[name], self.place_of(parameter)
             if at.size != at.view:
-                parameter.zero_()  # rows that pad the vocabulary: never read, and never trained
+                parameter.zero_()  # rows that pad the vocabulary, never read or trained
             part_of(parameter.data, at).copy_(box_of(fuse(entry, hub, self.facts), at))
 
-    # -- calling it -----------------------------------------------------------------------------------------------
+    # -- calls ----------------------------------------------------------------------------------------------------
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        """Loss and logits, as the transformers model gives them; with gradients and labels the loss alone.
+        """Return loss and logits like the transformers model; with gradients and labels, the loss only.
 
         Any: arguments and outputs of transformers.
-        Raises: StepError for arguments that the engine would ignore, and for sequences of another length.
+        Raises: StepError for arguments that the engine would ignore, and for sequences of a wrong length.
         """
         given = given_to(self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **others})
         check_lengths(given, self.facts, self._plugin)
@@ -158,7 +158,7 @@ class MegatronModel(nn.Module):
         return self.run(given)
 
     def run(self, given: Given) -> Any:  # Any: an output of transformers
-        """Run this rank's layers. Raises: StageOutput on a stage that is not the last."""
+        """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
         labels = given.get("labels")
         with hushed():
             out = self.engine(*arguments(self.facts, given, self._layout, self.ranks.cp[0]))
@@ -174,7 +174,7 @@ class MegatronModel(nn.Module):
         return self._output(loss=loss, logits=shown)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
-        """Logits in which the columns that pad the vocabulary have no weight."""
+        """Return the logits with the lowest value in columns that pad the vocabulary."""
         width, start = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
         real = max(0, min(width, self.facts.vocab - start))
         if real == width:
@@ -182,7 +182,7 @@ class MegatronModel(nn.Module):
         return functional.pad(logits[..., :real], (0, width - real), value=torch.finfo(logits.dtype).min)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross entropy of the tokens to predict, over vocabularies divided by rank."""
+        """Return the mean cross entropy of the tokens to predict, over a vocabulary sharded over ranks."""
         wanted = targets(self.facts, labels)
         counted = wanted != IGNORED
         own = wanted.clamp(min=0)

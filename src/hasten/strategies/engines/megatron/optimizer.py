@@ -1,4 +1,4 @@
-"""The optimizer of a Megatron engine: it reduces gradients once a window, clips, updates, and keeps its state in parts."""
+"""Optimizer of a Megatron engine: reduces gradients once a window, clips, updates, and saves its state as shards."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hasten.strategies.engines.megatron.shards import Part, clip_with_experts, p
 log = logging.getLogger(__name__)
 
 MASTER: Final = "master"
-"""The key of the float32 weights beside those of an optimizer's own state."""
+"""Key of the float32 weights in the optimizer's state."""
 _DROPOUT: Final = "dropout"
 _SHARED: Final = "shared_over_data"
 
 
 class MegatronOptimizer(EngineOptimizer):
-    """Steps an engine when the loop's window ends; its groups hold this rank's parameters of the model."""
+    """Optimizer that steps an engine at the end of the loop's window; its groups hold this rank's parameters."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class MegatronOptimizer(EngineOptimizer):
         seed: int,
         shared: bool = False,
     ) -> None:
-        # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
+        # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
         self.model = model
         self.param_groups = [{**group, "params": list(group["params"])} for group in given.param_groups]
         self.state = defaultdict(dict)
         self.defaults = dict(given.defaults)
         self.draws = [seed, 0]
-        """What dropout is drawn from: the run's seed, and the number of batches so far."""
+        """Source of dropout's random numbers: the run's seed and the number of batches so far."""
         self._clipping = clipping
         self._told = self._final = self._clipped = self._overflow = False
         self._shared = shared
-        """Data parallel ranks each keep and update a share of masters and moments."""
+        """Data-parallel ranks each hold and update a shard of master weights and moments."""
         self.inner = _wrapped(given, model, shared)
 
     def __repr__(self) -> str:
@@ -55,16 +55,16 @@ class MegatronOptimizer(EngineOptimizer):
 
     # -- one update -----------------------------------------------------------------------------------------------
     def passed(self) -> None:
-        """Note that a backward is about to reach this engine.
+        """Count a backward that is about to reach this engine.
 
-        Raises: StepError when the window's gradients were reduced already.
+        Raises: StepError if the window's gradients were already reduced.
         """
         if self._final:
             refuse_late_backward()
         self.num_passes += 1
 
     def finalize(self) -> None:
-        """Reduce what the window has gathered over data parallel ranks and stages, once. Ranks: every rank."""
+        """Reduce the window's gradients over data-parallel ranks and stages, once. Ranks: every rank."""
         if self._final or not self.num_passes:
             return
         with hushed():
@@ -72,14 +72,14 @@ class MegatronOptimizer(EngineOptimizer):
         self._final = True
 
     def _ready(self) -> None:
-        """Hand the gradients to the inner optimizer, which must not be done twice."""
+        """Pass the gradients to the inner optimizer, unless clipping has done so."""
         self.finalize()
         if not self._clipped:
             with hushed():
                 self._overflow = bool(self.inner.prepare_grads())
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
+        """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
         device = next(iter(self.model.held.values())).device
         if not self.num_passes:
             return torch.zeros((), device=device)
@@ -103,7 +103,7 @@ class MegatronOptimizer(EngineOptimizer):
             self.model.engine.scale_gradients(factor)
 
     def apply(self) -> StepResult:
-        if not self.num_passes:  # as torch: without gradients nothing is updated
+        if not self.num_passes:  # like torch: no gradients, no update
             return APPLIED
         if self._clipping and not self._clipped:
             self.clip(self._clipping)
@@ -112,12 +112,12 @@ class MegatronOptimizer(EngineOptimizer):
             inner.update({key: value for key, value in own.items() if key != "params"})
         with hushed():
             applied = not self._overflow and bool(self.inner.step_with_ready_grads())
-        self._opt_called = True  # what torch's schedulers look for
+        self._opt_called = True  # set for torch's schedulers
         self._clear()
         return StepResult(applied=applied)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what the engine has gathered since its last update."""
+        """Discard the gradients accumulated since the engine's last update."""
         if self.num_passes:
             self._clear()
 
@@ -133,7 +133,7 @@ class MegatronOptimizer(EngineOptimizer):
         return list(parts_of(self.model, params, self.inner, self._shared))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
         parts, inner = self._parts(), self.inner.optimizer.state
         known: dict[str, Any] = next(
             (inner[part.main] for part in parts if part.main is not None and inner.get(part.main)), {}
@@ -156,7 +156,7 @@ class MegatronOptimizer(EngineOptimizer):
         }
 
     def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
-        """Memory for a stored tensor of a parameter: this rank's part of it."""
+        """Allocate memory for a stored tensor of a parameter: this rank's slice of it."""
         (part,) = parts_of(self.model, [parameter], self.inner, self._shared)
         room = part.room(shape, dtype)
         if self._shared and shape and isinstance(room, Tensor):
@@ -169,7 +169,7 @@ class MegatronOptimizer(EngineOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
+        """Load a state dict made of slices in this rank's layout. Local."""
         inner = self.inner.optimizer.state
         if bool(state_dict.get(_SHARED, False)) != self._shared:
             raise CheckpointError(
@@ -194,17 +194,17 @@ class MegatronOptimizer(EngineOptimizer):
         self.draws = [int(number) for number in state_dict.get(_DROPOUT, self.draws)]
 
     def keeping(self) -> Callable[[], None]:
-        """What puts the state back as it is now: for a load that fails. Local."""
+        """Return a function that restores the current state, for use after a failed load. Local."""
         before = _copied(self.state_dict())
         return lambda: self.load_state_dict(before)
 
     def reload(self) -> None:
-        """Take the model's weights as the master weights. Local."""
+        """Copy the model's weights to the master weights. Local."""
         self.inner.reload_model_params()
 
 
 def _wrapped(given: torch.optim.Optimizer, model: MegatronModel, shared: bool) -> Any:  # Any: megatron-core is untyped
-    """megatron-core's own optimizer around the user's."""
+    """Wrap the user's optimizer in megatron-core's optimizer."""
     half = bool(model.built.config.bf16)
     with quiet():
         config = package("optimizer").OptimizerConfig(
@@ -222,7 +222,7 @@ def _wrapped(given: torch.optim.Optimizer, model: MegatronModel, shared: bool) -
 
 
 def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) -> Any:  # Any: megatron-core is untyped
-    """megatron-core's distributed optimizer around the user's. Raises: PrepareError for a kind that it cannot share."""
+    """Wrap the user's optimizer in megatron-core's distributed one. Raises: PrepareError for an unsupported class."""
     state = package("parallel_state")
     kind: Any = package("optimizer.distrib_optimizer").DistributedOptimizer
     if type(given) not in (torch.optim.Adam, torch.optim.AdamW):
@@ -246,8 +246,8 @@ def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) ->
     return made
 
 
-def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: state is nested freely
-    """The state of a parameter that other data parallel ranks update: the same keys as the others', with empty shares."""
+def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: arbitrarily nested state
+    """Return the state of a parameter that other data-parallel ranks update: the keys of the others, with empty slices."""
     values: dict[str, Any] = {
         key: value for key, value in known.items() if not isinstance(value, Tensor) or not value.ndim
     }
@@ -262,8 +262,8 @@ def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: st
     return values
 
 
-def _fresh(part: Part, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: state is nested freely
-    """Return a stored value as the inner optimizer keeps it."""
+def _fresh(part: Part, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: arbitrarily nested state
+    """Return a stored value in the form of the inner optimizer's state."""
     if not isinstance(value, Slice) or part.main is None:
         return put_where_used(key, value, group, part.parameter.device)
     room = torch.zeros_like(part.main, dtype=value.data.dtype, requires_grad=False)

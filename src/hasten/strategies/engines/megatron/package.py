@@ -1,4 +1,4 @@
-"""megatron-core itself: which versions, how its modules are imported, and its warnings."""
+"""Import of megatron-core: supported versions, its modules, its warnings, and this process's ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Final
 from hasten.optional import need
 
 VERSIONS: Final = ">=0.16,<0.17"
-"""The versions of megatron-core whose optimizers and schedules this adapter was tried with."""
+"""Versions of megatron-core that this adapter was tested with."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A block without the engine's warnings about packages that it could use as well."""
+    """Context manager that hides the engine's warnings about optional packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -25,18 +25,18 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """A block without warnings that megatron-core's own files give; those of the user's code pass."""
+    """Context manager that hides warnings from megatron-core's modules, but not from the user's code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings(
             "ignore", message=r".torch\.distributed\.\w+. is deprecated"
-        )  # names that torch 2.13 renamed
+        )  # functions that torch 2.13 renamed
         yield
 
 
-@cache  # steps ask for modules too, and reading the installed versions takes longer than a step
+@cache  # steps call this too, and reading the installed versions takes longer than a step
 def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
-    """megatron.core, or a module of it. Raises: MissingPackageError when it is absent or of another version."""
+    """Return megatron.core or one of its modules. Raises: MissingPackageError if it is absent or of another version."""
     with quiet():
         need("megatron", VERSIONS, "strategy='megatron'")
         return need(f"megatron.core.{name}" if name else "megatron.core")
@@ -44,21 +44,21 @@ def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's number and the number of ranks, by what they divide."""
+    """This process's rank and the group size, as (rank, size), for each parallel dimension."""
 
     tp: tuple[int, int]
     cp: tuple[int, int]
     ep: tuple[int, int]
     expert_tp: tuple[int, int]
-    """Ranks that hold parts of the same experts."""
+    """Ranks that shard the same experts."""
     first: bool
-    """This rank is the first of those that hold the same weights."""
+    """This rank is the first of the ranks with the same weights."""
     first_of_experts: bool
-    """The same for the weights of experts, which fewer ranks hold copies of."""
+    """This rank is the first of the ranks with the same experts, which have fewer copies."""
 
 
 def own_ranks() -> Ranks:
-    """Return the numbers of this process, once megatron-core has its groups."""
+    """Return the ranks of this process; megatron-core's groups must exist."""
     state = package("parallel_state")
     return Ranks(
         tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),

@@ -1,4 +1,4 @@
-"""What a Megatron engine's optimizer updates for each parameter: all of it, or this data parallel rank's share."""
+"""Tensors that a Megatron engine's optimizer updates: the whole of a parameter, or this data-parallel rank's shard."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from hasten.strategies.engines.megatron.weights import slice_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One parameter, and the tensor that the inner optimizer updates for it."""
+    """A parameter and the tensor that the inner optimizer updates for it."""
 
     model: MegatronModel
     parameter: Tensor
     main: Tensor | None
-    """None where other data parallel ranks update all of the parameter."""
+    """The updated tensor; None if other data-parallel ranks update all of the parameter."""
     span: tuple[int, int] | None = None
-    """Where the share begins in the flattened parameter, and its size; None when this rank updates all of it."""
+    """Start and size of the shard in the flattened parameter; None if this rank updates all of it."""
 
     @property
     def has_master(self) -> bool:
-        """The updated tensor is a float32 copy of weights of 16 bits."""
+        """True if the updated tensor is a float32 copy of 16-bit weights."""
         return self.parameter.dtype != torch.float32
 
     @property
     def weights(self) -> Tensor:
-        """The model's own weights that the updated tensor stands for."""
+        """The model's weights that correspond to the updated tensor."""
         if self.span is None:
             return self.parameter.detach()
         return self.parameter.detach().view(-1).narrow(0, *self.span)
 
     def laid_out(self, value: Any) -> bool:  # Any: a value of an optimizer's state
-        """Return whether a value of the state has an element for each element of the updated tensor."""
+        """Return whether a state value is a tensor with the shape of the updated tensor."""
         return (
             isinstance(value, Tensor)
             and self.main is not None
@@ -49,7 +49,7 @@ class Part:
         )
 
     def stored(self, value: Tensor) -> Slice:
-        """Return a tensor that is laid out like the updated one, as checkpoints see it."""
+        """Return a tensor with the layout of the updated one, as checkpoints store it."""
         if self.span is None:
             return slice_of(value, self.model.place_of(self.parameter), self.model.owns(self.parameter))
         lane, lanes = self._lane()
@@ -58,7 +58,7 @@ class Part:
         return Slice(value.detach().view(1, -1), (lanes, self.parameter.numel()), (lane, start), owned=owned)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
-        """Memory for a stored tensor of the parameter: this rank's part of it, or all of one that is not laid out so."""
+        """Allocate memory for a stored tensor of the parameter: this rank's slice, or the whole of one with another layout."""
         if self.span is None:
             at = self.model.place_of(self.parameter)
             if shape == () or shape != at.shape:
@@ -71,18 +71,18 @@ class Part:
         return Slice(torch.zeros(1, size, dtype=dtype, device=self.parameter.device), shape, (lane, start))
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """Return the elements, of a tensor laid out like the updated one, that a slice of it holds."""
+        """Return the elements that checkpoints store, of a tensor with the layout of the updated one."""
         return self.stored(tensor).data
 
     def _lane(self) -> tuple[int, int]:
-        """Return which of how many differing parts of the parameter this tensor parallel rank holds."""
+        """Return the index and the number of distinct tensor-parallel shards of the parameter."""
         return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
 
 
 def clip_with_experts(parts: Sequence[Part], max_norm: float) -> Tensor:
-    """Return the norm of all gradients, which are clipped to `max_norm` unless that is 0. Ranks: every rank.
+    """Clip all gradients to `max_norm` unless it is 0, and return their norm before clipping. Ranks: every rank.
 
-    Experts lie on other ranks than the rest, so that each kind is summed over its own.
+    Experts are on other ranks than the other parameters, so each kind is summed over its ranks.
     """
     state = package("parallel_state")
     mains = [(part, part.main) for part in parts if part.main is not None and part.main.grad is not None]
@@ -109,7 +109,10 @@ def clip_with_experts(parts: Sequence[Part], max_norm: float) -> Tensor:
 
 
 def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, shared: bool) -> Iterator[Part]:
-    """What `inner`, megatron-core's optimizer, updates for each parameter; `shared` over data parallel ranks."""
+    """Yield the tensor that `inner`, megatron-core's optimizer, updates for each parameter.
+
+    With `shared`, data-parallel ranks each update a shard.
+    """
     if not shared:
         for parameter in parameters:
             main = parameter if parameter.dtype == torch.float32 else getattr(parameter, "main_param")  # noqa: B009

@@ -1,4 +1,4 @@
-"""MegatronStrategy: language models on megatron-core's layers and schedules, behind the same interface as torch's own parallelism."""
+"""MegatronStrategy: language models on megatron-core's layers and schedules, behind the interface of all strategies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hasten.trees import Tree
 
 
 def whole_weights(model: MegatronModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter of this rank as a whole tensor, and those of other experts in its place. Ranks: every rank of a stage."""
+    """Yield a parameter as a whole tensor, and the same tensor of the experts on other ranks. Ranks: every rank of a stage."""
     state = package("parallel_state")
     own = _joined(model, parameter)
     if not model.is_expert(parameter):
@@ -73,7 +73,7 @@ def _joined(model: MegatronModel, parameter: Tensor) -> Tensor:
 
 
 def owner_of(models: list[Item], optimizers: list[Item], taken: bool) -> Item | None:
-    """Return the one model that is trained. Raises: PrepareError where models and optimizers are not one and one."""
+    """Return the model to train. Raises: PrepareError unless there is one optimizer for one model."""
     if not optimizers:
         return None
     params = {id(p) for item in optimizers for group in item.value.param_groups for p in group["params"]}
@@ -88,9 +88,9 @@ def owner_of(models: list[Item], optimizers: list[Item], taken: bool) -> Item | 
 
 
 def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | None]:
-    """Return the optimizer's group of each tensor of the Hub layout; None for one that is frozen.
+    """Return the optimizer's group of each tensor of the Hub layout; None for a frozen one.
 
-    Raises: PrepareError for a trainable parameter that no group holds.
+    Raises: PrepareError for a trainable parameter that is in no group.
     """
     number = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found: dict[str, int | None] = {}
@@ -105,7 +105,7 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
 
 
 def bind(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]) -> None:
-    """Give the optimizer this rank's parameters in the groups their origins had."""
+    """Put this rank's parameters into the optimizer's groups of the tensors they were made from."""
     members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for name, parameter in model.held.items():
         origins = {groups[hub] for hub in model.entries[name].hub if hub in groups}
@@ -128,7 +128,7 @@ LossOf = Callable[[nn.Module, Tree], Tensor]
 
 
 class MegatronStrategy:
-    """Trains one language model on an engine; models without an optimizer are placed and left whole."""
+    """Strategy that trains one language model on an engine; models without an optimizer are placed and left whole."""
 
     name = "megatron"
 
@@ -163,7 +163,7 @@ class MegatronStrategy:
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
-        return nullcontext()  # models are spread by prepare()
+        return nullcontext()  # prepare() shards models
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
@@ -212,7 +212,7 @@ class MegatronStrategy:
         item.value, optimizer.value = model, self.optimizer
 
     def _cut(self, model: MegatronModel) -> None:
-        """Tell checkpoints what the other ranks hold: other stages, and other experts. Ranks: every rank."""
+        """Declare the state of other ranks to checkpoints: other stages and other experts. Ranks: every rank."""
         divided = model.ranks.ep[1] > 1
         if self._pp.size == 1 and not divided:
             return
@@ -231,7 +231,7 @@ class MegatronStrategy:
 
     # -- one step -------------------------------------------------------------------------------------------------
     def _draw(self) -> None:
-        """Begin the random numbers of a batch anew, from the seed and the number of batches: nothing else need be kept."""
+        """Seed the random numbers of a batch from the run's seed and the number of batches, so no other state is saved."""
         model, optimizer = self._trained()
         config = model.built.config
         if not (config.hidden_dropout or config.attention_dropout) or not model.training:
@@ -252,9 +252,9 @@ class MegatronStrategy:
         return self.model, self.optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()  # gradients are reduced when the window ends
+        return nullcontext()  # gradients are reduced at the window's end
 
-    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         if self._pp.size > 1:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (megatron.pp_degree > 1). Replace the "
@@ -289,7 +289,7 @@ class MegatronStrategy:
         micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), rows * count) for i in range(count)]
         factor = (
             weigh(torch.ones((), device=self._ctx.device)) / trained.ranks.cp[1]
-        )  # which the schedule multiplies with
+        )  # the schedule multiplies by the number of context-parallel ranks
         optimizer.passed()
         self._draw()
 
@@ -302,7 +302,7 @@ class MegatronStrategy:
         return _from_last(mine, self._pp, self._ctx.device)
 
     def _evaluate(self, model: MegatronModel, given: Given) -> Any:  # Any: an output of transformers
-        """Return the output of the whole model, on every stage. Ranks: every rank of the pipeline."""
+        """Return the output of the whole model on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
                 f"the model was called with gradients enabled, but its layers lie on {self._pp.size} pipeline ranks, and a backward "
@@ -321,8 +321,8 @@ class MegatronStrategy:
 
     def _schedule(
         self, model: MegatronModel, micros: Sequence[Any], step: Callable[[Any], Any], forward_only: bool
-    ) -> list[Any]:  # Any: what the engine collects on the last stage
-        """Run micro-batches through megatron-core's own schedule. Ranks: every rank."""
+    ) -> list[Any]:  # Any: values that the engine collects on the last stage
+        """Run micro-batches through megatron-core's schedule. Ranks: every rank."""
 
         def forward_step(iterator: Iterator[Any], _: nn.Module) -> tuple[Tensor, Callable[..., Any] | None]:
             try:
@@ -413,7 +413,7 @@ class MegatronStrategy:
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
-    # -- what a checkpoint asks -----------------------------------------------------------------------------------
+    # -- for checkpoints ------------------------------------------------------------------------------------------
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
         return None
 
@@ -430,9 +430,9 @@ class MegatronStrategy:
 
 
 def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
-    """Return the numbers of the model. Raises: PrepareError for one that the engine cannot be built for."""
+    """Return the sizes and options of the model. Raises: PrepareError for a model that the engine does not support."""
     config = getattr(module, "config", None)
-    model_facts(config)  # what it is, before its parts are looked at
+    model_facts(config)  # raises for unknown architectures, before the modules are inspected
     words, head = module.get_input_embeddings(), module.get_output_embeddings()
     facts = model_facts(config, None if head is None else head.weight is words.weight)
     check_class([kind.__name__ for kind in type(module).__mro__], facts)
@@ -440,12 +440,12 @@ def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+    """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
 
 
 def _tokens(micro: Any) -> Tensor:  # Any: a micro-batch of the user
-    """Return the token numbers of a micro-batch: `input_ids`, or its first matrix."""
+    """Return the token ids of a micro-batch: `input_ids`, or its first 2-D tensor."""
     given = micro.get("input_ids") if isinstance(micro, Mapping) else None
     for tensor in (given, *trees.tensors(micro)):
         if isinstance(tensor, Tensor) and tensor.ndim == 2:

@@ -1,4 +1,4 @@
-"""Weights of a Megatron model from the Hub layout and back: fused, divided over ranks, put together again."""
+"""Conversion of weights between the Hub layout and a Megatron model: fused, sharded over ranks, and gathered again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.strategies.engines.megatron.layout import Entry, Place
 
 
 def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
-    """Return the whole tensor of the engine's model, from those of the Hub layout."""
+    """Return a whole tensor of the engine's model, made from tensors of the Hub layout."""
     parts = [hub[name] for name in entry.hub]
     match entry.fusion:
         case "same":
@@ -37,24 +37,24 @@ def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
 
 
 def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
-    """Return every tensor of the Hub layout, from the whole tensors of the engine's model by name."""
+    """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}
     for entry in entries:
         found = unfuse(entry, tensors[entry.name], facts)
         if entry.expert is None:
             hub |= found
-        else:  # experts are listed in their order
+        else:  # experts are listed in order
             for name, tensor in found.items():
                 experts.setdefault(name, []).append(tensor)
     return hub | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
 def unfuse(entry: Entry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
-    """Return the tensors of the Hub layout that the whole tensor of the engine's model was made from."""
+    """Return the tensors of the Hub layout that a whole tensor of the engine's model was made from."""
     match entry.fusion:
         case "same":
-            parts = [tensor] * len(entry.hub)  # tied weights stay one
+            parts = [tensor] * len(entry.hub)  # tied weights stay tied
         case "transposed":
             parts = [tensor.t().contiguous()]
         case "gated":
@@ -74,12 +74,12 @@ def unfuse(entry: Entry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]
 
 
 def _sizes(facts: ModelFacts, kinds: int) -> tuple[int, ...]:
-    """Rows of queries, keys and values, or of keys and values alone, in one group of heads."""
+    """Return the rows of queries, keys and values, or of keys and values alone, in one group of heads."""
     return (facts.heads // facts.groups * facts.head_dim, facts.head_dim, facts.head_dim)[3 - kinds :]
 
 
 def _by_group(parts: list[Tensor], facts: ModelFacts) -> Tensor:
-    """Queries, keys and values interleaved: those of one group of heads side by side."""
+    """Interleave queries, keys and values by group of heads."""
     rest = parts[0].shape[1:]
     grouped = [
         part.reshape(facts.groups, size, *rest) for part, size in zip(parts, _sizes(facts, len(parts)), strict=True)
@@ -88,13 +88,13 @@ def _by_group(parts: list[Tensor], facts: ModelFacts) -> Tensor:
 
 
 def _by_kind(tensor: Tensor, facts: ModelFacts, kinds: int) -> list[Tensor]:
-    """Queries, keys and values apart."""
+    """Separate interleaved queries, keys and values."""
     grouped = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
     return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts, kinds), 1)]  # type: ignore[no-untyped-call]
 
 
 def part_of(tensor: Tensor, at: Place) -> Tensor:
-    """Return the rows and columns of a local tensor that exist in the whole one."""
+    """Return the elements of a local tensor that exist in the whole tensor."""
     found = tensor.view(at.view)
     for dim, size in enumerate(at.size):
         found = found.narrow(dim, 0, size)
@@ -102,13 +102,13 @@ def part_of(tensor: Tensor, at: Place) -> Tensor:
 
 
 def box_of(whole: Tensor, at: Place) -> Tensor:
-    """Return this rank's part of a whole tensor."""
+    """Return this rank's shard of a whole tensor."""
     for dim, (start, size) in enumerate(zip(at.offset, at.size, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
 
 
 def slice_of(tensor: Tensor, at: Place, owned: bool) -> Slice:
-    """Return this rank's part as checkpoints see it."""
+    """Return this rank's slice in the form that checkpoints store."""
     data = part_of(tensor.detach(), at)
     return Slice(data, at.shape, at.offset, owned=owned and data.numel() > 0)

@@ -1,4 +1,4 @@
-"""Data parallelism over hosts that are XLA worlds of their own: gradients are averaged between them through host memory."""
+"""Data parallelism over hosts that are separate XLA worlds: gradients are averaged through host memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hasten.strategies.native import Alone
 log = get_logger(__name__)
 
 BUCKET_BYTES: Final = 64 * 2**20
-"""Gradients in one message between the hosts; host memory holds a few times as much."""
+"""Bytes of gradients in one message between hosts; host memory holds a few times as much."""
 
 _LAZY: Final = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
 
 class FromFirstHost:
-    """Gives every host the parameters and buffers of the first one, before they are put on devices."""
+    """Transform that copies the parameters and buffers of the first host to all hosts, before they move to devices."""
 
     stage = Stage.PLACE
 
@@ -59,7 +59,7 @@ class FromFirstHost:
         return model
 
     def _compare(self, model: nn.Module, mine: list[str]) -> None:
-        """Raise on every host where one of them has built another model."""
+        """Raise on every host if one of them has built a different model."""
         everyone = self._hosts.all_gather_object(mine)
         for host, theirs in enumerate(everyone):
             for here, first in zip_longest(theirs, everyone[0], fillvalue="nothing more"):
@@ -71,9 +71,9 @@ class FromFirstHost:
 
 
 class AcrossHosts(Alone):
-    """Averages the gradients of trained models over the hosts at the end of each backward pass that is to be synchronised.
+    """Averaging of gradients over hosts, at the end of each backward pass outside `no_sync`.
 
-    Models stay as they are, as those of one process do. Buffers that are saved with a model become those of the first host at the same time.
+    Models are not wrapped. Persistent buffers are copied from the first host at the same time.
     """
 
     def __init__(self, hosts: Comm, placing: PlaceOnDevices) -> None:
@@ -82,11 +82,11 @@ class AcrossHosts(Alone):
         self._placing = placing
         self._counter = count()
         self._numbers = WeakKeyDictionary[nn.Module, int]()
-        """Models in the order in which they were prepared, which is that of their messages."""
+        """Index of each model, in the order of preparation, which is the order of their messages."""
         self._quiet = WeakSet[nn.Module]()
         self._reached: set[int] = set()
         self._pass = -1
-        """The backward pass that `_reached` belongs to, as torch numbers them."""
+        """Id of the backward pass that `_reached` belongs to, as torch numbers them."""
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if not wish.train or not is_trainable(model) or model in self._numbers:
@@ -104,7 +104,7 @@ class AcrossHosts(Alone):
         return model
 
     def _reaches(self, number: int) -> Callable[[Tensor], None]:
-        """A hook that notes that a backward pass reaches this model, and asks torch to call `_end` when the pass is over."""
+        """Return a hook that records that a backward pass reached this model, and queues `_end` for the end of the pass."""
         this = ref(self)
 
         def hook(parameter: Tensor) -> None:
@@ -112,7 +112,7 @@ class AcrossHosts(Alone):
             if spread is None:
                 return
             current = torch._C._current_graph_task_id()
-            if current != spread._pass:  # one that failed never came to its end
+            if current != spread._pass:  # a failed pass never reached its end
                 spread._pass, spread._reached = current, set()
                 torch.autograd.Variable._execution_engine.queue_callback(spread._end)
             spread._reached.add(number)
@@ -123,14 +123,15 @@ class AcrossHosts(Alone):
         reached, self._reached, self._pass = self._reached, set(), -1
         models = [model for model, number in self._numbers.items() if number in reached and model not in self._quiet]
         if models:
-            need("torch_xla").sync()  # gradients are read one by one, and each would be a program of its own
+            # gradients are read one by one, and each read would otherwise compile a separate program
+            need("torch_xla").sync()
         for model in sorted(models, key=self._numbers.__getitem__):
             self._average([parameter for parameter in model.parameters() if parameter.requires_grad])
             self._copy_buffers([x for module in model.modules() for _, x in own_buffers(module, persistent_only=True)])
 
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter]) -> None:
-        """Replace every gradient by its mean; a host without one that others have takes part with zeros."""
+        """Replace every gradient by its mean; a host without a gradient that others have contributes zeros."""
         mine = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         anywhere = self._hosts.all_reduce(mine, "max").tolist()
         for bucket in _buckets([parameter for parameter, there in zip(parameters, anywhere, strict=True) if there]):
@@ -168,14 +169,14 @@ class AcrossHosts(Alone):
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient in host memory."""
+    """Return the gradient in host memory; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     return parameter.grad.cpu()
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype for each message, in their order."""
+    """Yield the parameters of each message, in order: all of one dtype, and within `BUCKET_BYTES`."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

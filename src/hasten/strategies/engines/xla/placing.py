@@ -1,4 +1,4 @@
-"""The transform that puts a model on XLA devices, whole on each or sharded over them."""
+"""Transform that moves a model to XLA devices, replicated or sharded, and the transfer of batches to them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ AXIS: Final = "data"
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Every device of the host; tensors are global, and the compiler keeps the parts."""
+    """All devices of the host; tensors are global, and the compiler manages their shards."""
 
     count: int
     kind: str
     device: torch.device
     mesh: Any
-    """torch_xla's mesh of one axis."""
+    """torch_xla's mesh, with one axis."""
 
     @classmethod
     def all(cls) -> Devices:
-        """Return the devices this process drives."""
+        """Return the devices of this process."""
         runtime, spmd = need("torch_xla.runtime"), need("torch_xla.distributed.spmd")
         count = int(runtime.global_runtime_device_count())
         return cls(
@@ -44,16 +44,16 @@ class Devices:
         )
 
     def divides(self, size: int) -> bool:
-        """Whether a dimension of this size is shared; uneven parts make XLA's partitioner abort the process (torch_xla 2.9)."""
+        """Return whether a dimension of this size is sharded; XLA's partitioner aborts on uneven shards (torch_xla 2.9)."""
         return self.count > 1 and size > 0 and size % self.count == 0
 
     def shard(self, tensor: Tensor, dim: int = 0) -> None:
-        """Lay a tensor on the devices so that each holds a part of `dim`, where it can be divided; numbers stay what they are."""
+        """Shard a tensor along `dim` over the devices, if the dimension is divisible; values do not change."""
         if self.divides(tensor.shape[dim]):
             need("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, self._spec(tensor.ndim, dim))
 
     def send(self, tensor: Tensor, dim: int | None = 0) -> Tensor:
-        """A host tensor on the devices, `dim` divided over them; whole on each where it cannot be, or without one."""
+        """Copy a host tensor to the devices, sharded along `dim` if it is divisible, else replicated."""
         sharding = None
         if dim is not None and tensor.ndim and self.divides(tensor.shape[dim]):
             sharding = need("torch_xla.distributed.spmd").ShardingSpec(self.mesh, self._spec(tensor.ndim, dim))
@@ -65,7 +65,7 @@ class Devices:
 
 
 class PlaceOnDevices:
-    """Moves parameters and buffers; ties between them and attributes of parameters are kept."""
+    """Transform that moves parameters and buffers; tied tensors stay tied, and parameters keep their attributes."""
 
     stage = Stage.PLACE
 
@@ -77,7 +77,7 @@ class PlaceOnDevices:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         model = Place().apply(model, wish, ctx, precision)
-        if wish.place:  # .to() makes new tensors on this kind of device, one for each name
+        if wish.place:  # .to() makes a new tensor per name on this kind of device
             _tie(model, parameters, dict(model.named_parameters(remove_duplicate=False)))
             _tie(model, buffers, dict(model.named_buffers(remove_duplicate=False)))
         if self._shards and wish.train and self._devices.count > 1:
@@ -91,7 +91,7 @@ class PlaceOnDevices:
         return model
 
     def place_state(self, optimizer: Optimizer) -> None:
-        """Lay an optimizer's state on the devices as its parameters are."""
+        """Shard an optimizer's state over the devices like its parameters."""
         if not self._shards or self._devices.count == 1:
             return
         for parameter, values in optimizer.state.items():
@@ -100,7 +100,7 @@ class PlaceOnDevices:
                     self._shard(value)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor on the devices, laid out as a parameter of its shape is."""
+        """Copy a host tensor to the devices, sharded like a parameter of its shape."""
         return self._devices.send(tensor, self._dim(tensor) if self._shards else None)
 
     def _shard(self, tensor: Tensor) -> None:
@@ -108,25 +108,25 @@ class PlaceOnDevices:
             self._devices.shard(tensor, dim)
 
     def _dim(self, tensor: Tensor) -> int | None:
-        """Return the largest dimension that the devices can share; without one a tensor stays whole."""
+        """Return the largest dimension that is divisible by the number of devices; None if there is none."""
         dims = [dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)]
         return max(dims, key=lambda dim: tensor.shape[dim]) if dims else None
 
 
 class ShardOutput:
-    """A forward hook that keeps activations divided by samples, so that parameters are gathered and not activations."""
+    """Forward hook that keeps activations sharded by samples, so that parameters are gathered instead of activations."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # Any: the user's own arguments and outputs
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # Any: the user's arguments and outputs
         for tensor in trees.tensors(output):
             if tensor.ndim > 1 and tensor.device.type == "xla":
                 self._devices.shard(tensor)
 
 
 def _tie(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Give the names that shared a tensor before the same one again, with the attributes it had."""
+    """Tie the names again that shared a tensor before, and copy its attributes."""
     first: dict[int, str] = {}
     for name, old in before.items():
         new = after[first.setdefault(id(old), name)]
@@ -136,11 +136,11 @@ def _tie(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> Non
         setattr(model.get_submodule(owner), key, new)
 
 
-# Any in this file: batches are the user's own objects.
+# Any in this file: the user's batches.
 
 
 class Transfer:
-    """Copies batches to the devices in the background, `depth` of them ahead of the one in use."""
+    """Background copy of batches to the devices, `depth` batches ahead of the one in use."""
 
     def __init__(self, devices: Devices, depth: int, skip_keys: Collection[str] = ()) -> None:
         self._devices = devices
@@ -149,7 +149,7 @@ class Transfer:
         self._sync = need("torch_xla").sync
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Yield the batches on the devices. What the loop recorded with one is run when it asks for the next."""
+        """Yield the batches on the devices. Operations recorded with a batch run when the next one is requested."""
         queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="hasten-xla") as pool:
             for batch, *rest in items:

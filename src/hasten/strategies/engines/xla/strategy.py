@@ -1,4 +1,4 @@
-"""Training on TPUs through torch_xla: one process for all devices of a host, which share each of its batches (SPMD)."""
+"""Training on TPUs through torch_xla: one process per host drives all its devices, which share each batch (SPMD)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hasten.strategies.placing import Convert
 log = logging.getLogger(__name__)
 
 VERSIONS: Final = ">=2.9,<2.10"
-"""The releases of torch_xla that hasten runs on. Each runs on the torch of its own number alone."""
+"""Supported releases of torch_xla; each runs only on the torch release of the same version."""
 _WHY: Final = "strategy='xla'"
 
 
 def start(config: Config, topology: Topology) -> torch.device:
-    """Return the device that stands for all devices of this host, with SPMD switched on.
+    """Start XLA with SPMD and return the device that represents all devices of this host.
 
-    Its random numbers follow from torch's seed.
-    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started on this host,
-    XLA would join it with others, or a setting cannot be honoured; DeviceError after a backward pass on the CPU.
+    XLA's random numbers are seeded from torch's seed.
+    Raises: MissingPackageError without a torch_xla that runs here; ConfigError if several processes were started on this host,
+    if XLA would join it with other hosts, or if a setting has no effect; DeviceError after a backward pass on the CPU.
     """
     refuse(config)
     refuse_processes(topology)
@@ -54,7 +54,7 @@ def start(config: Config, topology: Topology) -> torch.device:
 
 
 def _try_backward(device: torch.device) -> None:
-    """Record a backward pass. torch makes its threads for all devices at the first one, and never again."""
+    """Record a backward pass, to detect that torch created its backward threads before XLA was started."""
     try:
         torch.ones(1, device=device, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -67,7 +67,7 @@ def _try_backward(device: torch.device) -> None:
 
 
 def refuse_processes(topology: Topology) -> None:
-    """Raise where several processes were started on a host, whose devices belong to one, or the hosts have no place to meet."""
+    """Raise if a host has several processes (one drives all its devices), or if hosts have no rendezvous."""
     if topology.local_world_size > 1:
         raise ConfigError(
             f"{topology.local_world_size} processes were started on this machine with strategy='xla', where one process drives all devices "
@@ -78,14 +78,14 @@ def refuse_processes(topology: Topology) -> None:
 
 
 def refuse_hosts(kind: str | None, variables: Mapping[str, str]) -> None:
-    """Raise on a host of a TPU slice that was not told to be an XLA world of its own, before XLA waits for the others."""
+    """Raise on a host of a TPU slice that is not configured as a separate XLA world, before XLA waits for the others."""
     hosts = tpu_hosts.count(variables) if kind == "TPU" else None
     if hosts is not None and hosts > 1:
         raise ConfigError(tpu_hosts.refusal(hosts))
 
 
 def refuse_other_torch(version: str) -> None:
-    """Raise for a torch that torch_xla was not built for, which would crash when it is imported."""
+    """Raise for a torch that torch_xla was not built for, which would crash at import."""
     if version.split(".")[:2] != ["2", "9"]:
         raise MissingPackageError(
             f"torch {version} is installed, but torch_xla{VERSIONS} runs on torch 2.9 alone. Make an environment of its own for TPUs; "
@@ -111,9 +111,9 @@ def refuse(config: Config) -> None:
 
 
 def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
-    """Whole parameters on every device, or sharded with `xla.fsdp_v2`; the compiler reduces gradients over the devices of a host.
+    """Return the strategy for XLA: parameters are replicated over devices, or sharded with `xla.fsdp_v2`.
 
-    Raises: ConfigError for settings that it cannot honour.
+    The compiler reduces gradients over the devices of a host. Raises: ConfigError for settings that have no effect.
     """
     refuse(config)
     if ctx.mesh.size(Axis.DP_SHARD) > 1:
@@ -141,10 +141,10 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
 
 
 def _follow(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
-    """Run what was recorded whenever the optimizer has updated its parameters, and lay out the state it loads.
+    """Execute the recorded operations after each update of the optimizer, and shard the state that it loads.
 
-    One step is one program. The first one makes the optimizer's state sharded as its parameters are; state that was loaded whole
-    would lead to another program, whose sums differ by rounding.
+    One step is one program. The first program creates the optimizer's state sharded like its parameters; state that was loaded
+    unsharded would lead to another program, whose sums differ by rounding.
     """
     sync = need("torch_xla").sync
 
