@@ -1,6 +1,6 @@
 """Folders in the format of torch.distributed.checkpoint, read without running code.
 
-Torch itself unpickles the folder's table and single objects in it; here anything but plain values and tensors is refused.
+Torch itself unpickles the folder's metadata and single objects in it; here anything but plain values and tensors is refused.
 """
 
 from __future__ import annotations
