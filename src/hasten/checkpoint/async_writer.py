@@ -127,7 +127,7 @@ class _Places:
         self._used = 0
 
     def fit(self, source: Tensor, grow: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a free slice and the piece of the source to copy there; `grow` adds blocks when all are full."""
+        """Return pairs of a free slice and the source bytes to copy there; `grow` adds blocks when all are full."""
         pairs = []
         while source.numel():
             if self._index == len(self._blocks):
@@ -281,7 +281,7 @@ class AsyncWriter:
             thread.join()
 
     def _finish_before_exit(self) -> None:
-        """Join the thread before Python refuses to start new ones: at exit, thread pools close before threads are joined."""
+        """Join the thread before Python refuses new threads: at exit, thread pools close before threads are joined."""
         if self._registered:
             return
         self._registered = True
@@ -291,7 +291,7 @@ class AsyncWriter:
             if (still := writer()) is not None and still._thread is not None:
                 still._thread.join()
 
-        # Callbacks run in reverse order, so this one runs before concurrent.futures closes its pools. Private in Python,
+        # Callbacks run in reverse order, so this one precedes that of concurrent.futures, which closes its pools. Private,
         # with no public equivalent: atexit comes too late.
         register = getattr(threading, "_register_atexit", None)
         if register is not None:

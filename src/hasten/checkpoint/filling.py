@@ -35,7 +35,7 @@ _MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may n
 
 @dataclass(slots=True)
 class _Stretch:
-    """A byte range of a file, and the tensors to fill from it: (offset in the file, target, first and last byte of it)."""
+    """A byte range of a file and the tensors to fill from it: (offset in the file, target, its bytes from..to)."""
 
     file: MappedFile
     start: int
@@ -74,7 +74,7 @@ def run_copies(
 
 
 def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
-    """Return the copies as byte ranges in file order, large ones split, small ones merged; and the copies that are no plain reads."""
+    """Return byte ranges in file order, large ones split and small ones merged, and the copies that need conversion."""
     places: list[tuple[MappedFile, int, Tensor, int]] = []
     others = []
     for copy in copies:

@@ -1,4 +1,4 @@
-"""File formats: tensors as safetensors or torch files, both written as a list of segments and read by memory-mapping."""
+"""File formats: tensors as safetensors or torch files, both written as segments and read by memory-mapping."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
         data = local_data(value)
         if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
             continue
-        if kind_of(data.device).lazy:  # no address to compare; tied tensors are then written twice, with the same values
+        if kind_of(data.device).lazy:  # no address to compare; tied tensors are then written twice
             continue
         where = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
         if (earlier := first.setdefault(where, key)) != key:
@@ -296,7 +296,7 @@ def _storages(value: Any) -> list[Tensor]:
 
 
 class _BlankArchive:
-    """File object that records what `torch.save` writes: the archive without the bytes of the tensors, which are skipped."""
+    """File object that records what `torch.save` writes, without the bytes of the tensors, which are skipped."""
 
     def __init__(self) -> None:
         self._parts: list[bytearray | int] = [bytearray()]
@@ -324,7 +324,7 @@ class _BlankArchive:
         """Do nothing: there is no buffer to flush."""
 
     def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
-        """Return the file with the tensors in their reserved space, and their offsets; `order` is their order in the archive."""
+        """Return the file with the tensors in their reserved space, and their offsets; `order` is the archive's order."""
         begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
         tensors = iter([index for index in order if owned[index].numel()])
         for part in self._parts:
@@ -360,7 +360,7 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
 
 
 def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
-    """Load what `torch.save` wrote, on the CPU and memory-mapped where possible; unrestricted only if `allow_pickle`."""
+    """Load what `torch.save` wrote, on the CPU, mapped where possible; unrestricted only if `allow_pickle`."""
     begins = b""
     try:
         with open_outside(path) as file:

@@ -90,7 +90,7 @@ def _sliced(name: str, component: Component, rank: int, ranks: Sequence[int]) ->
 
 
 def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
-    """Split the keys into files of at most `limit` bytes (a larger tensor gets a separate file); main-only keys come first.
+    """Split the keys into files of at most `limit` bytes (a larger tensor fills one file); main-only keys come first.
 
     Names that share memory stay together, so that the tensor is stored once.
     """
