@@ -291,8 +291,8 @@ class AsyncWriter:
             if (still := writer()) is not None and still._thread is not None:
                 still._thread.join()
 
-        # Callbacks run in reverse order, so this one precedes that of concurrent.futures, which closes its pools. Private,
-        # with no public equivalent: atexit comes too late.
+        # Callbacks run in reverse order, so this one precedes that of concurrent.futures, which closes its pools. The
+        # function is private in Python, with no public equivalent: atexit comes too late.
         register = getattr(threading, "_register_atexit", None)
         if register is not None:
             register(join)

@@ -42,7 +42,7 @@ class Row:
 
 
 def list_checkpoints(place: str) -> list[Row]:
-    """Return all entries of a folder or URL that look like checkpoints, and of `checkpoints` inside it, oldest first."""
+    """List the entries of a folder or URL, and of `checkpoints` in it, that look like checkpoints, oldest first."""
     return [row(store, name) for store, name in everything(place)]
 
 
@@ -82,7 +82,7 @@ def find(place: str) -> tuple[CheckpointStore, str]:
 
 
 def verify(store: CheckpointStore, name: str, progress: Progress | None = None) -> list[str]:
-    """Return the problems of a checkpoint, one line each; sizes, checksums and the structure of every file are checked."""
+    """Return the problems of a checkpoint, one line each; checks the sizes, checksums and structure of every file."""
     try:
         manifest = store.manifest(name)
     except CheckpointError as error:

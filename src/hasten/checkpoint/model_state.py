@@ -150,7 +150,7 @@ def _few(names: list[str]) -> str:
 
 
 def empty_like_parameter(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an empty state tensor for a parameter: sharded like the parameter if the shapes match, else whole on its device."""
+    """Return an empty state tensor for a parameter: sharded like it if the shapes match, else whole on its device."""
     if is_dtensor(parameter) and tuple(parameter.shape) == shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.to_local().device if is_dtensor(parameter) else parameter.device
@@ -158,7 +158,7 @@ def empty_like_parameter(parameter: Tensor, shape: tuple[int, ...], dtype: torch
 
 
 def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -> StateTree:
-    """Return the tree with the state of this rank's pipeline stage marked as slices of the whole model. Ranks: every rank."""
+    """Return the tree with this rank's pipeline stage marked as slices of the whole model. Ranks: every rank."""
     parts = [part for part in map(stage_part, models) if part is not None]
     axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
     if not parts and ctx.mesh.size(Axis.PP) == 1:
@@ -187,7 +187,7 @@ def _over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, wri
 
 
 def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], list[str]]:
-    """Return the state keys this rank writes, prefixed by model name, and the prefixes of optimizer state written elsewhere."""
+    """Return the state keys this rank writes, prefixed by model, and prefixes of optimizer state written elsewhere."""
     own: set[str] = set()
     copies: list[str] = []
     for name, prefix, model in model_names(models):

@@ -20,7 +20,7 @@ from hasten.modules.names import plain_name, stage_part
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Return canonical names by parameter id; parameters of the second model on are prefixed with the model's number."""
+    """Return canonical names by parameter id; from the second model on, names are prefixed with the model's number."""
     names: dict[int, str] = {}
     for _, prefix, model in model_names(models):
         part = stage_part(model)
@@ -38,7 +38,7 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
 
 def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Component:
-    """Return the optimizer's state with parameter names in place of indices, as `torch.load("optimizer.bin")` shows it."""
+    """Return the optimizer's state keyed by parameter names, as `torch.load("optimizer.bin")` shows it."""
     groups = _group_names(optimizer, names)
     flat = [name for group in groups for name in group]
     state = optimizer.state_dict()

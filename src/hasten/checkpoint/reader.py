@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return device, inode, size and modification time of a file, to detect a replacement; None if it does not exist."""
+    """Return device, inode, size and modification time of a file, to detect replacement; None if it is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -191,7 +191,7 @@ class _Piece:
 
 
 def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
-    """Return the tree with every sliced tensor whole on the ranks with `keeps`, and placeholders without memory on others.
+    """Return the tree with sliced tensors gathered whole on ranks with `keeps`; others hold empty placeholders.
 
     Tensors are gathered one at a time. Ranks: every rank; `keeps` on those that will write.
     """
@@ -249,7 +249,10 @@ Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class MachineOwners:
-    """Ownership of slices per machine: the first rank that holds a slice owns it. Layouts are exchanged when one has changed."""
+    """Ownership of slices per machine: the first rank that holds a slice owns it.
+
+    The ranks exchange their layouts when one has changed.
+    """
 
     def __init__(self) -> None:
         self._layout: Layout | None = None

@@ -248,7 +248,7 @@ def _manifest(
 
 
 def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
-    """Merge the records of identical files that hooks wrote on several ranks. Raises: CheckpointError when they differ."""
+    """Merge the records of identical files that hooks wrote on several ranks. Raises: CheckpointError if they differ."""
     found: dict[str, FileRecord] = {}
     for file in files:
         if found.setdefault(file.name, file) != file:
@@ -268,7 +268,7 @@ def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
 
 
 def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[[str], int | None]) -> list[str]:
-    """Delete the checkpoints that the policy expires and return their names. Ranks: each disk's main, after the commit."""
+    """Delete checkpoints that the policy expires and return their names. Ranks: each disk's main, after the commit."""
     kept = []
     for name in store.names():
         number = numbers(name)

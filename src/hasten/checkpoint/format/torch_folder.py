@@ -52,7 +52,7 @@ _ALLOWED: Final = frozenset(
 
 
 class _Table(pickle.Unpickler):
-    """Restricted unpickler for the metadata of a folder: torch's records, sizes and dtypes, nothing that can run code."""
+    """Restricted unpickler for the metadata of a folder: torch's records, sizes and dtypes, no executable code."""
 
     def __init__(self, file: Any, place: Path) -> None:
         super().__init__(file)

@@ -69,7 +69,7 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 
 def worker_pool(threads: int, devices: Sequence[torch.device], name: str) -> ThreadPoolExecutor:
-    """Return a thread pool for copies, after synchronizing the devices; each thread has a separate stream on the first."""
+    """Return a thread pool for copies after synchronizing the devices; threads have separate streams on the first."""
     for device in devices:
         torch.accelerator.synchronize(device)
     if not devices:
@@ -235,7 +235,7 @@ def segment_starts(blob: Blob) -> list[int]:
 
 
 def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
-    """Return the parts in host memory: large ones on the host are used directly, all others are copied to the buffer."""
+    """Return the parts in host memory: large host tensors are used directly, all others are copied to the buffer."""
     scattered = [part for part in parts if not _stays(part)]
     gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
     views: list[memoryview] = []

@@ -217,7 +217,7 @@ class Switch:
 
     def _link_all(self, manifest: Manifest) -> None:
         folders = {self._folder}
-        for root, names, _ in os.walk(self._content):  # also empty folders, as renaming the whole folder would preserve them
+        for root, names, _ in os.walk(self._content):  # also empty folders, as a rename of the whole would
             made = [self._folder / (Path(root) / name).relative_to(self._content) for name in names]
             for path in made:
                 self._disk.make_folder(path)
@@ -311,7 +311,7 @@ class LocalDraft:
         return records
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, sync, and rename the folder to its final name, or replace the content of the existing folder."""
+        """Write the manifest, sync, and rename the folder to its final name or replace the existing folder's content."""
         raw = encode(manifest)
         with self._naming_the_disk(len(raw)):
             BlobWriter(self._disk, 1).write(self.folder, {MANIFEST_NAME: Blob([raw], len(raw))})

@@ -34,7 +34,7 @@ def same_family(name: str, other: str) -> bool:
 class LocalStore:
     """Checkpoints as folders of `root`, which all ranks of a machine share.
 
-    Hidden entries belong to the process that holds the lock with their token; without a live process they are leftovers.
+    Hidden entries belong to the process that holds the lock with their token; if it is dead, they are leftovers.
     """
 
     def __init__(

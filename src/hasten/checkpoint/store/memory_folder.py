@@ -96,7 +96,7 @@ class MemoryFolder:
 
     @classmethod
     def claimed(cls, root: Path) -> MemoryFolder:
-        """Return the folder of this process's n-th Accelerator, which is the n-th on every rank and after every restart."""
+        """Return the folder of this process's n-th Accelerator, the n-th on every rank and after every restart."""
         here = this_process()
         for number in range(1 << 10):
             folder = root / str(number)
@@ -147,7 +147,7 @@ class MemoryFolder:
         for place in self.root.glob("ranks_*"):
             for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
                 if (step := number_of(folder.name)) is not None and step not in steps:
-                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # without its manifest the state is incomplete, also if the deletion fails
+                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # without manifest, it is incomplete even if deletion fails
                     shutil.rmtree(folder, ignore_errors=True)
 
     def free_bytes(self) -> int:
@@ -161,7 +161,7 @@ class MemoryFolder:
 
     @contextmanager
     def receive(self, copy: Copy, raw: bytes, alike: Sequence[FileRecord], like: Path) -> Iterator[Manifest]:
-        """Context manager for receiving a state: its files arrive in the block, except `alike`, which are linked from `like`.
+        """Context manager for receiving a state: files arrive in the block, except `alike`, linked from `like`.
 
         It becomes visible at the end, if every file matches the manifest. Ranks: the first of the machine.
         """

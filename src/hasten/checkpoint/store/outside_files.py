@@ -24,8 +24,8 @@ _KINDS: Final = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_
 def size_of(path: Path, most_bytes: int | None = None) -> int:
     """Return the size of a file that other code is about to open by its path.
 
-    Raises: OSError when it does not exist; UnsafeCheckpointError for a pipe, socket, device or folder, which could block the
-    reader or never end; CorruptCheckpointError above `most_bytes`.
+    Raises: OSError when it does not exist; UnsafeCheckpointError for a pipe, socket, device or folder, which could
+    block the reader or never end; CorruptCheckpointError above `most_bytes`.
     """
     return _checked(path, path.stat(), most_bytes)
 

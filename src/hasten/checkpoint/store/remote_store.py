@@ -84,7 +84,7 @@ class RemoteDraft:
         return self._store.join_path(self._name, self._placed(file))
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Upload files, and those that hooks created in this rank's local folder, in parallel, computing the checksums."""
+        """Upload files, and those of hooks in this rank's local folder, in parallel; return records with checksums."""
         own = self._hooked(files)
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-upload") as pool:
             records = dict(zip(files, pool.map(lambda item: self._upload(*item), files.items()), strict=True))

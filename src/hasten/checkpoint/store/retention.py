@@ -18,7 +18,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Retention rules: the newest `total_limit`, the `keep_best` by a metric, every `keep_every`-th; None = no such rule."""
+    """Retention rules: newest `total_limit`, `keep_best` by a metric, every `keep_every`-th; None = no such rule."""
 
     total_limit: int | None = None
     keep_best: int | None = None

@@ -282,7 +282,7 @@ def _end(signs: _Signs, let_go: Callable[[], None], pid: int) -> None:
 
 
 def _let_go_again(let_go: Callable[[], None]) -> None:
-    """Retry the release: the first attempt may have failed before releasing, and the next save would wait for the lock."""
+    """Retry the release: the first attempt may have failed before it, and the next save would wait for the lock."""
     try:
         let_go()
     except OSError as error:  # the lock of a process that has ended or has released it is ignored
@@ -300,7 +300,7 @@ def take(locks: Locks, name: str, place: str) -> Claim:
             time.sleep((5 + secrets.randbelow(15)) / 1000 * attempt)  # not from the generators that training uses
         rival = _running(locks, name, place)
         if rival is not None:
-            if rival.owner.pid == locks.here.pid and not collected:  # the claim of a failed save may await garbage collection
+            if rival.owner.pid == locks.here.pid and not collected:  # a failed save's claim may await collection
                 gc.collect()
                 collected = True
             continue
