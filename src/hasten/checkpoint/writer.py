@@ -248,7 +248,7 @@ def _manifest(
 
 
 def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
-    """Merge the records of identical files that hooks wrote on several ranks. Raises: CheckpointError if they differ."""
+    """Merge the records of identical files that hooks wrote on several ranks; raise CheckpointError if they differ."""
     found: dict[str, FileRecord] = {}
     for file in files:
         if found.setdefault(file.name, file) != file:

@@ -52,7 +52,7 @@ def prepare_loader(
 ) -> Loader:
     """Return a prepared loader that reads this rank's share, on `device` (None leaves batches in host memory).
 
-    `transfer` makes the function that moves batches to the device, if not a plain copy. `already_sharded` overrides the setting.
+    `transfer` makes the function that moves batches there, if not a plain copy. `already_sharded` overrides the setting.
 
     Ranks: every rank, with the same dataset, or one shard of it each, and the same settings.
     Raises: DataError when the ranks' loaders differ; ConfigError or PrepareError when one cannot be split.
@@ -139,7 +139,7 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
 
 
 def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
-    """Return a function that synchronizes these generators; without its `generator`, a loader shuffles equally anyway."""
+    """Return a function that synchronizes these generators; a loader without a generator shuffles equally anyway."""
     types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
     if not types or ctx.world.size == 1:
         return None

@@ -15,7 +15,7 @@ def _runs(loader: Loader) -> bool:
 
 
 def midway(loader: Loader) -> bool:
-    """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not started."""
+    """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
     track = loader.parts.track
     return track.start.consumed > 0 if track.fresh else loader.cursor.left or _runs(loader)
 

@@ -52,7 +52,7 @@ class Split(NamedTuple):
 
 
 def split_by_itself(dataset: Any) -> Split | None:
-    """Return the split that a dataset performs itself, as its package documents; None if there is none or it is unknown."""
+    """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
         splits = [split_by_itself(one) for one in dataset.datasets]
         return splits[0] if splits and all(one == splits[0] for one in splits) else None
@@ -92,7 +92,7 @@ def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
 
     The documentation of `datasets` says that such a state loses the content of the buffer. So does a dataset of the
     user that wraps such a stream and passes its state on. A buffer of size one loses nothing; but taken in a worker,
-    which reads some of the shards only, its state cannot be loaded: `datasets` compares it with the state of all shards.
+    which reads only some of the shards, its state cannot be loaded: `datasets` compares it with that of all shards.
     """
     return any(_is_a(part, _HUB_BUFFER) and (part.buffer_size > 1 or in_worker) for part in parts_of(stream))
 
@@ -126,7 +126,7 @@ def is_torchdata(value: object) -> bool:
 
 
 def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Return True if `value` is exactly of that class, or torchdata's version of it, rather than of a user's subclass."""
+    """Return True if `value` is exactly of that class, or torchdata's version of it, not of a user's subclass."""
     own = type(value)
     return own is kind or (own.__name__ == kind.__name__ and is_torchdata(value))
 

@@ -1,4 +1,4 @@
-"""Detection of `.shard()` and `split_dataset_by_node()` of Hugging Face `datasets`, which leave no mark on the dataset."""
+"""Detection of `.shard()` and `split_dataset_by_node()` of Hugging Face `datasets`, which leave no mark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def part_of(dataset: Any) -> ItemsPart | Sources | None:
 
 
 def are_parts(found: Sequence[ItemsPart | Sources | None]) -> bool:
-    """Return True if the datasets of all ranks are disjoint shards of one, proven by their sources, not their samples."""
+    """Return True if the ranks' datasets are disjoint shards of one, proven by their sources, not their samples."""
     streams = [one for one in found if one is not None and not isinstance(one, ItemsPart)]
     if len(streams) == len(found):
         return len({source for one in streams for source in one}) == sum(map(len, streams))

@@ -33,7 +33,7 @@ class Stand(NamedTuple):
     position: int = 0
     """Number of elements read since the start of the epoch."""
     state: Any = None
-    """The stream's `state_dict()` there, if it is reliable; without one, the stream is read again up to the position."""
+    """The stream's `state_dict()` there, if it is reliable; else the stream is read again up to the position."""
     rng: States | None = None
     """Random states of the reader there, if there is a state and any number was drawn."""
     origin: Any = None
@@ -60,8 +60,8 @@ class Block(NamedTuple):
     head: tuple[Sample, ...] | None = None
     """Leaves of the worker's first elements, with its first block of an epoch, if ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
-    """Marks a block without a batch. begin: state that the worker's dataset carries at the start of the epoch. turn: placeholder for a
-    worker that had its turn before the run was resumed. end: the worker's stream has ended, with the state of its dataset."""
+    """Marks a block without a batch. begin: state of the worker's dataset at the start of the epoch. turn: placeholder
+    for a worker that had its turn before the resume. end: the worker's stream has ended; state of its dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class _Cutter:
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
-            # After its end, a stream's state may mean the start of the next epoch, so the stream is read up to the position.
+            # After its end, a stream's state may mean the next epoch's start, so the stream is read up to the position.
             state = self._state() if full else None
             position += round_.taken
             rng = self._rng.state() if state is not None else None
@@ -272,7 +272,7 @@ class BlockCollate:
         self.process = process
 
     def __call__(self, block: Block) -> tuple[Any, Padding | None, Block]:
-        """Return (batch, padding, block without samples); the batch is a list of (batch, padding) if one rank reads for all."""
+        """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
         parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
         batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
         return batch, padding, block._replace(lumps=())

@@ -24,7 +24,7 @@ MakeMove = Callable[[int, Collection[str]], Move]
 """Makes a move that works so many batches ahead and does not move values under these keys."""
 
 Extent = tuple[int, int, int]
-"""A global batch: its epoch, and its first and last position there, in units of the order (for a stream: in batches)."""
+"""A global batch: its epoch, and its first position and end there, in units of the order (streams: in batches)."""
 
 _FIXED: Final = frozenset({"num_workers", "persistent_workers", "in_order"})
 _FORWARDED: Final = frozenset(
@@ -182,7 +182,7 @@ class Loader(DataLoader[Any]):
         return items if parts.move is None else parts.move(items), at
 
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
-        """Yield the batches to the end of the epoch; after a rollback, those from the new position to the end of this epoch."""
+        """Yield the batches to the end of the epoch; after a rollback, from the new position to the end of this epoch."""
         cursors, until = self.parts.clock.cursors, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:
@@ -227,17 +227,17 @@ class Loader(DataLoader[Any]):
     def _set_seeds(self, at: Position) -> None:
         parts = self.parts
         engine = parts.source.engine
-        if at.generator is None or (self.generator is None and not at.consumed):  # else the state is the one after this draw
+        if at.generator is None or (self.generator is None and not at.consumed):  # else it is the state after this draw
             self._draw_workers_seed()
         if engine is not self:
             engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
         forward_epoch(self.dataset, at.epoch)
 
     def _draw_workers_seed(self) -> None:
-        """Draw from the user's generator what a DataLoader draws before the order: a seed, at the start of each iteration.
+        """Draw from the user's generator what a DataLoader draws before the order: a seed per iteration.
 
-        The seed itself is not used. Persistent workers are started once, so a resumed run, which starts them again, must
-        not draw again: the saved position has the generator's state after this draw, or a flag that workers ran already.
+        The seed itself is not used. Persistent workers start once, so a resumed run, which starts them again, must not
+        draw again: the saved position has the generator's state after this draw, or a flag that workers ran already.
         """
         generator = self.generator
         if self.parts.source.engine is self:  # torch draws it
@@ -390,7 +390,7 @@ class SkippedBatches(BatchSampler):
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-        self.sampler = getattr(batch_sampler, "sampler", None)  # shown as in the user's
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment] # shown as in the user's
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 

@@ -257,7 +257,7 @@ def _write(generator: Any, saved: Any, path: str) -> None:
 
 
 def _numbers(state: Any) -> Any:
-    """Return a state of numpy as JSON values; numbers wider than 53 bits become text, which every JSON reader preserves."""
+    """Return a state of numpy as JSON values; numbers wider than 53 bits become text, which JSON readers preserve."""
     if isinstance(state, Mapping):
         return {key: _numbers(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

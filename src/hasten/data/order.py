@@ -1,4 +1,4 @@
-"""Global order of an epoch's units, equal on every rank: computed, drawn equally everywhere, or drawn once and shared."""
+"""Global order of an epoch's units, equal on every rank: computed, drawn equally everywhere, or shared."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Shuffle:
     def _encrypt(self, x: Indices) -> Indices:
         """Apply an alternating Feistel network once: a bijection of the next power of two.
 
-        Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which processors vectorise eight at a time.
+        Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which vectorise eight at a time.
         """
         bits = (self.size - 1).bit_length()
         low_bits = bits // 2

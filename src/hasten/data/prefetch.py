@@ -185,7 +185,7 @@ class Prefetch:
             yield in_line.copy(batch), real, last, mark
 
     def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
-        """Yield the first large batch and those after it; small ones among them stay in order and are copied synchronously."""
+        """Yield the first large batch and those after it; small ones stay in order and are copied synchronously."""
         queue: deque[tuple[Padding | None, bool, Any]] = deque()
         with Queue(self._device, self._depth, in_line) as batches:
             for batch, real, last, mark in _chained(first, items):
@@ -231,7 +231,7 @@ class Queue:
 
 
 class OneAhead:
-    """Move that puts batches on the device and marks the last, by reading one batch ahead and starting its copy if large.
+    """Move that puts batches on the device and marks the last, reading one batch ahead and copying it if large.
 
     No batch is read earlier: datasets that draw from the process's random generators draw as in any loop that looks
     one batch ahead. With `device=None` batches are not moved.

@@ -25,7 +25,7 @@ SliceFn = Callable[..., Any]
 
 
 class IndexedReader:
-    """Reader of map-style data: the indices are cut for every rank first, so each share is read and collated separately."""
+    """Reader of map-style data: the indices are cut for every rank first, so each share is collated separately."""
 
     per_round = 1
 

@@ -93,7 +93,7 @@ class Assignment:
         return (lot for lot in lots if lot is not None)
 
     def batch_of(self, at: Position, step: int) -> list[int] | None:
-        """Return the dataset indices of this rank's `step`-th batch from `at`, without padding; None if not computable."""
+        """Return the dataset indices of this rank's `step`-th batch from `at`, without padding; None if unknown."""
         seek, size = self._seek(at), self.order.size()
         if seek is None or size is None:
             return None
@@ -113,7 +113,7 @@ class Assignment:
         return reading_of(self.plan, isinstance(self.order, ShuffledOrder))
 
     def rounds(self, at: Position) -> Iterator[list[Lot | None]]:
-        """Yield the batches of all ranks, step by step, for the rank that reads for all; None for a rank without one."""
+        """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""
         start = self._start(at)
         seek = self._seek(at)
         if seek is not None:

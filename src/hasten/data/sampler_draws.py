@@ -29,7 +29,7 @@ def plain_unit(unit: Any) -> Any:
 
 
 class Trial:
-    """Trial draw of an epoch of this rank's sampler from the first rank's random states; the sampler's state is restored."""
+    """Trial draw from this rank's sampler under the first rank's random states; the sampler's state is restored."""
 
     def __init__(
         self, sampler: Any, epoch: int, seed: int, start: dict[str, Any], keep: Callable[[], Callable[[], None]]

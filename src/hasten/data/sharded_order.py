@@ -17,7 +17,7 @@ from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: units are of any type.
 Fit = Literal["longest", "shortest", "own"]
-"""End of shards of different size: with the longest, where the others repeat their first units; with the shortest; alone."""
+"""End of shards of different size: with the longest, padded by repeating first units; with the shortest; alone."""
 
 _CHUNK: Final = 1024
 _FAILED: Final = -1

@@ -60,7 +60,7 @@ class Source(Protocol):
         ...
 
     def remember(self, at: Position) -> Position:
-        """Return `at`, the start of an epoch, with the state that the user's sampler or stream carries from earlier ones."""
+        """Return `at`, the start of an epoch, with the state that the user's sampler or stream carries over."""
         ...
 
     def first(self, at: Position) -> Any:

@@ -20,7 +20,7 @@ from hasten.data.source import Item
 class TorchSource:
     """Source of batches that torch, or torchdata, reads through the prepared loader, with any sampler and workers.
 
-    Nothing is planned: the sampler has this process's share already, and torch draws its order and the workers' seeds as
+    Nothing is planned: the sampler has this process's share already, and torch draws order and worker seeds as
     in a plain loop. A position counts this process's batches, with the state of `generator`, which the order is drawn
     from; `set_epoch` is called on the `followers`. A process that does not read (`reads=False`, because another reads
     for it) draws the same random numbers as reading would before the order.
@@ -52,7 +52,7 @@ class TorchSource:
             forward_epoch(one, at.epoch)
         if self._generator is not None and at.generator is not None and not isinstance(at.generator, str):
             self._generator.set_state(at.generator["order"])
-        if not self._reads:  # same draw as the main process's iterator for its workers, so that the ranks' generators agree
+        if not self._reads:  # same draw as the main process's iterator: the generators agree
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return self.remember(at)
 

@@ -136,7 +136,7 @@ class OwnRng:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context manager that draws from these states; it does not restore the previous ones (see RandomStates.kept)."""
+        """Context manager that draws from these states, without restoring the previous ones (see RandomStates.kept)."""
         if self._states is None:
             self._process.seed(self._seed)
             self._states = self._process.read()

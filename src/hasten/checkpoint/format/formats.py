@@ -324,7 +324,7 @@ class _BlankArchive:
         """Do nothing: there is no buffer to flush."""
 
     def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
-        """Return the file with the tensors in their reserved space, and their offsets, given the order in the archive."""
+        """Return the file with the tensors in their reserved space, and their offsets; `order` is the archive order."""
         begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
         tensors = iter([index for index in order if owned[index].numel()])
         for part in self._parts:

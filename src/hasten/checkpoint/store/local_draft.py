@@ -311,7 +311,7 @@ class LocalDraft:
         return records
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, sync, and rename the folder to its final name or replace the existing folder's content."""
+        """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
         raw = encode(manifest)
         with self._naming_the_disk(len(raw)):
             BlobWriter(self._disk, 1).write(self.folder, {MANIFEST_NAME: Blob([raw], len(raw))})

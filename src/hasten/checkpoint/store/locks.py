@@ -124,7 +124,7 @@ class LocalLocks:
             return Lock(token, Owner(), (path.stat().st_mtime, 0))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs and holds the lock, judged by its process id and, where supported, its flock."""
+        """Return whether the owner runs and holds the lock, judged by its process id and, if supported, its flock."""
         verdict = liveness(lock.owner, self.here)
         if verdict is Liveness.DEAD or not lock.owner.locked:
             return verdict

@@ -147,7 +147,7 @@ class MemoryFolder:
         for place in self.root.glob("ranks_*"):
             for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
                 if (step := number_of(folder.name)) is not None and step not in steps:
-                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # without manifest, it is incomplete even if deletion fails
+                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # incomplete from now on
                     shutil.rmtree(folder, ignore_errors=True)
 
     def free_bytes(self) -> int:
