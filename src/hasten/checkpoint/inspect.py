@@ -228,8 +228,8 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, 
     """Convert a folder of Hugging Face Accelerate (or of plain torch files) to a checkpoint of hasten; return remarks.
 
     Model, optimizers, schedulers, scaler and registered objects are converted; random states are not, since other
-    tools pickle them. Raises: UnsafeCheckpointError for files that need pickle, unless it is allowed; CheckpointError when
-    the source is a checkpoint of hasten, and when the target holds something, unless `overwrite`.
+    tools pickle them: the run continues with new ones. Raises: UnsafeCheckpointError for files with pickle, unless
+    allowed; CheckpointError when the source is a checkpoint of hasten, or the target is not empty, unless `overwrite`.
     """
     folder = Path(source)
     if not folder.is_dir():

@@ -52,7 +52,7 @@ def prepare_loader(
 ) -> Loader:
     """Return a prepared loader that reads this rank's share, on `device` (None leaves batches in host memory).
 
-    `transfer` makes the function that moves batches there, if not a plain copy. `already_sharded` overrides the setting.
+    `transfer` makes the function that moves batches, if not by a plain copy. `already_sharded` overrides the setting.
 
     Ranks: every rank, with the same dataset, or one shard of it each, and the same settings.
     Raises: DataError when the ranks' loaders differ; ConfigError or PrepareError when one cannot be split.

@@ -239,9 +239,7 @@ class _Cutter:
     def _seek(self, stand: Stand) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
-        elements: Iterator[Any] = chain(
-            iter(stream)
-        )  # chain stays exhausted: litdata streams restart on the next call
+        elements: Iterator[Any] = chain(iter(stream))  # chain stays exhausted: litdata streams restart on the next call
         if not stand.position:
             return [], elements
         head = list(islice(elements, min(self._most_head, stand.position)))

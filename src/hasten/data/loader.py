@@ -182,7 +182,7 @@ class Loader(DataLoader[Any]):
         return items if parts.move is None else parts.move(items), at
 
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
-        """Yield the batches to the end of the epoch; after a rollback, from the new position to the end of this epoch."""
+        """Yield the batches to the end of the epoch; after a rollback, from the new position to this epoch's end."""
         cursors, until = self.parts.clock.cursors, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:

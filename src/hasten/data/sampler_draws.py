@@ -72,7 +72,7 @@ class Trial:
 
 
 def _sketch(units: list[Any]) -> tuple[list[int], int]:
-    """Return the smallest checksums of the indices, and the largest number that `drop_last` may omit."""
+    """Return the smallest checksums of the indices, and the largest batch length, the most that `drop_last` omits."""
     batches = any(isinstance(unit, list) for unit in units)
     indices = {repr(one) for unit in units for one in (unit if isinstance(unit, list) else [unit])}
     smallest = sorted(zlib.crc32(index.encode()) for index in indices)[:_SKETCH]

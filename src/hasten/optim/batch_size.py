@@ -138,7 +138,7 @@ def _attempt(
     value, error = None, None
     try:
         value = function(size, *args, **kwargs)
-    except Exception as raised:  # errors of any kind are sent to the other ranks; only a lack of memory is not re-raised
+    except Exception as raised:  # sent to the other ranks; all but a lack of memory are re-raised
         if not should_reduce_batch_size(raised):
             error = raised
         fits = False

@@ -79,7 +79,7 @@ def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> 
 
 
 def _place(grad: Tensor) -> object:
-    """Return the key by which gradients are grouped for one norm: the mesh and the kind of placements, or the device."""
+    """Return the key that groups gradients for one norm: the mesh and the kind of placements, or the device."""
     if not is_dtensor(grad):
         return grad.device
     return grad.device_mesh, tuple("split" if _is_split(p) else str(p) for p in grad.placements)

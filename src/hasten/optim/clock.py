@@ -183,7 +183,7 @@ class StepClock:
         self.interrupted = True
 
     def forget(self) -> None:
-        """Record that the gradients accumulated before an interruption were cleared; the window continues without them."""
+        """Record that gradients accumulated before an interruption were cleared; the window continues without them."""
         window = self._current
         window.missing = window.micro
         window.losses = window.before = 0
@@ -387,7 +387,7 @@ class StepClock:
         return self._current.lanes
 
     def merge_lanes(self, parameters: list[Tensor]) -> None:
-        """Set these parameters' gradients to the sum of their lanes, each corrected by its weight. Ranks: every rank."""
+        """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
         window = self._current
         assert window.lanes is not None, "there are lanes to merge"
         agree_on_factors(

@@ -26,7 +26,7 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def apply(self) -> StepResult:
-        """Update the parameters with the window's gradients; return whether the update was applied. Ranks: every rank."""
+        """Update the parameters with the window's gradients; return whether it was applied. Ranks: every rank."""
 
     @abstractmethod
     def multiply_gradients(self, factor: float | Tensor) -> None:
@@ -37,7 +37,7 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
         self.apply()
 
     def numbered_groups(self) -> list[dict[str, Any]]:
-        """Return the groups with indices in place of parameters, counted through all groups, as in a state dict of torch."""
+        """Return the groups with indices instead of parameters, counted through all groups, as in torch's state dicts."""
         numbers = itertools.count()
         return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
 

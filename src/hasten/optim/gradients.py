@@ -50,7 +50,7 @@ def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> 
 
 
 class SetAside:
-    """Holder that removes the gradients from parameters, so that a step's are separate; uses memory only inside a window."""
+    """Holder of gradients removed from parameters, to separate those of a step; uses memory only inside a window."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -174,8 +174,8 @@ def _hook(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradien
 class Unowned:
     """Gradients of parameters without an optimizer; separates those of earlier windows from the window in progress.
 
-    A window's gradients are unscaled and normalised when it ends. Those of earlier windows are already, so they must not
-    be multiplied again. If nothing will be multiplied (no accumulation, weight or loss scale), they stay in .grad.
+    A window's gradients are unscaled and normalised when it ends. Those of earlier windows are already, so they must
+    not be multiplied again. If nothing will be multiplied (no accumulation, weight or loss scale), they stay in .grad.
     """
 
     def __init__(self, clock: StepClock, precision: Precision, optimizers: list[PreparedOptimizer]) -> None:
@@ -200,7 +200,7 @@ class Unowned:
         return [p for p in self._known if p.requires_grad and id(p) not in owned]
 
     def begin(self, changes: bool) -> None:
-        """Prepare for the backward of a loss; `changes` means that its window may be multiplied by a factor at its end."""
+        """Prepare for the backward of a loss; `changes` means that its window may be multiplied at its end."""
         if self._open:
             return
         self._open, self._merged = True, False

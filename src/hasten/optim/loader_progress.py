@@ -34,7 +34,7 @@ class LoaderCursor:
     partners: set[int] = field(default_factory=set)
     """Loaders (by id) that were being iterated when this one moved: they are read alongside, not nested."""
     num_ended: int = 0
-    """Number of complete passes since the start of the epoch's body, except those nested in a pass over another loader."""
+    """Number of complete passes since the start of the epoch's body, except those nested in another loader's pass."""
     num_again: int = 0
     """Number of next passes that yield no batches, because the resumed epoch had completed them."""
     left: bool = False

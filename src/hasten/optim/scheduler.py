@@ -100,7 +100,8 @@ def _of_function(function: Callable[..., Any]) -> int | None:
 def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, every: int) -> str | None:
     """Return a message if a schedule fits whole epochs of a loader before its split over processes; else None.
 
-    `num_whole` and `num_share` are the batches of an epoch before the split and on one process; `every` is batches per update.
+    `num_whole` and `num_share` are the batches of an epoch before the split and on one process; `every` is the number
+    of batches per update.
     """
     total = total_of(scheduler)
     if not total or num_share >= num_whole or not num_share:

@@ -17,8 +17,8 @@ from hasten.trees import Tree
 class StepGraph:
     """Captured work of `function(*inputs)`: forward, backward and updates of `optimizers`, which must be fused.
 
-    A graph holds addresses and constants. Learning rates are read anew at every replay; any other change of the optimizers' options,
-    or tensors at other addresses, make it stale.
+    A graph holds addresses and constants. Learning rates are read anew at every replay; any other change of the
+    optimizers' options, or tensors at other addresses, make it stale.
     """
 
     def __init__(

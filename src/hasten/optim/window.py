@@ -294,8 +294,8 @@ def divided(loss: Tensor, parts: int) -> Tensor:
 def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: keywords of torch
     """Backpropagate the loss divided by `parts`; `kwargs` are passed to `Tensor.backward`.
 
-    A backward of `loss / parts` starts with the gradient 1 and turns it into 1 / parts. Starting there saves the division and its
-    backward, which is noticeable for a small micro-step on a GPU; the gradients are bitwise equal.
+    A backward of `loss / parts` starts with the gradient 1 and turns it into 1 / parts. Starting there saves the
+    division and its backward, noticeable for a small micro-step on a GPU; the gradients are bitwise equal.
     """
     if parts != 1:
         if type(loss) is Tensor and loss.numel() == 1 and kwargs.get("gradient") is None:

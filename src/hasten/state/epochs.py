@@ -116,7 +116,7 @@ class EpochLoops:
         return [index for index, loader in enumerate(self._objects.loaders) if midway(loader)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as JSON values: the epoch at which each loop resumes, and the complete passes of its body."""
+        """Return the counters as JSON values: the epoch at which each loop resumes, and its body's complete passes."""
         midway = self._midway()
         return {"loops": self._states(self._outermost, midway), "ended": self._ended() if midway else []}
 
@@ -180,7 +180,7 @@ def _begin_at(epoch: int) -> dict[str, Any]:
 
 
 def checked(saved: Any) -> dict[str, Any]:  # Any: content of the file
-    """Return the counters of epoch loops, as from `state_dict`. Raises: TypeError, KeyError or ValueError if invalid."""
+    """Return the counters of epoch loops as `state_dict` does. Raises: TypeError, KeyError or ValueError if invalid."""
     return {"loops": [_checked_loop(loop) for loop in saved["loops"]], "ended": [int(x) for x in saved["ended"]]}
 
 

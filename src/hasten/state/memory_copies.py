@@ -1,4 +1,4 @@
-"""Copies of a run's newest state in the memory of its machines: made after updates, fetched from a neighbour on failure."""
+"""In-memory copies of a run's newest state: made after updates, fetched from another machine on failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hasten.runtime.mesh_plan import Axis
 log = get_logger(__name__)
 
 Write = Callable[[LocalStore, str, "Machine", Agreement, Callable[[int], None]], None]
-"""Writes the state of the run into a store under a name; the callback gets this rank's number of bytes before the write."""
+"""Function that writes the state into a store under a name; its callback gets this rank's bytes before the write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class MemoryCopies:
     def _parcels(
         self, orders: Sequence[Order], machine: Machine
     ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-        """Return the files this rank sends and receives: the files of a state are distributed over the ranks of both machines."""
+        """Return the files this rank sends and receives; files of a state are distributed over a machine's ranks."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for order in orders:
@@ -194,7 +194,7 @@ class MemoryCopies:
 
     # -- going on ---------------------------------------------------------------------------------------------------
     def newest(self, together: Agreement) -> Choice | None:
-        """Return the newest step that all machines can resume from; None, with the reason in the log. Ranks: every rank."""
+        """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
         machine = self._meet(together)
         found: list[list[Copy]] = together.share(self._folder.held() if self._first(machine) else [])
         held = [found[ranks[0]] for ranks in machine.all]
@@ -207,7 +207,7 @@ class MemoryCopies:
         return choice
 
     def fetch(self, choice: Choice, together: Agreement) -> tuple[LocalStore, str]:
-        """Return store and name of the state on this machine, after transfers to machines without it. Ranks: every rank."""
+        """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
         machine, size = self._meet(together), self._ctx.world.size
         together.label = f"fetching the state of update {choice.step} from the memory of other machines"
         moves = [(source, target) for target, source in enumerate(choice.sources) if source != target]
@@ -232,7 +232,7 @@ class MemoryCopies:
         return self._folder.store(machine.ranks), numbered(choice.step)
 
     def loaded(self, step: int | None) -> None:
-        """Delete every state except the one that was loaded (None: one from elsewhere), since later ones are obsolete."""
+        """Delete every state except the loaded one (None: one from elsewhere), since later ones are obsolete."""
         self._folder.keep_only(() if step is None else {step})
         self._kept = step
 
@@ -240,7 +240,7 @@ class MemoryCopies:
 def memory_root(ctx: ProcessContext, every: int) -> Path:
     """Return the in-memory folder that outlives this process.
 
-    Raises: ConfigError when there is none, when no launcher would restart the run, or when the mesh does not allow copies.
+    Raises: ConfigError when there is none, when no launcher would restart the run, or the mesh does not allow copies.
     """
     variables = env.snapshot()
     said = f"checkpoint_in_memory={every}"

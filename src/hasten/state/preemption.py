@@ -112,7 +112,7 @@ class FinishFirst:
         self._installed = False
 
     def install(self) -> None:
-        """Install the handler before the default action of SIGTERM; a handler of the user or of Preemption is not replaced."""
+        """Install the handler in place of SIGTERM's default action; a handler of the user or of Preemption stays."""
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

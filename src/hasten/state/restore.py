@@ -147,7 +147,7 @@ class Restore:
                 scheduler._seen = seen
 
     def _loops(self, together: Agreement) -> None:
-        """Restore the loop state of wrapped models, the gradients of the window in progress, and the clock. Ranks: every rank."""
+        """Restore the wrapped models' loop state, the open window's gradients, and the clock. Ranks: every rank."""
         parts, gradients = self.parts, self.gradients or Gradients()
         plain = parts.plain_models()
         names = parameter_names(plain)

@@ -82,7 +82,7 @@ def find_source(
     input_dir: str | Path | None,
     must: bool,
 ) -> tuple[CheckpointStore, str, bool] | None:
-    """Return store and name of the state to load, and whether it is a copy in memory; None if nothing is found and not `must`.
+    """Return store and name of the state to load, and whether it is in memory; None if not found and not `must`.
 
     Ranks: every rank.
     """
@@ -176,7 +176,7 @@ class Saving:
         return HookHandle(self._save_hooks, self._hook_count)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
-        """Call `hook(models, folder)` before each load; models that it removes from the list are not loaded."""
+        """Call `hook(models, folder)` before each load; models that it removes from the list are its to load."""
         self._hook_count += 1
         self.load_hooks[self._hook_count] = hook
         return HookHandle(self.load_hooks, self._hook_count)
@@ -231,7 +231,7 @@ class Saving:
     def _write_copy(
         self, store: LocalStore, name: str, machine: Machine, together: Agreement, told: Callable[[int], None]
     ) -> None:
-        """Write the state of this machine's ranks; `told` is called with this rank's bytes before. Ranks: every rank."""
+        """Write the state of this machine's ranks; `told` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
         settle_loops(self._parts, together)
         group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
@@ -257,7 +257,7 @@ class Saving:
         return with_own_state(tree, self._parts, together)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:
-        """Return True if this rank is the first along all axes except `own`; pipeline stages hold different parameters."""
+        """Return True if this rank is the first along all axes except `own` and `pp` (stages hold other parameters)."""
         among = {Axis(name) for name in own} | {Axis.PP}
         if Axis.DP_SHARD in among:
             among.add(Axis.CP)  # torch's mesh includes it
@@ -422,7 +422,7 @@ class Saving:
         return reports
 
     def newest(self, wait: bool = False) -> str | None:
-        """Return the checkpoint that this run saved or loaded last; `wait` (on every rank) includes a save in flight."""
+        """Return the checkpoint that this run saved or loaded last; `wait` (every rank) includes a save in flight."""
         if wait:
             self.wait_for_saves()
         return self._newest

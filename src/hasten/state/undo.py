@@ -74,7 +74,7 @@ class Undo:
         self.add(type(thing).__name__, lambda: thing.load_state_dict(trees.map_leaves(_thawed, before)))
 
     def keep_attributes(self, thing: object, tensors: bool = True) -> None:
-        """Save an object's attributes and the content of their containers; `tensors` also copies the tensors in them."""
+        """Save an object's attributes and the content of their containers; `tensors` also copies their tensors."""
         self.add(type(thing).__name__, _keep_attributes(thing, tensors))
 
     def keep_targets(self, copies: Sequence[Copy]) -> None:

@@ -33,7 +33,7 @@ _FORMAT: Final = 2  # earlier, slices had no offsets
 def gradients_component(
     models: Sequence[nn.Module], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
 ) -> Component:
-    """Return the gradients that a window has accumulated on this rank; `held` are those of wrapped models besides .grad."""
+    """Return the window's gradients accumulated on this rank; `held` are those of wrapped models besides .grad."""
     grads = {id(p): p.grad for model in models for p in model.parameters() if p.grad is not None}
     return _component(grads, names, held, groups)
 
@@ -96,8 +96,8 @@ def plan_gradients(
 ) -> Gradients:
     """Return the gradients of the saved window for this rank. Changes nothing; each rank independently.
 
-    With the layout they were saved from, they are restored bit for bit. With any other, each parameter gets the mean over
-    the saving ranks (its slices are read unchanged), whose mean over any number of ranks is the same: the update at
+    With the layout they were saved from, they are restored bit for bit. With any other, each parameter gets the mean
+    over the saving ranks (slices are read unchanged), whose mean over any number of ranks is the same: the update at
     the end of the window equals that of the uninterrupted run, up to the rounding of a mean.
     Raises: CheckpointError when that is impossible.
     """
@@ -115,7 +115,7 @@ def plan_gradients(
             f"{checkpoint.folder}: the accumulation window in progress has gradients of {strangers[:4]}, which no model "
             "here holds. Nothing was loaded. Prepare the models that were saved, or load with strict=False."
         )
-    # A weighted window is divided by the number of ranks at its end: the sum over ranks must be preserved, not the mean.
+    # A weighted window is divided by the number of ranks at its end: preserve the sum over ranks, not the mean.
     saved_ranks = loss_ranks(checkpoint.manifest.mesh, saved_world)
     factor = saved_ranks / loss_ranks(here.mesh, here.world_size) if weighted else 1.0
     moved = ((name, _moved(name, parameter, everyone, strict)) for name, parameter in live.items())
@@ -212,7 +212,7 @@ def _distinct(pieces: Any) -> list[Piece]:  # Any: an iterator of pieces
 
 
 def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
-    """Return the target's slice of a gradient, read from the pieces that hold it; half precision is summed in float32."""
+    """Return the target's slice of a gradient, read from the pieces with it; half precision is summed in float32."""
     dtype = pieces[0].data.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     part = torch.empty(target.data.shape, dtype=wide)

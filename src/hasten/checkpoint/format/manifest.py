@@ -191,9 +191,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / safe_name(name, str(folder))
     roots = [folder.resolve()]
-    if (
-        folder.parent.name == "snapshots"
-    ):  # the Hub's cache: files of a snapshot are links to shared files
+    if folder.parent.name == "snapshots":  # the Hub's cache: files of a snapshot are links to shared files
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(path.resolve().is_relative_to(root) for root in roots):
         raise UnsafeCheckpointError(

@@ -119,7 +119,7 @@ def _is_same(path: Path, file: FileRecord) -> bool:
 
 
 def holding(folder: Path) -> Holding | None:
-    """Return the content of a folder: a checkpoint of any tool, an exported model, or several; None if empty."""
+    """Return the content of a folder: a checkpoint of any tool, an exported model, or several; None for neither."""
     if not folder.is_dir():
         return None
     names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
