@@ -235,7 +235,7 @@ def _save_torch(obj: Any, file: BinaryIO) -> None:
         raise
 
 
-def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: whatever was saved
+def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
     """Load the object that `save_object` wrote, on the CPU; a safetensors file gives a dict of tensors.
 
     Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.

@@ -79,7 +79,7 @@ def names_of_other_stages(model: nn.Module) -> frozenset[str]:
 def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
-    Raises: CheckpointError naming what is missing, unexpected or of another shape or dtype, when strict.
+    Raises: CheckpointError naming missing and unexpected tensors and those of another shape or dtype, when strict.
     """
     plan = ModelPlan(model)
     state = dict(model.state_dict(keep_vars=True))
@@ -241,7 +241,7 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
 
     Sharded parameters read only their slice of the mapped file, so host memory stays near model size / world size.
     Everything is checked before any tensor changes. Ranks: every rank that holds a shard of the model.
-    Raises: CheckpointError naming what is missing, unexpected or of another shape.
+    Raises: CheckpointError naming missing and unexpected tensors and those of another shape.
     """
     check_path(folder, "load_model(directory)")
     stored = read_model(folder, allow_pickle)

@@ -60,7 +60,7 @@ def save_model(module: nn.Module, part: Part, world: Comm, whole: bool, names: s
 def load_model(module: nn.Module, part: Part, world: Comm, names: set[str] | None = None) -> None:
     """Load a model, or only its tensors in `names`, which must then match the file exactly. Ranks: every rank.
 
-    Raises: CheckpointError naming what is missing or unexpected.
+    Raises: CheckpointError naming missing and unexpected tensors.
     """
     if is_torch_folder(part.folder):
         _fill_model(module, part.folder, names)

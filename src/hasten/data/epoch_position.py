@@ -41,4 +41,4 @@ def num_done(loader: Loader) -> int:
     first, every = replace(at, consumed=0), range(steps + 1)
     done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
     left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
-    return max(done, steps - left)  # with another world size, steps need not begin where the saved ones ended
+    return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended

@@ -70,7 +70,7 @@ def split_by_itself(dataset: Any) -> Split | None:
 
 def _splits_shards(stage: Any) -> bool:
     """Return True if a stage of a webdataset pipeline gives each node separate shards."""
-    function = getattr(stage, "func", stage)  # of a partial
+    function = getattr(stage, "func", stage)  # unwraps functools.partial
     kind = function if hasattr(function, "__name__") else type(function)
     ours = str(getattr(kind, "__module__", "")).split(".")[0] == "webdataset"
     return ours and kind.__name__ in ("split_by_node", "ResampledShards", "resampled_", "ResampledShardList")

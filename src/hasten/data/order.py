@@ -161,7 +161,7 @@ class SharedOrder:
 
     It is drawn under separate random states, seeded by (seed, epoch), so that it can be drawn again on resume and
     does not disturb those of training. The state that the sampler carries between epochs (a generator, a count, a list
-    that it shuffles) is stored with the position: its `state_dict()` if it has one, else what inspection finds. The
+    that it shuffles) is stored with the position: its `state_dict()` if it has one, else the attributes found. The
     position also holds a checksum of the order, so that a sampler whose state was not found is refused.
 
     With `as_torch` the first rank draws from the process's random states, as a plain DataLoader does. The states at the
@@ -176,7 +176,7 @@ class SharedOrder:
         checks: bool = False,
     ) -> None:
         self.as_torch = as_torch
-        # a sampler that is its own iterator can be drawn from only once
+        # an iterator can be drawn from only once
         self._checks = checks and comm.size > 1 and not hasattr(sampler, "__next__")
         self._again: States | None = None
         self._sampler: Any = sampler

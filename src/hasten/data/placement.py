@@ -48,7 +48,7 @@ def depth_of(device: torch.device | None, config: DataLoaderConfiguration, trans
 
 
 def ahead_of(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
-    """Return whether batches are read ahead: only large ones if a side stream copies them."""
+    """Return the read-ahead mode: only large batches are read ahead if a side stream copies them."""
     if not depth:
         return "never"
     always = transfer is not None or device is None or device.type == "cpu"

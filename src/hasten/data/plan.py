@@ -158,7 +158,7 @@ class LoaderPlan:
 
     @property
     def whole(self) -> int | None:
-        """Size that a short step is cut as if it had; None when its units are spread over the ranks."""
+        """Number of units that a short step is padded to before the split; None when its units are spread over the ranks."""
         return self.global_batch if self.pad == "full" else None
 
     @property

@@ -103,7 +103,7 @@ class Lane:
         self._stream = torch.Stream(device=device)
         self._guarded = False
         self._thread: ThreadPoolExecutor | None = None
-        # one more than can be in flight: the batch that used a slot before has been handed over
+        # one more than can be in flight: the batch that used a slot before has been returned
         self._slots = [Slot(torch.Event(device=device)) for _ in range(depth + 1)]
         self._sent = 0
 

@@ -44,7 +44,7 @@ def different_data(what: str, num_ranks: int) -> DataError:
     )
 
 
-# -- what a dataset is made of ------------------------------------------------------------------------------------------
+# -- content of dataset objects ---------------------------------------------------------------------------------------
 def description(dataset: Any) -> dict[str, int]:
     """Return checksums of the dataset's attributes by path, without reading a sample. A difference is only a hint."""
     return {path: zlib.crc32(repr(_gist(value)).encode()) for path, value in _walk(dataset)}
@@ -148,7 +148,7 @@ def _some(values: Tensor) -> tuple[Any, ...]:
     return tuple(flat[_places(flat.numel())].tolist())
 
 
-# -- what its first samples hold ----------------------------------------------------------------------------------------
+# -- content of first samples -----------------------------------------------------------------------------------------
 def leaves_of(sample: Any) -> Sample:
     """Return a sample's values by path: checksums of numbers and texts, some values where rounding may differ."""
     found: Sample = {}

@@ -37,7 +37,7 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
         self.apply()
 
     def numbered_groups(self) -> list[dict[str, Any]]:
-        """Return the groups with indices instead of parameters, counted through all groups, as in torch's state dicts."""
+        """Return the groups with indices for parameters, counted through all groups, as in torch's state dicts."""
         numbers = itertools.count()
         return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
 

@@ -146,7 +146,7 @@ def _zeros(grads: _Gradients) -> _Gradients:
 
 @contextmanager
 def _hooked(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]) -> Iterator[None]:
-    """Context manager that changes the output gradients of every node from the root on, down to some depth.
+    """Context manager that changes the gradients returned by every node from the root on, down to some depth.
 
     The gradients that parameters receive are not changed: their hooks run in between, and a hook that averages over
     ranks includes gradients of ranks with a weighted loss.

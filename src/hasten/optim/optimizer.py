@@ -137,7 +137,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._share = Share()
         clock.join(self)
 
-    # -- what the inner optimizer holds ---------------------------------------------------------------------------
+    # -- attributes of the inner optimizer ------------------------------------------------------------------------
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
@@ -335,7 +335,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """True if gradients are in the parameters' .grad, not in an engine."""
         return self._engine is None
 
-    # -- what the clock asks --------------------------------------------------------------------------------------
+    # -- interface for the clock ----------------------------------------------------------------------------------
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""

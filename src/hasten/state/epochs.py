@@ -94,7 +94,7 @@ class EpochLoops:
     def _next(self, loop: _Loop) -> int:
         """Start the next body of the loop and return its epoch."""
         loaded, loop.loaded = loop.loaded, None
-        if loaded is not None and not self._caught_up(loaded):  # as the state says
+        if loaded is not None and not self._caught_up(loaded):  # resume from the loaded state
             loop.inner.num_begun = 0
         else:
             if loop.inside or loaded is not None:

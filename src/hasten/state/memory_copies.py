@@ -192,7 +192,7 @@ class MemoryCopies:
                     receives.append((sender, _mapped(self._folder.arriving(order.copy) / file.name, file.size, True)))
         return sends, receives
 
-    # -- going on ---------------------------------------------------------------------------------------------------
+    # -- resuming ---------------------------------------------------------------------------------------------------
     def newest(self, together: Agreement) -> Choice | None:
         """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
         machine = self._meet(together)

@@ -137,7 +137,7 @@ class Saving:
         """Copies of the newest state in the memory of machines, if enabled."""
         self._machine_owners = MachineOwners()
 
-    # -- what is saved --------------------------------------------------------------------------------------------
+    # -- objects to save ------------------------------------------------------------------------------------------
     @property
     def iteration(self) -> int:
         """Number of the next automatic checkpoint, unless higher ones exist."""

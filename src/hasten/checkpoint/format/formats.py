@@ -234,7 +234,7 @@ def dims(values: Any) -> tuple[int, ...]:
 
 
 def check_piece(key: str, piece: Piece) -> None:
-    """Raise ValueError unless the piece lies inside its tensor."""
+    """Raise ValueError unless the piece fits inside its tensor."""
     local = piece.data.shape
     fits = len(piece.shape) == len(piece.offset) == len(local) and all(
         start + length <= total for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
@@ -359,7 +359,7 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     return TensorFile(pieces, {}, None if flat else data)
 
 
-def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
+def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
     """Load what `torch.save` wrote, on the CPU, mapped where possible; unrestricted only if `allow_pickle`."""
     begins = b""
     try:

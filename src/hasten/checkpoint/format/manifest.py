@@ -224,7 +224,7 @@ class Summing(Protocol):
 class Checksum:
     """The 64-bit XXH3 of one chunk, computed incrementally.
 
-    It detects every kind of damage alike, at the speed of memory. Like a CRC it guards against damage, not against
+    It detects every kind of damage equally, at the speed of memory. Like a CRC it guards against damage, not against
     deliberate forgery.
     """
 

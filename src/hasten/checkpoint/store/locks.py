@@ -124,7 +124,7 @@ class LocalLocks:
             return Lock(token, Owner(), (path.stat().st_mtime, 0))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs and holds the lock, judged by its process id and, if supported, its flock."""
+        """Return the liveness of the owner, judged by its process id and, where supported, by its flock."""
         verdict = liveness(lock.owner, self.here)
         if verdict is Liveness.DEAD or not lock.owner.locked:
             return verdict
@@ -142,7 +142,7 @@ class LocalLocks:
 
 
 def lock_is_free(path: Path) -> bool | None:
-    """Return True if no process holds an flock on a file; None when the file system does not say."""
+    """Return True if no process holds an flock on a file; None when the file system cannot tell."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
@@ -234,7 +234,7 @@ class RemoteLocks:
         return Lock(token, owner, (owner.beat_s, owner.beat))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs, if it is a process of this machine."""
+        """Return the liveness of the owner; UNKNOWN unless it is a process of this machine."""
         return liveness(lock.owner, self.here)
 
     def remove(self, name: str, token: str) -> None:

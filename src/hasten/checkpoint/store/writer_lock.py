@@ -62,7 +62,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Liveness(StrEnum):
-    """Knowledge about an owner."""
+    """Liveness of a lock's owner, as far as it is known."""
 
     RUNNING = "running"
     DEAD = "dead"
@@ -94,7 +94,7 @@ def this_process() -> Owner:
 
 
 def liveness(owner: Owner, here: Owner) -> Liveness:
-    """Return whether the process runs, judged by its process id."""
+    """Return the liveness of a process, judged by its process id."""
     if not owner.pid or not owner.same_processes(here):
         return Liveness.UNKNOWN
     try:
@@ -201,7 +201,7 @@ class Locks(Protocol):
         ...
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs, judged by a single look."""
+        """Return the liveness of the owner, without waiting for a heartbeat."""
         ...
 
     def remove(self, name: str, token: str) -> None:
