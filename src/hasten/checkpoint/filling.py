@@ -1,4 +1,4 @@
-"""Filling live tensors from checkpoint files: many tensors per read, without intermediate copies."""
+"""Filling live tensors from checkpoint files: many tensors per read, directly into their memory where possible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_copies(
 
 
 def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
-    """Return byte ranges in file order, large ones split and small ones merged, and the copies that need conversion."""
+    """Return byte ranges in file order, large ones split and small ones merged, and the copies that are no plain reads."""
     places: list[tuple[MappedFile, int, Tensor, int]] = []
     others = []
     for copy in copies:

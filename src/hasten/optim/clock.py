@@ -197,9 +197,7 @@ class StepClock:
         """
         window = self._current
         if window.closed and window.micro == 0:  # no accumulate(): an optimizer has used the last window
-            if (
-                weight is None and window.weighted is False
-            ):  # the hot path: consecutive plain windows have equal settings
+            if weight is None and window.weighted is False:  # the hot path: plain windows have equal settings
                 window.closed, window.every = False, self.every
             else:
                 waiting = window.losses

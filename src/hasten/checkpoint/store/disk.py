@@ -131,7 +131,7 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
 
 def default_threads() -> int:
-    """Return the number of threads for reading and writing: enough for a fast disk, without using every core."""
+    """Return the number of threads for reading and writing: one per core, at least 2 and at most 16."""
     return max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
 
 
