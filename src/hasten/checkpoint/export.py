@@ -103,7 +103,7 @@ def save_model(
 def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
     """Write new files, rename each into place atomically, and delete weight files of an earlier export.
 
-    Raises: CheckpointError when the folder holds a checkpoint with other weights under these names, or cannot be written.
+    Raises: CheckpointError when the folder holds a checkpoint with other weights of these names, or is not writable.
     """
     token = f".hasten-export.{secrets.token_hex(6)}."
     with _writing(folder, token, "the model", blobs):

@@ -74,7 +74,7 @@ def run_copies(
 
 
 def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
-    """Return byte ranges in file order, large ones split and small ones merged, and the copies that are no plain reads."""
+    """Return byte ranges in file order, large ones split and small ones merged, and the copies that are not reads."""
     places: list[tuple[MappedFile, int, Tensor, int]] = []
     others = []
     for copy in copies:

@@ -105,7 +105,7 @@ def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan
 
 
 def extra_state(found: Found) -> dict[str, Json]:
-    """Return the packed values of a model's component that are no plain tensors, by name."""
+    """Return the packed values of a model's component that are not plain tensors, by name."""
     data = found.data if isinstance(found.data, dict) else {}
     return {key: value for key, value in data.items() if value != {TAG: "tensor", "key": key}}
 

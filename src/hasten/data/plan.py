@@ -158,7 +158,7 @@ class LoaderPlan:
 
     @property
     def whole(self) -> int | None:
-        """Number of units of a full step if short steps are cut like it; None when their units are spread over the ranks."""
+        """Units of a full step, if short steps are cut like it; None when their units are spread over the ranks."""
         return self.global_batch if self.pad == "full" else None
 
     @property

@@ -234,7 +234,7 @@ class RemoteLocks:
         return Lock(token, owner, (owner.beat_s, owner.beat))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return the liveness of the owner; UNKNOWN unless it is a process of this machine."""
+        """Return the liveness of the owner, which is unknown unless it is a process of this machine."""
         return liveness(lock.owner, self.here)
 
     def remove(self, name: str, token: str) -> None:
