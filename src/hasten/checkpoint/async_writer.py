@@ -153,7 +153,7 @@ class Errands:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
         if device is None:
-            # more threads would contend for the interpreter lock between copies
+            # more threads would wait for the interpreter lock between copies, and for each other
             self._pool = ThreadPoolExecutor(min(default_threads(), 4), thread_name_prefix="hasten-stage")
         else:
             self._stream = torch.Stream(device)

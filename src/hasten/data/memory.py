@@ -59,7 +59,7 @@ class Memory:
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Restore the state.
 
-        Raises: DataError when the object lacks attributes that were saved.
+        Raises: DataError when the object lacks attributes that were saved, or has another kind of generator.
         """
         saved = saved or {}
         generators, plain = self._generators(), self._plain()

@@ -126,7 +126,7 @@ class EpochLoops:
         num_passes, ended = self._left
         if self._open:
             ended = [loader.cursor.num_ended for loader in self._objects.loaders]
-        elif num_passes != self._clock.num_passes:  # no epoch loop has trained since
+        elif num_passes != self._clock.num_passes:  # the run has since trained outside epoch loops
             ended = []
         return [a + b for a, b in zip(again, [*ended, *[0] * len(again)], strict=False)]
 
