@@ -1,5 +1,5 @@
-"""Checkpoints on disks and in buckets: complete or invisible, verified, free of pickle, readable at any world size.
+"""Checkpoints on local disks and object stores: atomic, verified, free of pickle, loadable at any world size.
 
-Start with `writer.py` (a collective save) and `reader.py` (opening and verifying), then `reshard.py` (slices of a tensor from any layout).
-`store/` is where files lie and become visible, `format/` what is in them, `export.py` models as the Hub lays them out.
+Start with `writer.py` (a collective save) and `reader.py` (opening and verifying), then `reshard.py` (tensor slices from any layout).
+`store/` holds the storage backends, `format/` the file formats, `export.py` reads and writes models in the Hub layout.
 """

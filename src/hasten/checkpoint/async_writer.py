@@ -1,4 +1,4 @@
-"""Saving in the background: one save in flight, its failure raised at the next save, wait or close."""
+"""Background saves: one in flight at a time; an error is raised at the next save, wait or close."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hasten.comm.base import Comm
 
 Memory = tuple[torch.device, int, int]
 BLOCK_BYTES = 1024**3
-"""Host memory is taken in blocks of this size: page-locked memory is rounded up to a power of two."""
+"""Size of the host memory blocks: page-locked allocations are rounded up to a power of two."""
 
 
 class Staging:
     """Blocks of host memory, page-locked when the tensors come from a device, reused from save to save.
 
-    `begin` starts the copies, so that the files can be laid out meanwhile; `end` waits for them.
+    `begin` starts the copies, so that the file layout is computed meanwhile; `end` waits for the copies.
     """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
@@ -41,11 +41,11 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held."""
+        """Bytes of host memory allocated."""
         return sum(block.numel() for block in self._blocks)
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Start to copy tensors to the host; they must not change before `end` returns."""
+        """Start copying tensors to the host; the tensors must not change before `end` returns."""
         self.abandon()
         dense = [tensor for tensor in tensors if is_plain(tensor)]
         devices = devices_of(dense)
@@ -57,7 +57,7 @@ class Staging:
                 self._pieces(tensor)
 
     def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-        """Return the files with host copies in place of every tensor; the originals may change afterwards."""
+        """Return the files with a host copy in place of every tensor; the original tensors may change afterwards."""
         if self._errands is None:
             self.begin([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
         assert self._errands is not None, "copies were begun"
@@ -72,14 +72,14 @@ class Staging:
         return staged
 
     def abandon(self) -> None:
-        """Wait for copies that have begun, and forget which they were."""
+        """Wait for the copies in flight, then discard the record of them."""
         errands, self._errands = self._errands, None
         self._copied = {}
         if errands is not None:
             errands.wait()
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        """Return the host copy of a tensor, on its way; one for each memory, however often it is asked for."""
+        """Return the host copy of a tensor, which may still be in flight; tensors that share memory share one copy."""
         assert self._errands is not None, "copies were begun"
         memory = (tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
         if (known := self._copied.get(memory)) is not None:
@@ -92,11 +92,11 @@ class Staging:
         return pieces
 
     def _grow(self, num_bytes: int) -> None:
-        """Take more memory for what was not announced: a tensor that had to be laid out anew."""
+        """Allocate memory for bytes that `begin` did not count, such as a tensor that had to be made contiguous."""
         self._take(self.num_bytes + num_bytes)
 
     def reserve(self, num_bytes: int, device: torch.device | None) -> None:
-        """Hold at least this much memory; taking page-locked memory is slow, so it is kept."""
+        """Allocate at least this much memory; it is reused by later saves, because page-locking is slow."""
         if self._pinned != (device is not None):
             self._blocks, self._pinned = [], device is not None
         self._take(num_bytes)
@@ -114,12 +114,12 @@ class Staging:
                 self._blocks += list(pool.map(make, sizes))
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._blocks = []
 
 
 class _Places:
-    """Hands out consecutive pieces of the blocks."""
+    """Allocator of consecutive slices of the blocks."""
 
     def __init__(self, blocks: list[Tensor]) -> None:
         self._blocks = blocks
@@ -127,7 +127,7 @@ class _Places:
         self._used = 0
 
     def fit(self, source: Tensor, grow: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a free place and the part of the source that goes there; `grow` adds blocks when all are full."""
+        """Return pairs of a free slice and the source bytes to copy there; `grow` adds blocks when all are full."""
         pairs = []
         while source.numel():
             if self._index == len(self._blocks):
@@ -144,7 +144,7 @@ class _Places:
 
 
 class Errands:
-    """Copies under way: on a stream of their own from the first device, on threads within the host."""
+    """Asynchronous copies: on a separate stream for the first device, on threads within the host."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         device = devices[0] if devices else None
@@ -153,33 +153,33 @@ class Errands:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
         if device is None:
-            # more threads than that wait for the interpreter between copies, and for each other
+            # more threads would wait for the interpreter lock between copies, and for each other
             self._pool = ThreadPoolExecutor(min(default_threads(), 4), thread_name_prefix="hasten-stage")
         else:
             self._stream = torch.Stream(device)
             self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start one copy, within `running`."""
+        """Start one copy; call within `running`."""
         if self._pool is not None:
             self._waiting.append(self._pool.submit(copy_bytes, target, source))
         else:
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Return when all copies are done."""
+        """Block until all copies are done."""
         if self._pool is not None:
             self._pool.shutdown()
             for one in self._waiting:
                 one.result()
         if self._stream is not None:
             self._stream.synchronize()
-        for device in self._others:  # whose copies went along with what else it does
+        for device in self._others:  # their copies ran on the device's current stream
             torch.accelerator.synchronize(device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Copies that are started in the block go to the stream, if there is one."""
+        """Context manager that makes the copy stream current, if there is one."""
         if self._stream is None:
             yield
             return
@@ -192,7 +192,7 @@ class Errands:
 
 
 def chunks(flat: Tensor) -> list[Tensor]:
-    """Return a flat tensor in pieces of one chunk, without copies."""
+    """Return views of a flat tensor, one per chunk."""
     return [flat[start : start + CHUNK_BYTES] for start in range(0, flat.numel(), CHUNK_BYTES)]
 
 
@@ -200,14 +200,14 @@ log = logging.getLogger(__name__)
 
 
 class AsyncWriter:
-    """One background thread at a time, talking to other ranks over a group of its own.
+    """Writer that runs one background thread at a time, with a separate process group.
 
-    The thread is not a daemon: the interpreter waits for it at exit, so a save that has begun is finished.
+    The thread is not a daemon: the interpreter waits for it at exit, so a save in flight is completed.
     """
 
     def __init__(self) -> None:
         self.comm: Comm | None = None
-        """The group of the background thread, which the ranks make together when they first need it."""
+        """Process group of the background thread; the ranks create it together at the first background save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
@@ -219,35 +219,35 @@ class AsyncWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written now."""
+        """True while a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def reserve(self, num_bytes: int, device: torch.device | None) -> None:
-        """Take the memory for the first save now, in the background: page-locked memory is slow to get."""
+        """Allocate the memory for the first save in the background, because page-locking is slow."""
         self.wait_for_memory()
         self._reserving = threading.Thread(target=self.staging.reserve, args=(num_bytes, device), name="hasten-reserve")
         self._reserving.start()
 
     def wait_for_memory(self) -> None:
-        """Return when memory that is being taken is there."""
+        """Block until the allocation started by `reserve` is complete."""
         thread, self._reserving = self._reserving, None
         if thread is not None:
             thread.join()
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Start to copy what will be written to the host."""
+        """Start copying the tensors to be written to the host."""
         self.wait_for_memory()
         self.staging.begin(tensors)
 
     def stage(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-        """The same files with every tensor copied to the host; training may go on when this returns."""
+        """Return the files with every tensor copied to the host; training may continue when this returns."""
         return self.staging.end(blobs)
 
     def submit(self, work: Callable[[], Outcome], name: str) -> threading.Event:
-        """Start a thread that runs `work` as soon as the returned event is set, or `cancel` is called.
+        """Start a thread that runs `work` once the returned event is set; `cancel` ends the thread instead.
 
-        Between the two, ranks can make sure that every one of them has its thread.
-        Raises: the error of the save before it.
+        Before setting the event, ranks can check that all of them have started their thread.
+        Raises: the error of the previous save.
         """
         self.wait()
         comm, go = self.comm, threading.Event()
@@ -261,7 +261,7 @@ class AsyncWriter:
             try:
                 with agreeing(comm, f"saving {name!r} in the background"):
                     self._outcome = work()
-            except BaseException as error:  # handed to the training thread at its next save, wait or close
+            except BaseException as error:  # raised on the training thread at its next save, wait or close
                 self._error = error
                 log.error("saving %s in the background failed: %s", name, error)
 
@@ -272,7 +272,7 @@ class AsyncWriter:
         return go
 
     def cancel(self) -> None:
-        """End the thread that waits for its event, if there is one."""
+        """End the thread that waits for its event, if there is one, without running its work."""
         self._cancelled = True
         if self._go is not None:
             self._go.set()
@@ -281,7 +281,7 @@ class AsyncWriter:
             thread.join()
 
     def _finish_before_exit(self) -> None:
-        """Join the thread before Python forbids new ones: at exit, thread pools close before threads are waited for."""
+        """Join the thread before Python refuses new threads: at exit, thread pools close before threads are joined."""
         if self._registered:
             return
         self._registered = True
@@ -291,16 +291,16 @@ class AsyncWriter:
             if (still := writer()) is not None and still._thread is not None:
                 still._thread.join()
 
-        # Called in reverse order, so before the one with which concurrent.futures closes its pools. Private in Python,
-        # with no public equivalent: atexit comes too late.
+        # Callbacks run in reverse order, so this one precedes that of concurrent.futures, which closes its pools. The
+        # function is private in Python, with no public equivalent: atexit comes too late.
         register = getattr(threading, "_register_atexit", None)
         if register is not None:
             register(join)
 
     def wait(self) -> Outcome | None:
-        """Return what the save in flight came to, when it has ended.
+        """Wait for the save in flight and return its outcome; None if there was no save.
 
-        Raises: its error, once.
+        Raises: the error of the save, once.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -312,7 +312,7 @@ class AsyncWriter:
         return outcome
 
     def close(self) -> None:
-        """Wait for the save in flight and give its memory back. Raises: its error."""
+        """Wait for the save in flight and free the staging memory. Raises: the error of the save."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""The values a checkpoint is made of, and the two holes a store fits into."""
+"""Values that make up a checkpoint, and the protocols that a store implements."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Format = Literal["safetensors", "torch"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A local piece of a global tensor: enough to reshard on load.
+    """A local piece of a global tensor, with the position needed to reshard it on load.
 
-    `owned` is False when another rank holds the same piece and is the one that writes it.
+    `owned` is False when another rank holds the same piece and writes it.
     """
 
     data: Tensor
@@ -28,17 +28,17 @@ class Slice:
     offset: tuple[int, ...]
     owned: bool = True
     axes: tuple[str, ...] = ()
-    """The axes of the mesh that the tensor is laid out on, where it is."""
+    """Mesh axes that the tensor is distributed over; empty for other tensors."""
     first: bool = True
-    """Whether this rank is the first on that mesh to hold the piece; there may be other meshes of the same kind."""
+    """True if this rank is the first on that mesh to hold the piece; other meshes of the same kind may exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One named part of a checkpoint: tensors (whole or sliced) and JSON, nothing that needs pickle.
+    """One named entry of a checkpoint: tensors (whole or sliced) and JSON, nothing that needs pickle.
 
-    A component is the same on every rank (or cut into slices over the ranks), unless `per_rank` says that each rank
-    keeps its own. `main_only` names the tensors of which only the main rank's copy counts (buffers under DDP).
+    A component is the same on every rank (or sliced over the ranks), unless `per_rank` is set: then each rank
+    saves a separate one. `main_only` names the tensors that only the main rank writes (buffers under DDP).
     """
 
     tensors: Mapping[str, Tensor | Slice] = field(default_factory=dict)
@@ -55,18 +55,18 @@ class Component:
 
     @property
     def sliced(self) -> bool:
-        """Whether any tensor is a piece of a larger one."""
+        """True if any tensor is a piece of a larger one."""
         return any(isinstance(value, Slice) for value in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
 class StateTree:
-    """Everything one save writes, by component name (`model`, `optimizer`, `scheduler`, `random_states`, ...)."""
+    """All components that one save writes, by name (`model`, `optimizer`, `scheduler`, `random_states`, ...)."""
 
     components: Mapping[str, Component] = field(default_factory=dict)
 
     def __or__(self, other: StateTree) -> StateTree:
-        """Return both trees in one; a name must not appear twice."""
+        """Return the union of both trees; a name must not appear twice."""
         both = set(self.components) & set(other.components)
         assert not both, f"components named twice: {sorted(both)}"
         return StateTree({**self.components, **other.components})
@@ -78,14 +78,14 @@ def local_data(value: Tensor | Slice) -> Tensor:
 
 
 def num_bytes(value: Tensor | Slice) -> int:
-    """Return bytes this rank holds of a tensor."""
+    """Return the number of bytes that this rank holds of a tensor."""
     tensor = local_data(value)
     return tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """The bytes of one file, as a list of byte strings and dense tensors that follow one another."""
+    """The bytes of one file, as a sequence of byte strings and dense tensors."""
 
     segments: Sequence[bytes | Tensor]
     size: int
@@ -107,68 +107,68 @@ class Draft(Protocol):
 
     @property
     def token(self) -> str:
-        """What another rank needs, besides the name, to join this draft."""
+        """Token that another rank needs, besides the name, to join this draft."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """Where hooks may put files of their own; None when the store is not a folder."""
+        """Folder in which hooks may create files; None when the store is not a folder."""
         ...
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Write files in parallel; they are durable when this returns. Ranks: each its own files."""
+        """Write files in parallel; they are durable when this returns. Ranks: each rank writes its files."""
         ...
 
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:
-        """Records of files that hooks left in the draft, made durable. Ranks: main only."""
+        """Return the records of files that hooks created in the draft, after making them durable. Ranks: main only."""
         ...
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the checkpoint visible, all of it at once. Ranks: main only, after every rank has voted."""
+        """Make the checkpoint visible atomically. Ranks: main only, after every rank has voted."""
         ...
 
     def abort(self) -> None:
-        """Throw the draft away. Ranks: main only."""
+        """Delete the draft. Ranks: main only."""
         ...
 
 
 class CheckpointStore(Protocol):
-    """A place that holds committed checkpoints by name."""
+    """Storage that holds committed checkpoints by name."""
 
     @property
     def address(self) -> str:
-        """The folder or URL, for messages."""
+        """The folder or URL, for error messages."""
         ...
 
     @property
     def remote(self) -> bool:
-        """Whether files have to be downloaded to be read."""
+        """True if files have to be downloaded before they can be read."""
         ...
 
     def begin(self, name: str) -> Draft:
-        """Return a new draft, after clearing away what earlier crashes of this name left. Ranks: main only."""
+        """Return a new draft, after removing leftovers of interrupted saves with this name. Ranks: main only."""
         ...
 
     def join(self, name: str, token: str) -> Draft | None:
-        """Return the draft main began; None when this process does not see it (another disk)."""
+        """Return the draft that main started; None when this process does not see it (another disk)."""
         ...
 
     def names(self) -> list[str]:
-        """Return names of everything that looks like a checkpoint, complete or not."""
+        """Return the names of all entries that look like a checkpoint, complete or not."""
         ...
 
     def manifest(self, name: str) -> Manifest:
-        """Return the verified manifest. Raises: a CheckpointError that says what is wrong."""
+        """Return the verified manifest. Raises: a CheckpointError that describes the problem."""
         ...
 
     def complete(self, name: str) -> bool:
-        """Return whether the manifest is readable and every file has its size (checksums are not read)."""
+        """Return True if the manifest is readable and every file has its size (checksums are not read)."""
         ...
 
     def fetch(self, name: str, files: Sequence[FileRecord]) -> AbstractContextManager[Path]:
-        """Return a local folder with these files, for the time of the block."""
+        """Return a context manager that provides a local folder with these files."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, so that no reader ever sees a part of it."""
+        """Remove a checkpoint, so that no reader ever sees it incomplete."""
         ...

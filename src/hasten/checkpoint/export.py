@@ -1,4 +1,4 @@
-"""Models as the Hub lays them out: one safetensors file, or shards with an index, each file replaced at once."""
+"""Models in the Hub layout: one safetensors file, or shards with an index, each file replaced atomically."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNITS = (
 
 
 def parse_size(size: float | str) -> int:
-    """Return a number of bytes from "10GB" (decimal), "10GiB" (binary) or a number, which may have a fraction.
+    """Return a number of bytes from "10GB" (decimal), "10GiB" (binary) or a number, fractions allowed.
 
     Raises: ConfigError for anything else, and for a negative size.
     """
@@ -69,9 +69,9 @@ def save_model(
     safe_serialization: bool = True,
     disk: Disk | None = None,
 ) -> list[str]:
-    """Write a model's weights in the Hub layout; the names of the files. Ranks: main only.
+    """Write a model's weights in the Hub layout and return the file names. Ranks: main only.
 
-    Tied weights are stored once, under their first name; the other names are kept in the file's metadata.
+    Tied weights are stored once, under their first name; the other names are stored in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
     """
     target = check_local(folder, "save_model(save_directory)")
@@ -101,9 +101,9 @@ def save_model(
 
 
 def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write files beside the old ones, then put each in place at once; weight files of an earlier export go.
+    """Write new files, rename each into place atomically, and delete weight files of an earlier export.
 
-    Raises: CheckpointError when the folder holds a checkpoint with other weights under these names, or cannot be written.
+    Raises: CheckpointError when the folder holds a checkpoint with other weights of these names, or is not writable.
     """
     token = f".hasten-export.{secrets.token_hex(6)}."
     with _writing(folder, token, "the model", blobs):
@@ -120,9 +120,9 @@ def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
 
 @contextmanager
 def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> Iterator[None]:
-    """Remove hidden files that were not put in place, and name the disk when it is full.
+    """Context manager that removes temporary files not renamed into place, and names the disk when it is full.
 
-    Raises: CheckpointError in the place of an OSError.
+    Raises: CheckpointError in place of an OSError.
     """
     try:
         yield
@@ -130,14 +130,14 @@ def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> 
         raise cannot_write(what, folder, sum(blob.size for blob in blobs.values()), error) from error
     finally:
         for name in blobs:
-            with suppress(OSError):  # gone already, or there is no folder
+            with suppress(OSError):  # already renamed, or the folder does not exist
                 (folder / (token + name)).unlink()
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Return all weights of an exported folder or of a checkpoint's model, mapped, under all their names.
+    """Return all weights of an exported folder or of a checkpoint's model, memory-mapped, under all their names.
 
-    Raises: CheckpointError, by kind.
+    Raises: a subclass of CheckpointError.
     """
     check_path(folder, "load_model(directory)")
     root = Path(folder)
@@ -159,9 +159,9 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
 
 
 def weight_files(root: Path) -> list[Path]:
-    """Return the files that hold a model's weights: of a folder, an index of shards, or the one file itself.
+    """Return the files that hold a model's weights, given a folder, an index of shards, or a single file.
 
-    Raises: IncompleteCheckpointError when there are none, CorruptCheckpointError for an index that is none.
+    Raises: IncompleteCheckpointError when there are none, CorruptCheckpointError for an invalid index.
     """
     if root.name.endswith(".index.json"):
         return _indexed(root.parent, root)
@@ -197,7 +197,7 @@ def _indexed(root: Path, index: Path) -> list[Path]:
 
 
 def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, disk: Disk | None = None) -> None:
-    """Write an object with torch.save (or a flat dict of tensors as safetensors), replacing the file at once.
+    """Write an object with torch.save (or a flat dict of tensors as safetensors), replacing the file atomically.
 
     Ranks: main only (or one per machine).
     """
@@ -230,13 +230,13 @@ def _save_torch(obj: Any, file: BinaryIO) -> None:
     try:
         torch.save(obj, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said behind a failed check
+        if isinstance(error.__context__, OSError):  # torch's writer hides the OSError behind a failed check
             raise error.__context__ from error
         raise
 
 
-def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: whatever was saved
-    """What `save_object` wrote, on the CPU; a safetensors file gives a dict of tensors.
+def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
+    """Load the object that `save_object` wrote, on the CPU; a safetensors file gives a dict of tensors.
 
     Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.
     """
@@ -261,7 +261,7 @@ def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: wh
 
 
 def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write files beside the old ones, then put each in place at once.
+    """Write new files, then rename each into place atomically.
 
     Raises: CheckpointError when one of them is part of a checkpoint in the folder, or cannot be written.
     """
@@ -290,5 +290,5 @@ def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of a run rather than an exported model."""
+    """Return True if a folder is a checkpoint of a run rather than an exported model."""
     return (folder / MANIFEST_NAME).is_file()

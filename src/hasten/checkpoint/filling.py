@@ -1,4 +1,4 @@
-"""Filling live tensors from checkpoint files: many tensors in one read, straight to where they belong."""
+"""Filling live tensors from checkpoint files: many tensors per read, directly into their memory where possible."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hasten.checkpoint.store.disk import (
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
-_GAP_BYTES = 65536  # less than this between two tensors is read and dropped rather than skipped
-_MOST_TENSORS = 400  # a read takes at most 1024 places, and every tensor may need two
+_GAP_BYTES = 65536  # a smaller gap between two tensors is read and discarded rather than skipped
+_MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Bytes start..stop of a file, and the tensors they fill: (where in the file, target, its bytes from..to)."""
+    """A byte range of a file and the tensors to fill from it: (offset in the file, target, its bytes from..to)."""
 
     file: MappedFile
     start: int
@@ -43,7 +43,7 @@ class _Stretch:
     targets: list[tuple[int, Tensor, int, int]] = field(default_factory=list)
 
     def takes(self, file: MappedFile, start: int) -> bool:
-        """Return whether a tensor that begins there can be read along."""
+        """Return True if a tensor that begins at `start` can be read together with this byte range."""
         near = file is self.file and 0 <= start - self.stop < _GAP_BYTES
         return near and self.stop - self.start < CHUNK_BYTES and len(self.targets) < _MOST_TENSORS
 
@@ -51,11 +51,11 @@ class _Stretch:
 def run_copies(
     copies: Sequence[Copy], threads: int | None = None, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Fill live tensors on several threads, a chunk's worth at a time, on whatever device they are.
+    """Fill live tensors on any device with several threads, about one chunk at a time.
 
-    `progress` is called with the bytes of every part that is done.
+    `progress` is called with the number of bytes of every finished job.
 
-    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state, which the
+    Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
     caller must undo.
     """
     buffer, devices = HostBuffer(), devices_of(side for copy in copies for side in (copy.target, copy.source))
@@ -70,11 +70,11 @@ def run_copies(
                 if progress is not None:
                     progress(done)
     finally:
-        increment_version([copy.target for copy in copies])  # as an in-place operation of torch would
+        increment_version([copy.target for copy in copies])  # as an in-place operation of torch does
 
 
 def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
-    """The copies in the order of the files, large ones cut, small ones together; and those that are no plain reads."""
+    """Return byte ranges in file order, large ones split and small ones merged, and the copies that are not reads."""
     places: list[tuple[MappedFile, int, Tensor, int]] = []
     others = []
     for copy in copies:
@@ -96,7 +96,7 @@ def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
 
 
 def _portions(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Copies in portions of about one chunk, so that threads share them and tiny ones go together."""
+    """Yield copies in groups of about one chunk, so that threads share the work and small copies are batched."""
     portion: list[Copy] = []
     size = 0
     for copy in copies:
@@ -110,7 +110,7 @@ def _portions(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 
 def _guarded(job: Callable[[], int]) -> CheckpointError | int:
-    """Return the bytes that were copied, or what went wrong."""
+    """Run a job; return the number of bytes copied, or the error."""
     try:
         with torch.no_grad():
             return job()
@@ -131,7 +131,7 @@ def _copy(copies: Sequence[Copy], buffer: HostBuffer) -> int:
 
 
 def _through_buffer(copy: Copy) -> bool:
-    """Return whether these are bytes of an accelerator that page-locked memory brings to the host faster."""
+    """Return True for a plain copy from an accelerator, which is faster through page-locked memory."""
     target, source = copy.target, copy.source
     same = target.dtype == source.dtype and target.shape == source.shape
     return same and bool(devices_of([source])) and is_plain(target) and is_plain(source)
@@ -171,7 +171,7 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> int:
 
 
 def _places(stretch: _Stretch, buffer: HostBuffer) -> list[memoryview]:
-    """Return the memory the stretch goes to, piece by piece; what lies between tensors goes to the buffer."""
+    """Return the memory to read the byte range into, piece by piece; gaps between tensors go to the buffer."""
     views, reached = [], stretch.start
     for at, target, low, high in stretch.targets:
         if at > reached:

@@ -1,4 +1,4 @@
-"""Looking at checkpoints and converting them: contents, soundness, differences, one model out of shards."""
+"""Inspection and conversion of checkpoints: listing, verification, comparison, merging shards into one model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hasten.errors import CheckpointError, IncompleteCheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checkpoint in a list."""
+    """One checkpoint in a listing."""
 
     name: str
     complete: bool
@@ -42,7 +42,7 @@ class Row:
 
 
 def list_checkpoints(place: str) -> list[Row]:
-    """Everything in a folder or URL that looks like a checkpoint, oldest first; `checkpoints` inside it counts too."""
+    """List the entries of a folder or URL, and of `checkpoints` in it, that look like checkpoints, oldest first."""
     return [row(store, name) for store, name in everything(place)]
 
 
@@ -56,7 +56,7 @@ def everything(place: str) -> list[tuple[CheckpointStore, str]]:
 
 
 def row(store: CheckpointStore, name: str) -> Row:
-    """What a list says about a checkpoint, also about a damaged one."""
+    """Return the entry of a checkpoint in a listing, also of a damaged one."""
     try:
         m = store.manifest(name)
     except CheckpointError as error:
@@ -67,7 +67,7 @@ def row(store: CheckpointStore, name: str) -> Row:
 
 
 def find(place: str) -> tuple[CheckpointStore, str]:
-    """Return the checkpoint at a place: itself, or the newest complete one of a folder of checkpoints."""
+    """Return the checkpoint at a path: the path itself, or the newest complete one in a folder of checkpoints."""
     store, name = locate(place)
     if name in store.names():
         return store, name
@@ -82,7 +82,7 @@ def find(place: str) -> tuple[CheckpointStore, str]:
 
 
 def verify(store: CheckpointStore, name: str, progress: Progress | None = None) -> list[str]:
-    """What is wrong with a checkpoint, one line each; sizes, checksums and the structure of every file are read."""
+    """Return the problems of a checkpoint, one line each; checks the sizes, checksums and structure of every file."""
     try:
         manifest = store.manifest(name)
     except CheckpointError as error:
@@ -103,7 +103,7 @@ def verify(store: CheckpointStore, name: str, progress: Progress | None = None) 
 
 
 def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
-    """Return all there is to know about a checkpoint without reading its tensors."""
+    """Return the metadata of a checkpoint and its components without reading the tensors."""
     manifest = store.manifest(name)
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         components = {key: _describe(checkpoint, manifest, key) for key in manifest.components}
@@ -139,7 +139,7 @@ def _describe(checkpoint: Checkpoint, manifest: Manifest, name: str) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the same in two checkpoints."""
+    """One tensor that differs between two checkpoints."""
 
     name: str
     what: str
@@ -147,7 +147,7 @@ class Difference:
 
 
 def diff(first: str, second: str, component: str = "model") -> list[Difference]:
-    """How the tensors of a component differ between two checkpoints or exported models; empty when they are equal."""
+    """Return the tensors of a component that differ between two checkpoints or exported models; empty when equal."""
     a, b = tensors_of(first, component), tensors_of(second, component)
     found = [Difference(name, "only in the first") for name in sorted(a.keys() - b.keys())]
     found += [Difference(name, "only in the second") for name in sorted(b.keys() - a.keys())]
@@ -166,11 +166,11 @@ def _largest(x: Tensor, y: Tensor) -> float:
 
 
 def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
-    """Return the whole tensors of a component of a checkpoint, or of an exported model, on the CPU."""
+    """Return the unsharded tensors of a component of a checkpoint, or of an exported model, on the CPU."""
     if not is_url(place) and not is_checkpoint(Path(place)) and component == "model":
         try:
             return read_model(place)
-        except IncompleteCheckpointError:  # then it may be a folder of checkpoints
+        except IncompleteCheckpointError:  # it may be a folder of checkpoints
             pass
     store, name = find(place)
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
@@ -197,9 +197,9 @@ def merge(
     safe_serialization: bool = True,
     overwrite: bool = False,
 ) -> list[str]:
-    """Write the whole model of a (sharded) checkpoint in the Hub layout; the names of the files.
+    """Write the unsharded model of a checkpoint in the Hub layout and return the file names.
 
-    A folder of torch.distributed.checkpoint is taken too; its tensors are the model.
+    Folders of torch.distributed.checkpoint are accepted too; all their tensors are the model.
     Raises: CheckpointError when the output folder holds a checkpoint or a model, unless `overwrite`.
     """
     target = check_local(output, "the folder for the model")
@@ -225,11 +225,11 @@ def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, overwrite: bool = False) -> list[str]:
-    """Make a checkpoint of hasten from a folder of Hugging Face Accelerate (or of plain torch files); notes on it.
+    """Convert a folder of Hugging Face Accelerate (or of plain torch files) to a checkpoint of hasten; return remarks.
 
-    Model, optimizers, schedulers, scaler and registered objects are converted; random states are drawn anew, since other
-    tools pickle them. Raises: UnsafeCheckpointError for files that need pickle, unless it is allowed; CheckpointError when
-    the source is a checkpoint of hasten, and when the target holds something, unless `overwrite`.
+    Model, optimizers, schedulers, scaler and registered objects are converted; random states are not, since other
+    tools pickle them: the run continues with new ones. Raises: UnsafeCheckpointError for files with pickle, unless
+    allowed; CheckpointError when the source is a checkpoint of hasten, or the target is not empty, unless `overwrite`.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -279,7 +279,7 @@ def _convert(folder: Path, store: CheckpointStore, name: str, allow_pickle: bool
 
 def _models(folder: Path, allow_pickle: bool) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
-    with suppress(IncompleteCheckpointError):  # a folder with an optimizer alone, or with numbered models
+    with suppress(IncompleteCheckpointError):  # the folder may hold only an optimizer, or numbered models
         found["model"] = read_model(folder, allow_pickle)
     for path in sorted((*folder.glob("model_[0-9]*.safetensors"), *folder.glob("pytorch_model_[0-9]*.bin"))):
         found[path.stem.removeprefix("pytorch_")] = read_model(path, allow_pickle)

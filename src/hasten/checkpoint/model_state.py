@@ -1,4 +1,4 @@
-"""Models as components: every parameter and buffer by its canonical name, read back straight into place."""
+"""Models as components: parameters and buffers by canonical name, loaded in place."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hasten.runtime.mesh_plan import Axis
 def model_component(
     model: nn.Module, fmt: Format = "safetensors", weights: Mapping[str, Any] | None = None
 ) -> Component:
-    """Return the model's state; `weights` in its place when a save hook has edited it."""
+    """Return the model's state as a component; `weights` replace the state when a save hook has edited it."""
     state = dict(model.state_dict(keep_vars=True)) if weights is None else dict(weights)
     tensors = {plain_name(key): as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
     extra = {plain_name(key): value for key, value in state.items() if not isinstance(value, Tensor)}
     data = None
-    if extra and fmt == "torch":  # the file then holds the state dict as it is
+    if extra and fmt == "torch":  # the file then holds the state dict unchanged
         data, tensors = pack({**tensors, **extra})
     elif extra:
         data, more = pack(extra, "extra_state")
@@ -51,7 +51,7 @@ class LoadReport:
 
 @dataclass(slots=True)
 class ModelPlan:
-    """What loading a model will do, decided and checked before anything is touched."""
+    """Copies that load a model, planned and checked before any tensor changes."""
 
     model: nn.Module
     copies: list[Copy] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ModelPlan:
     report: LoadReport = field(default_factory=LoadReport)
 
     def finish(self) -> None:
-        """Hand over what cannot be copied in place: extra state, and tensors that hooks make up."""
+        """Load the state that cannot be copied in place: extra state, and tensors that hooks create."""
         if self.by_method:
             self.model.load_state_dict(self.by_method, strict=False)
 
@@ -71,7 +71,7 @@ def model_names(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Modu
 
 
 def names_of_other_stages(model: nn.Module) -> frozenset[str]:
-    """State of the whole model that this rank's pipeline stage does not hold."""
+    """Return the names of the whole model's state that this rank's pipeline stage does not hold."""
     part = stage_part(model)
     return frozenset() if part is None else frozenset(part.state_keys) - {plain_name(key) for key in model.state_dict()}
 
@@ -79,7 +79,7 @@ def names_of_other_stages(model: nn.Module) -> frozenset[str]:
 def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
-    Raises: CheckpointError naming what is missing, unexpected or of another shape or dtype, when strict.
+    Raises: CheckpointError naming missing and unexpected tensors and those of another shape or dtype, when strict.
     """
     plan = ModelPlan(model)
     state = dict(model.state_dict(keep_vars=True))
@@ -105,7 +105,7 @@ def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan
 
 
 def extra_state(found: Found) -> dict[str, Json]:
-    """What a model's component holds besides plain tensors, packed, by name."""
+    """Return the packed values of a model's component that are not plain tensors, by name."""
     data = found.data if isinstance(found.data, dict) else {}
     return {key: value for key, value in data.items() if value != {TAG: "tensor", "key": key}}
 
@@ -150,7 +150,7 @@ def _few(names: list[str]) -> str:
 
 
 def empty_like_parameter(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for a state tensor of a parameter: spread like it when it has its shape, else whole on its device."""
+    """Return an empty state tensor for a parameter: sharded like it if the shapes match, else whole on its device."""
     if is_dtensor(parameter) and tuple(parameter.shape) == shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.to_local().device if is_dtensor(parameter) else parameter.device
@@ -158,7 +158,7 @@ def empty_like_parameter(parameter: Tensor, shape: tuple[int, ...], dtype: torch
 
 
 def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -> StateTree:
-    """Return the tree with what is one rank's part of a model marked as a part of the whole. Ranks: every rank."""
+    """Return the tree with this rank's pipeline stage marked as slices of the whole model. Ranks: every rank."""
     parts = [part for part in map(stage_part, models) if part is not None]
     axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
     if not parts and ctx.mesh.size(Axis.PP) == 1:
@@ -168,9 +168,9 @@ def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -
 
 
 def _over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool) -> StateTree:
-    """Return the tree with this rank's part of models and optimizers marked as a part of the whole.
+    """Return the tree with this rank's share of models and optimizers marked as slices of the whole.
 
-    `stages` are the ranks that hold the other stages; `writes` is false where another rank holds the same stage.
+    `stages` are the ranks that hold the other stages; `writes` is False where another rank holds the same stage.
     Ranks: every rank.
     """
     own, copies = _own_names(models)
@@ -187,7 +187,7 @@ def _over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, wri
 
 
 def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], list[str]]:
-    """The state this rank writes, led by its model's name, and the prefixes of optimizer state that another writes."""
+    """Return the state keys this rank writes, prefixed by model, and prefixes of optimizer state written elsewhere."""
     own: set[str] = set()
     copies: list[str] = []
     for name, prefix, model in model_names(models):
@@ -203,7 +203,7 @@ def _of_a_copy(key: str, copies: Sequence[str]) -> bool:
 
 
 def _as_part(component: Component, own: set[str], writes: bool) -> Component:
-    """Return the component with whole tensors as slices, so that each rank's file holds what it owns."""
+    """Return the component with whole tensors as slices, so that each rank's file holds the tensors it owns."""
     tensors: dict[str, Tensor | Slice] = {}
     for key, value in component.tensors.items():
         if isinstance(value, Slice):
@@ -215,7 +215,7 @@ def _as_part(component: Component, own: set[str], writes: bool) -> Component:
 
 
 def _joined(everyone: Sequence[Json]) -> Json:
-    """Return the optimizers of all stages as one: the state of every parameter, groups with all their members."""
+    """Merge the optimizer state of all stages: the state of every parameter, and groups with all their parameters."""
     first: Any = everyone[0]
     state: dict[str, Any] = {}
     groups = [dict(group) for group in first["param_groups"]]
@@ -228,7 +228,7 @@ def _joined(everyone: Sequence[Json]) -> Json:
 
 
 def names_elsewhere(models: Sequence[nn.Module], here: Mapping[int, str]) -> frozenset[str]:
-    """Return the parameters that only other pipeline stages hold, by the names that checkpoints use."""
+    """Return the checkpoint names of the parameters that only other pipeline stages hold."""
     found: set[str] = set()
     for _, prefix, model in model_names(models):
         part = stage_part(model)
@@ -237,11 +237,11 @@ def names_elsewhere(models: Sequence[nn.Module], here: Mapping[int, str]) -> fro
 
 
 def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allow_pickle: bool = False) -> LoadReport:
-    """Fill the model from a Hub-layout folder or a single file; names that did not match, when not strict.
+    """Load the model from a Hub-layout folder or a single file; return the names that did not match, if not strict.
 
-    Sharded parameters read their own slice of the mapped file only, so host memory stays near model / world.
-    Everything is checked before anything changes. Ranks: every rank that holds a part of the model.
-    Raises: CheckpointError naming what is missing, unexpected or of another shape.
+    Sharded parameters read only their slice of the mapped file, so host memory stays near model size / world size.
+    Everything is checked before any tensor changes. Ranks: every rank that holds a shard of the model.
+    Raises: CheckpointError naming missing and unexpected tensors and those of another shape.
     """
     check_path(folder, "load_model(directory)")
     stored = read_model(folder, allow_pickle)
@@ -274,7 +274,7 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
-    """Copy a mapped tensor, or this rank's slice of it, into place."""
+    """Copy a mapped tensor, or this rank's slice of it, into the target."""
     piece = as_stored(target)
     if isinstance(piece, Slice):
         for dim, (start, size) in enumerate(zip(piece.offset, piece.data.shape, strict=True)):

@@ -1,4 +1,4 @@
-"""Optimizers as components: state by parameter name, so that it survives another order, layout or world size."""
+"""Optimizers as components: state by parameter name, independent of parameter order, layout and world size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hasten.modules.names import plain_name, stage_part
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Canonical names by the identity of the parameter; models after the first are told apart by their number."""
+    """Return canonical names by parameter id; from the second model on, names are prefixed with the model's number."""
     names: dict[int, str] = {}
     for _, prefix, model in model_names(models):
         part = stage_part(model)
@@ -38,7 +38,7 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
 
 def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Component:
-    """Return the optimizer's state with names in the place of indices: what `torch.load("optimizer.bin")` shows."""
+    """Return the optimizer's state keyed by parameter names, as `torch.load("optimizer.bin")` shows it."""
     groups = _group_names(optimizer, names)
     flat = [name for group in groups for name in group]
     state = optimizer.state_dict()
@@ -54,7 +54,7 @@ def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, st
     return Component(tensors, data, "optimizer", "torch")
 
 
-def _name(flat: Sequence[str], key: Any) -> str:  # Any: torch packs by index; custom optimizers may add keys
+def _name(flat: Sequence[str], key: Any) -> str:  # Any: torch uses indices; custom optimizers may add keys
     return flat[key] if isinstance(key, int) and 0 <= key < len(flat) else str(key)
 
 
@@ -70,7 +70,7 @@ def _stored(value: Any) -> Any:  # Any: state is nested freely
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """What loading an optimizer will do, decided and checked before anything is touched."""
+    """Copies that load an optimizer, planned and checked before any tensor changes."""
 
     optimizer: torch.optim.Optimizer
     state: dict[str, Any]
@@ -78,9 +78,9 @@ class OptimizerPlan:
     copies: list[Copy] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Give the filled state to the optimizer.
+        """Load the filled state into the optimizer.
 
-        torch casts state to the parameter's dtype on the way in; the exact tensors are put in place afterwards.
+        torch casts state to the parameter's dtype on load; the uncast tensors are restored afterwards.
         """
         try:
             self.optimizer.load_state_dict(self.state)
@@ -108,7 +108,7 @@ def plan_optimizer(
 ) -> OptimizerPlan:
     """Check the optimizer against a checkpoint and plan the copies into its (new or existing) state.
 
-    `elsewhere` are parameters that other pipeline stages hold; their state is left alone.
+    `elsewhere` are parameters that other pipeline stages hold; their state is skipped.
     Raises: CheckpointError when groups or shapes differ.
     """
     groups = _group_names(optimizer, names)
@@ -116,7 +116,7 @@ def plan_optimizer(
     flat = [name for group in groups for name in group]
     index = {name: i for i, name in enumerate(flat)}
     plan = OptimizerPlan(optimizer, {}, dict(enumerate(live)))
-    by_place = {str(i): p for i, p in enumerate(live)}  # state that other tools saved by position
+    by_place = {str(i): p for i, p in enumerate(live)}  # for state that other tools saved by position
     rooms = _Rooms(optimizer, {**by_place, **dict(zip(flat, live, strict=True))}, plan.copies, elsewhere)
     saved = unpack(found.data, rooms.of(found))
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict) or "param_groups" not in saved:
@@ -155,7 +155,7 @@ def _here(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:  
 
 
 def by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
-    """Return a state dict that counts parameters, as torch's own does, with their names instead."""
+    """Return a state dict keyed by parameter names, given one keyed by indices as torch's are."""
     groups = saved["param_groups"]
     if not isinstance(groups, list) or not any(isinstance(g, dict) and _counts(g.get("params")) for g in groups):
         return saved
@@ -190,7 +190,7 @@ def _check_groups(where: str, saved: Any, groups: list[list[str]]) -> None:
 
 
 class _Rooms:
-    """Tensors the state will be read into: those the optimizer holds already where they fit, else new ones."""
+    """Tensors to read the state into: the optimizer's existing ones where they fit, else new ones."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Rooms:
         }
 
     def of(self, found: Found) -> dict[str, Tensor | Slice]:
-        """Room for every stored tensor, with the copies that will fill it."""
+        """Return a tensor for every stored tensor, and add the copies that fill it."""
         rooms: dict[str, Tensor | Slice] = {}
         for key, pieces in found.pieces.items():
             if self._is_elsewhere(key):
@@ -232,7 +232,7 @@ class _Rooms:
             return torch.empty(shape, dtype=dtype)
         if (
             own := getattr(self._optimizer, "state_room", None)
-        ) is not None:  # an engine keeps state in a layout of its own
+        ) is not None:  # the engine stores state in a custom layout
             place: Tensor | Slice = own(parameter, state_key, shape, dtype)
             return place
         held = self._optimizer.state.get(parameter, {}).get(state_key) if state_key else None

@@ -1,4 +1,4 @@
-"""One model or optimizer saved and loaded alone: as a folder of shards, or as one file with whole tensors."""
+"""Saving and loading a single model or optimizer: as a folder of shards, or as one file with whole tensors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hasten.modules.names import plain_name
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a model or an optimizer lies: in `folder` as shards, or in `file` whole.
+    """Location of a saved model or optimizer: shards in `folder`, or whole tensors in `file`.
 
-    The folder holds a checkpoint of hasten, or, when it is read, one of torch.distributed.checkpoint.
+    The folder holds a checkpoint of hasten or, when loading, one of torch.distributed.checkpoint.
     """
 
     kind: Literal["model", "optimizer"]
@@ -44,12 +44,12 @@ class Part:
 
     @property
     def exists(self) -> bool:
-        """Whether there is something to load."""
+        """True if there is something to load."""
         return self.folder.is_dir() or self.file.is_file()
 
 
 def save_model(module: nn.Module, part: Part, world: Comm, whole: bool, names: set[str] | None = None) -> None:
-    """Write a model's weights, those called `names` or all. Ranks: every rank."""
+    """Write a model's weights, either those in `names` or all. Ranks: every rank."""
     component = model_component(module, "torch" if whole else "safetensors")
     if names:
         kept = {name: value for name, value in component.tensors.items() if name in names}
@@ -58,9 +58,9 @@ def save_model(module: nn.Module, part: Part, world: Comm, whole: bool, names: s
 
 
 def load_model(module: nn.Module, part: Part, world: Comm, names: set[str] | None = None) -> None:
-    """Fill a model, or its tensors called `names`, which then must be all that is there. Ranks: every rank.
+    """Load a model, or only its tensors in `names`, which must then match the file exactly. Ranks: every rank.
 
-    Raises: CheckpointError naming what is missing or unexpected.
+    Raises: CheckpointError naming missing and unexpected tensors.
     """
     if is_torch_folder(part.folder):
         _fill_model(module, part.folder, names)
@@ -74,12 +74,12 @@ def load_model(module: nn.Module, part: Part, world: Comm, names: set[str] | Non
 
 
 def save_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: Comm, whole: bool) -> None:
-    """Write an optimizer's state by the names its model gives to parameters. Ranks: every rank."""
+    """Write an optimizer's state by the model's parameter names. Ranks: every rank."""
     _save(optimizer_component(optimizer, parameter_names([module])), part, world, whole)
 
 
 def load_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: Comm) -> None:
-    """Fill an optimizer by the names its model gives to parameters. Ranks: every rank.
+    """Load an optimizer's state by the model's parameter names. Ranks: every rank.
 
     Raises: CheckpointError when groups, names or shapes differ.
     """
@@ -115,7 +115,7 @@ def _write_whole(file: Path, component: Component, world: Comm) -> None:
 
 @contextmanager
 def _open(part: Part, world: Comm) -> Iterator[Found]:
-    """What lies in the shards' folder or the whole file, mapped, for the time of the block."""
+    """Context manager that provides the memory-mapped content of the folder of shards or the whole file."""
     if (part.folder / "manifest.json").is_file():
         store, name = locate(part.folder)
         with open_checkpoint(store, name, world) as checkpoint:
@@ -143,7 +143,7 @@ def _check_names(report: LoadReport, names: set[str] | None, where: str) -> None
 
 
 def _fill_model(module: nn.Module, folder: Path, names: set[str] | None) -> None:
-    """Read a model that torch.distributed.checkpoint wrote, alone or under the name `model`."""
+    """Load a model that torch.distributed.checkpoint wrote, at the top level or under the key `model`."""
     state = {plain_name(key): value for key, value in module.state_dict().items()}
     state = state if names is None else {key: value for key, value in state.items() if key in names}
     stored = names_in(folder)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: everything is verified before anything in memory changes."""
+"""Opening a checkpoint: all files are verified before anything in memory changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Stamp = tuple[int, int, int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A component as it lies in the files: pieces by name, and its JSON."""
+    """A component as read from the files: pieces by name, and its JSON."""
 
     name: str
     kind: str
@@ -33,16 +33,16 @@ class Found:
     data: Json = None
 
     def of(self, key: str) -> list[Piece] | None:
-        """Return the pieces of a tensor under this or another of its names."""
+        """Return the pieces of a tensor under this name or an alias."""
         return self.pieces.get(key) or self.pieces.get(self.aliases.get(key, ""))
 
     def keys(self) -> set[str]:
-        """Return all names, other names of the same tensor included."""
+        """Return all names, aliases included."""
         return set(self.pieces) | set(self.aliases)
 
 
 class Checkpoint:
-    """An open checkpoint. Files are mapped, not read, until copied from."""
+    """An open checkpoint. Files are memory-mapped and read when copied from."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Checkpoint:
         allow_pickle: bool = False,
         stamps: Mapping[str, Stamp] | None = None,
     ) -> None:
-        """`stamps` are those of the files that were verified; another file under the same name is refused."""
+        """Create a checkpoint; `stamps` identify the verified files, and a file replaced since is refused."""
         self.name = name
         self.manifest = manifest
         self.folder = folder
@@ -61,9 +61,9 @@ class Checkpoint:
         self._names = frozenset(file.name for file in manifest.files)
 
     def component(self, name: str, rank: int | None = None) -> Found:
-        """Return a component; of a per-rank one, the part of `rank`.
+        """Return a component; of a per-rank component, the state of `rank`.
 
-        Raises: IncompleteCheckpointError when the checkpoint has no such part.
+        Raises: IncompleteCheckpointError when the checkpoint has no such component.
         """
         record = self.manifest.components.get(name)
         files = self.manifest.files_of(name, rank if record is not None and record.per_rank else None)
@@ -100,7 +100,7 @@ class Checkpoint:
         return content
 
     def _check_same(self, file: str) -> None:
-        """Raise unless the file is still the one that was verified."""
+        """Raise CorruptCheckpointError unless the file is still the one that was verified."""
         if self._stamps and stamp(self.folder / file) != self._stamps.get(file):
             raise CorruptCheckpointError(
                 f"{self.folder / file}: was replaced or changed after it was verified, so it may not be part of this "
@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 def stamp(path: Path) -> Stamp:
-    """What tells a file from one that takes its place; None where there is none."""
+    """Return device, inode, size and modification time of a file, to detect replacement; None if it is missing."""
     try:
         found = path.stat()
     except OSError:
@@ -120,7 +120,7 @@ def stamp(path: Path) -> Stamp:
 def verify_files(
     folder: Path, files: Sequence[FileRecord], chunk_bytes: int, progress: Progress | None = None
 ) -> list[str]:
-    """What is wrong with the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
+    """Return the problems of the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
     problems = {file.name: problem for file in files if (problem := _at_first_sight(folder, file)) is not None}
     reader = ChunkReader()
     paths = {file.name: inside(folder, file.name) for file in files}
@@ -150,7 +150,7 @@ def verify_files(
 
 
 def _at_first_sight(folder: Path, file: FileRecord) -> str | None:
-    """What the folder says of a file before it is read."""
+    """Return the problem of a file that shows without reading its content; None if there is none."""
     path = inside(folder, file.name)
     try:
         size = size_of(path)
@@ -167,9 +167,9 @@ def _at_first_sight(folder: Path, file: FileRecord) -> str | None:
 def open_checkpoint(
     store: CheckpointStore, name: str, comm: Comm, *, verify: bool = True, allow_pickle: bool = False
 ) -> Iterator[Checkpoint]:
-    """A verified checkpoint, for the time of the block.
+    """Context manager that provides a verified checkpoint.
 
-    Ranks: every rank; the work of verifying is shared out, and a fault found by one is raised on all.
+    Ranks: every rank; the ranks divide the verification, and an error on one rank is raised on all.
     Raises: IncompleteCheckpointError, CorruptCheckpointError, UnsafeCheckpointError or CheckpointVersionError.
     """
     with ExitStack() as stack:
@@ -184,9 +184,9 @@ def open_checkpoint(
 
 
 def _folder(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
-    """Return the folder to read from: one's own, else that of the machine's first rank, else a download after all.
+    """Return the folder to read from: the local one, else that of the machine's first rank, else a separate download.
 
-    Mapped files stay readable when the rank that downloaded them has cleared up. Ranks: every rank.
+    Mapped files stay readable after the rank that downloaded them has deleted them. Ranks: every rank.
     """
     if not store.remote or together.comm.size == 1:
         return stack.enter_context(store.fetch(name, manifest.files))
@@ -201,20 +201,20 @@ def _folder(store: CheckpointStore, name: str, manifest: Manifest, together: Agr
     first = next(Path(place) for host, place in zip(hosts, folders, strict=True) if host == here and place is not None)
     if all((first / file.name).exists() for file in manifest.files):
         return first
-    return stack.enter_context(store.fetch(name, manifest.files))  # same host name, another file system
+    return stack.enter_context(store.fetch(name, manifest.files))  # same host name, but a different file system
 
 
 def _verify_together(folder: Path, manifest: Manifest, together: Agreement) -> dict[str, Stamp]:
-    """Verify a share of the files on every rank. Returns: the files as they were before. Ranks: every rank."""
+    """Verify a share of the files on every rank and return the stamps taken before. Ranks: every rank."""
     mine = share_out(manifest.files, together.comm.rank, together.comm.size)
     stamps = {file.name: stamp(folder / file.name) for file in manifest.files}
-    together.share()  # every rank has taken its stamps before one begins to verify
+    together.share()  # every rank has taken its stamps before any rank starts to verify
     check_sound(folder, mine, manifest.chunk_bytes)
     return stamps
 
 
 def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> None:
-    """Raise unless every file is there, with its size and checksums."""
+    """Raise unless every file exists with its size and checksums."""
     problems = verify_files(folder, files, chunk_bytes)
     if not problems:
         return
@@ -226,7 +226,7 @@ def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> 
 
 
 def share_out(files: Sequence[FileRecord], rank: int, size: int) -> list[FileRecord]:
-    """Return this rank's share of the files, so that every rank has about as many bytes."""
+    """Return this rank's share of the files, balanced by bytes."""
     loads, mine = [0] * size, []
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
         lightest = loads.index(min(loads))

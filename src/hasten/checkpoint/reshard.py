@@ -1,4 +1,4 @@
-"""Reading any slice of a global tensor from pieces that any other layout wrote."""
+"""Reading any slice of a global tensor from pieces written in any other layout."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def dtensor_slice(tensor: DTensor) -> Slice:
-    """Return the piece of a distributed tensor that this rank holds, and whether this rank is the one to write it.
+    """Return the slice of a distributed tensor that this rank holds, with the flag whether this rank writes it.
 
-    Raises: CheckpointError for tensors whose parts still have to be summed.
+    Raises: CheckpointError for tensors with partial placements.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
@@ -36,13 +36,13 @@ def dtensor_slice(tensor: DTensor) -> Slice:
             "(call redistribute with Replicate or Shard)."
         )
     local: Tensor = tensor.to_local()
-    layout = need("torch.distributed.tensor._utils")  # loaded already, where there is a DTensor
+    layout = need("torch.distributed.tensor._utils")  # already imported wherever a DTensor exists
     shape, offset = layout.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor's mesh"
     first = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    if local.numel() == 0:  # an empty shard at the end of an uneven split has no place of its own
+    if local.numel() == 0:  # an empty shard at the end of an uneven split has no offset
         offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
         first = False
     owned = first and _first_on_other_axes(mesh)
@@ -50,10 +50,10 @@ def dtensor_slice(tensor: DTensor) -> Slice:
 
 
 def _first_on_other_axes(mesh: DeviceMesh) -> bool:
-    """Return whether this rank is the first of those that hold the same tensor on a mesh of their own.
+    """Return True if this rank is the first of those that hold the same tensor on separate submeshes.
 
-    Where layers are split over `tp`, the parameters beside them are spread over the data-parallel axes of each `tp` rank
-    alike. Stages (`pp`) hold different parameters.
+    Where layers are split over `tp`, the other parameters are sharded over the data-parallel axes of each `tp` rank
+    identically. Pipeline stages (`pp`) hold different parameters.
     """
     root = mesh._get_root_mesh()
     coordinate, names, own = root.get_coordinate(), root.mesh_dim_names, mesh.mesh_dim_names
@@ -63,9 +63,9 @@ def _first_on_other_axes(mesh: DeviceMesh) -> bool:
 
 
 def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) -> StateTree:
-    """The tree with the owners of pieces that lie on meshes told by `is_first(axes)`: first along all the other axes.
+    """Return the tree with the ownership of sharded pieces decided by `is_first(axes)`: first along all other axes.
 
-    torch may hand out an equal mesh of an earlier layout of this process, whose other axes are not those of today.
+    torch may return an equal mesh from an earlier layout of this process, whose other axes are outdated.
     """
     made = {}
     for name, component in tree.components.items():
@@ -73,7 +73,7 @@ def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) 
             key: replace(value, owned=value.first and is_first(value.axes))
             if isinstance(value, Slice)
             and value.axes
-            and set(value.axes) <= set(AXES)  # no mesh of experts or the user's own
+            and set(value.axes) <= set(AXES)  # excludes meshes of experts and of the user
             else value
             for key, value in component.tensors.items()
         }
@@ -82,8 +82,8 @@ def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) 
 
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:
-    """Return a tensor as checkpoints see it: distributed tensors become slices, others stay."""
-    if (own := getattr(tensor, "stored_slice", None)) is not None:  # an engine keeps the weights elsewhere
+    """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
+    if (own := getattr(tensor, "stored_slice", None)) is not None:  # the engine stores the weights elsewhere
         found: Slice = own(tensor)
         return found
     return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
@@ -91,14 +91,14 @@ def as_stored(tensor: Tensor) -> Tensor | Slice:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One piece of memory to fill, from one piece of a file."""
+    """One copy: a piece of memory to fill, from one piece of a file."""
 
     target: Tensor
     source: Tensor
     file: MappedFile | None = None
 
     def place(self) -> int | None:
-        """Return where in the file the bytes lie, if they can be read from there as they are."""
+        """Return the offset of the bytes in the file, if they can be read without conversion."""
         target, source = self.target, self.source
         plain = type(target) is Tensor and is_plain(target) and source.is_contiguous() and target.dtype == source.dtype
         return self.file.place(source) if self.file is not None and plain else None
@@ -108,7 +108,7 @@ Region = tuple[tuple[int, int], ...]  # (start, length) per dim
 
 
 def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]) -> Region | None:
-    """What two boxes of a global tensor share, in global coordinates; None when they do not meet."""
+    """Return the intersection of two boxes of a global tensor, in global coordinates; None when it is empty."""
     region = []
     for a, n, b, m in zip(offset, shape, other, extent, strict=True):
         start, stop = max(a, b), min(a + n, b + m)
@@ -121,7 +121,7 @@ def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], e
 def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> list[Copy]:
     """Return the copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
 
-    Raises: CheckpointError when the shape differs; CorruptCheckpointError when a part is in no file.
+    Raises: CheckpointError when the shape differs; CorruptCheckpointError when a region is in no file.
     """
     live = target.data if isinstance(target, Slice) else target.detach()
     shape = target.shape if isinstance(target, Slice) else tuple(live.shape)
@@ -139,7 +139,7 @@ def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> l
             f"{name} is on the meta device, where there is no memory to load into. Nothing was loaded. Give the model "
             "memory first (prepare it, or call to_empty)."
         )
-    if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:  # the common case, without the arithmetic
+    if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:  # the common case, without computing overlaps
         return [Copy(live, pieces[0].data, pieces[0].file)]
     copies, filled = [], 0
     for piece in pieces:
@@ -165,7 +165,7 @@ def _cut(tensor: Tensor, region: Region, offset: Sequence[int]) -> Tensor:
 
 
 def whole(pieces: Sequence[Piece], name: str) -> Tensor:
-    """Return the global tensor on the CPU; the mapped file itself when one piece is all of it."""
+    """Return the global tensor on the CPU; a view of the mapped file when a single piece covers it."""
     first = pieces[0]
     if len(pieces) == 1 and tuple(first.data.shape) == tuple(first.shape):
         return first.data
@@ -175,14 +175,14 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
     return tensor
 
 
-def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor whose memory lies one level down
+def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
     """Return the plain memory behind a tensor on this rank."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a rank's slice lies, told to the others ahead of the data."""
+    """Position of a rank's slice, sent to the other ranks ahead of the data."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
@@ -191,9 +191,9 @@ class _Piece:
 
 
 def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
-    """Return the tree with every sliced tensor whole on the ranks that keep it; others hold placeholders without memory.
+    """Return the tree with sliced tensors gathered whole on ranks with `keeps`; others hold empty placeholders.
 
-    One tensor travels at a time. Ranks: every rank; `keeps` on those that will write.
+    Tensors are gathered one at a time. Ranks: every rank; `keeps` on those that will write.
     """
     made: dict[str, Component] = {}
     with agreeing(comm, "gathering whole tensors") as together:
@@ -229,7 +229,7 @@ def _assemble(mine: Slice, pieces: list[_Piece], together: Agreement, keeps: boo
     most = max(torch.Size(piece.extent).numel() for piece in pieces)
     flat = mine.data.new_zeros(most)
     flat[: mine.data.numel()] = mine.data.reshape(-1)
-    together.share()  # every rank has its part ready
+    together.share()  # every rank has its piece ready
     parts = together.comm.all_gather(flat)
     if not keeps:
         return torch.zeros((), dtype=mine.data.dtype).expand(mine.shape)
@@ -249,14 +249,17 @@ Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class MachineOwners:
-    """The first rank of the machine that holds a slice owns it. Ranks tell each other their layouts when one has changed."""
+    """Ownership of slices per machine: the first rank that holds a slice owns it.
+
+    The ranks exchange their layouts when one has changed.
+    """
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
         self._owned: frozenset[str] = frozenset()
 
     def owned(self, tree: StateTree, ranks: Sequence[int], together: Agreement) -> StateTree:
-        """Return the tree with its slices owned so; `ranks` are those of this machine. Ranks: every rank."""
+        """Return the tree with the `owned` flags set; `ranks` are those of this machine. Ranks: every rank."""
         layout = {
             f"{name}/{key}": (tuple(value.offset), tuple(value.data.shape))
             for name, component in tree.components.items()

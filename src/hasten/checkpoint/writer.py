@@ -1,4 +1,4 @@
-"""One collective save: every rank writes its files into a draft, all vote, each disk's main commits."""
+"""Collective save: every rank writes its files into a draft, all vote, the main rank of each disk commits."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class DiskGroup:
-    """Ranks that see the same folder; the first of them commits."""
+    """Ranks that share a folder; the first of them commits."""
 
     ranks: tuple[int, ...]
     draft: Draft
     done: bool = False
-    """The draft was committed or discarded."""
+    """True after the draft was committed or discarded."""
 
     def is_main(self, rank: int) -> bool:
-        """Return whether this rank commits for the group."""
+        """Return True if this rank commits for the group."""
         return rank == self.ranks[0]
 
     @contextmanager
     def discarding(self, rank: int) -> Iterator[None]:
-        """Discard the draft when the block fails and it was not committed; the group's main does."""
+        """Context manager in which the group's main discards the draft if the block fails before the commit."""
         try:
             yield
         except BaseException:
@@ -51,7 +51,7 @@ class DiskGroup:
 
 
 def discard(draft: Draft) -> None:
-    """Remove a draft; what cannot be removed now is left to the next save."""
+    """Remove a draft; if that fails, the next save removes it."""
     try:
         draft.abort()
     except OSError as error:
@@ -59,10 +59,10 @@ def discard(draft: Draft) -> None:
 
 
 def start(store: CheckpointStore, comm: Comm, name: str, *, node: int = 0, each_node: bool = False) -> DiskGroup:
-    """Begin a draft on every disk there is: one if all ranks share it, else one per machine.
+    """Start a draft on every disk: one if all ranks share it, else one per machine.
 
-    Ranks: every rank. `node` is the number of this rank's machine.
-    Raises: CheckpointError when machines do not share the folder and `each_node` was not asked for.
+    Ranks: every rank. `node` is the index of this rank's machine.
+    Raises: CheckpointError when machines do not share the folder and `each_node` is False.
     """
     begun: list[Draft] = []
     try:
@@ -110,7 +110,7 @@ def _joined(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What this rank will write: bytes by file name, and the table they are listed in."""
+    """Files that this rank will write: contents by file name, and the component records for the manifest."""
 
     blobs: dict[str, Blob]
     owners: dict[str, FilePlan | None]
@@ -124,9 +124,9 @@ def prepare(
     sizes: Sizes | None = None,
     announce: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
 ) -> Prepared:
-    """Decide this rank's files and lay them out; no byte is copied yet.
+    """Plan this rank's files and compute their layout; no byte is copied yet.
 
-    `announce` is told which tensors this rank will write, before the layout, so that copies can run beside it.
+    `announce` is called with the tensors this rank will write before the layout, so that copies run concurrently.
     Ranks: every rank. Raises: MismatchError when ranks do not save the same components.
     """
     rank = comm.ranks[comm.rank]
@@ -159,7 +159,7 @@ def prepare(
 
 
 def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
-    """Return the bytes of one planned file, and those of the file beside it that helps to read it, if any."""
+    """Return the bytes of one planned file, and those of its sidecar, if any."""
     tensors = {key: component.tensors[key] for key in plan.keys}
     data = component.data if plan.with_data else None
     if plan.format == "torch":
@@ -168,7 +168,7 @@ def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
 
 
 def _compare(tree: StateTree, together: Agreement) -> None:
-    """Ranks must save the same components; whole ones must hold the same tensors."""
+    """Raise MismatchError unless ranks save the same components, and whole components hold the same tensors."""
     comm = together.comm
     if comm.size == 1:
         return
@@ -188,7 +188,7 @@ def _compare(tree: StateTree, together: Agreement) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished save hands back."""
+    """Result of a finished save: the checkpoint, and the names of those that retention deleted."""
 
     info: CheckpointInfo
     deleted: tuple[str, ...] = ()
@@ -201,10 +201,10 @@ def finish(
     header: Manifest,
     after: Callable[[], Sequence[str]] = lambda: (),
 ) -> Outcome:
-    """Write this rank's files, vote, commit, then run `after` (retention) on each disk's main.
+    """Write this rank's files, vote, commit, then run `after` (retention) on each disk's main rank.
 
-    Ranks: every rank. Safe on a background thread when `comm` is its own group.
-    Raises: CheckpointError on every rank if one failed; earlier checkpoints stay as they were.
+    Ranks: every rank. Safe on a background thread when `comm` is a separate group.
+    Raises: CheckpointError on every rank if one failed; earlier checkpoints are unchanged.
     """
     rank = comm.ranks[comm.rank]
     name = group.draft.name
@@ -227,7 +227,7 @@ def _put(prepared: Prepared, draft: Draft, rank: int) -> list[FileRecord]:
     written = draft.put(prepared.blobs)
     records = []
     for file, record in written.items():
-        plan = prepared.owners.get(file)  # none for what a hook wrote
+        plan = prepared.owners.get(file)  # None for files of hooks
         owner = plan.component if plan is not None else None
         records.append(msgspec.structs.replace(record, component=owner, rank=rank if owner is not None else None))
     return records
@@ -248,7 +248,7 @@ def _manifest(
 
 
 def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
-    """The files without those that hooks wrote on several ranks alike. Raises: CheckpointError when they differ."""
+    """Merge the records of identical files that hooks wrote on several ranks; raise CheckpointError if they differ."""
     found: dict[str, FileRecord] = {}
     for file in files:
         if found.setdefault(file.name, file) != file:
@@ -262,13 +262,13 @@ def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
 def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
     try:
         return tuple(after())
-    except (OSError, CheckpointError) as error:  # the new one is safe; old ones are tried again after the next save
+    except (OSError, CheckpointError) as error:  # the new checkpoint is safe; deletion is retried after the next save
         log.warning("after saving %s, old checkpoints could not be deleted: %s", name, error)
         return ()
 
 
 def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[[str], int | None]) -> list[str]:
-    """Delete what the policy no longer keeps; returns the names. Ranks: each disk's main, after the commit."""
+    """Delete checkpoints that the policy expires and return their names. Ranks: each disk's main, after the commit."""
     kept = []
     for name in store.names():
         number = numbers(name)
@@ -278,7 +278,7 @@ def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[
     for name in expired(kept, policy):
         try:
             store.delete(name)
-        except CheckpointBusyError as error:  # another run saves over it; it is not this one's to delete
+        except CheckpointBusyError as error:  # another run is saving to it
             log.warning("%s is not deleted: %s", name, error)
         else:
             deleted.append(name)

@@ -1,5 +1,5 @@
-"""Loaders: which rank reads which sample, in which order, ahead of time, and from where after a resume.
+"""Data loading: splitting samples over ranks, shuffling, prefetching, and resuming from a position.
 
-Start with `plan.py` (pure: the split), then `loader.py` (what a loop iterates). `iterable.py` and `stream.py` read streams, `dispatch.py` reads on
-one rank for all, `prefetch.py` copies batches to the device, `position.py` is what a checkpoint keeps.
+Start with `plan.py` (the split, as pure functions) and `loader.py` (the prepared loader). `iterable.py` and `stream.py`
+read streams, `dispatch.py` reads on one rank for all, `prefetch.py` copies batches to the device.
 """

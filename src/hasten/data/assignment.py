@@ -1,4 +1,4 @@
-"""The assignment of indices to ranks that a user's samplers and settings stand for."""
+"""Assignment of dataset indices to ranks, derived from the user's samplers and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 
 ALONE: Final = Seats(0, 1, (0,))
-"""The place of a rank whose order is its own."""
+"""Seats of a rank whose order is independent of other ranks."""
 
 
 def assignment_of(
@@ -30,18 +30,18 @@ def assignment_of(
     sharded: bool = False,
     checks: bool = False,
 ) -> Assignment:
-    """Return the indices of this rank; with `sharded`, the sampler's own are this rank's part already.
+    """Return the indices of this rank; with `sharded`, the sampler already yields this rank's shard only.
 
-    With `checks`, ranks compare the samplers that are drawn on the first of them.
+    With `checks`, ranks compare the samplers that are drawn from on the first rank.
 
-    Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split like that.
+    Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split this way.
     """
     dispatch, split = bool(config.dispatch_batches), config.split_batches
     batches = loader.batch_sampler
     sampler: Any = loader.sampler if batches is None else batches
     if plainly(batches, BatchSampler):
         sampler = batches.sampler
-    # the rank that reads for all, and one that has a part of its own, draw for themselves
+    # the rank that reads for all, and a rank with a separate shard, draw independently
     comm = LocalComm() if dispatch or sharded else ctx.world
     seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
     order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch, checks=checks)
@@ -54,7 +54,7 @@ def assignment_of(
     if not plainly(batches, BatchSampler):
         return _whole_batches(order, batches, config, ALONE if sharded else seats, split, stride)
     batch_size = batches.batch_size
-    if isinstance(order, PartOrder):  # the rank's rows of each step, all of its own part
+    if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
         batch_size, seats, split = _plan(batch_size, batches, config, seats, split).rows, ALONE, False
     return Assignment(order, _plan(batch_size, batches, config, seats, split), "rows", stride=stride)
 
@@ -105,9 +105,9 @@ def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
 
 
 def _part(order: Order, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:
-    """Return the order of this rank's part, with the sizes of all parts.
+    """Return the order of this rank's shard, with the sizes of all shards.
 
-    Raises: DataError on every rank when a part is empty that others would wait for.
+    Raises: DataError on every rank when a shard is empty while others are not.
     """
     group = ctx.groups(*BATCH)
     sizes: list[int | None] = group.all_gather_object(order.size())
@@ -119,7 +119,7 @@ def _part(order: Order, ctx: ProcessContext, even: bool, drop_last: bool) -> Par
 
 
 def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
-    """Raise for pad="full" where the rows of a full batch are not known."""
+    """Raise ConfigError for pad="full" where the number of rows of a full batch is unknown."""
     if config.pad == "full":
         raise ConfigError(
             f'pad="full" with {what}, so the rows that the last batches should be filled to are not known, and they would '

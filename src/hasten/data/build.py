@@ -1,4 +1,4 @@
-"""prepare_loader: turn a user's DataLoader into a prepared one."""
+"""Conversion of a user's DataLoader into a prepared loader."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def prepare_loader(
     transfer: MakeMove | None = None,
     already_sharded: bool | None = None,
 ) -> Loader:
-    """Return the loader, reading this rank's share, on `device` (None leaves batches where they are).
+    """Return a prepared loader that reads this rank's share, on `device` (None leaves batches in host memory).
 
-    `transfer` makes what brings batches there, where a copy would not do. `already_sharded` goes before the setting.
+    `transfer` makes the function that moves batches, if not by a plain copy. `already_sharded` overrides the setting.
 
-    Ranks: every rank, with the same dataset, or a part of it each, and the same settings.
+    Ranks: every rank, with the same dataset, or one shard of it each, and the same settings.
     Raises: DataError when the ranks' loaders differ; ConfigError or PrepareError when one cannot be split.
     """
     if isinstance(loader, Loader):
@@ -102,7 +102,7 @@ def _agreed(
     seed: int,
     given: bool | None,
 ) -> Agreement:
-    """What the ranks agree on, after settings that do not go with it were refused."""
+    """Return the facts that the ranks agree on, after refusing incompatible settings."""
     agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
     if agreed.sharded or given:
         batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
@@ -125,7 +125,7 @@ def _warn_if_empty(source: Source, num_shards: int, total: int | None) -> None:
 
 
 def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
-    """Raise for a loader with something that a prepared one could not keep."""
+    """Raise PrepareError for a loader with settings that a prepared one cannot preserve."""
     if not getattr(loader, "in_order", True):
         raise PrepareError(
             "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
@@ -139,7 +139,7 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
 
 
 def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
-    """What makes these generators equal; a loader without one of its own shuffles alike on all ranks anyway."""
+    """Return a function that synchronizes these generators; a loader without a generator shuffles equally anyway."""
     types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
     if not types or ctx.world.size == 1:
         return None
@@ -148,7 +148,7 @@ def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessCont
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a source is made for."""
+    """Inputs for building a source."""
 
     loader: DataLoader[Any]
     ctx: ProcessContext
@@ -156,24 +156,24 @@ class _Request:
     seats: Seats
     slice_fn: SliceFn | None
     depth: int
-    """Batches read ahead of the one in use."""
+    """Number of batches read ahead of the one in use."""
     device: torch.device | None = None
     transfer: MakeMove | None = None
     agreed: Agreement | None = None
 
     @property
     def sharded(self) -> bool:
-        """Whether the loader holds this rank's part of the data already."""
+        """True if the loader holds this rank's shard of the data already."""
         return self.agreed is not None and self.agreed.sharded and self.seats.num_shards > 1
 
     @property
     def checks(self) -> bool:
-        """Whether ranks compare what they read, because nobody said whether it is the same."""
+        """True if ranks compare the data they read, because `already_sharded` was not given."""
         return self.agreed is not None and self.agreed.checks
 
 
 Made = tuple[Source, int | None, dict[str, Any]]
-"""The source, samples in a global step when fixed, and attributes to show instead of the user's."""
+"""The source, the number of samples in a global step if fixed, and attributes that replace the user's."""
 
 
 def _indexed_parts(request: _Request) -> Made:
@@ -219,7 +219,7 @@ def _stream_parts(request: _Request) -> Made:
     dataset: Any = loader.dataset  # Any: the user's dataset
     if not request.sharded:
         sharing, dataset = _share_stream(loader.dataset, seats)
-    if config.split_batches and not cutting.batched:  # every rank reads each batch and keeps its rows
+    if config.split_batches and not cutting.batched:  # every rank reads each batch and selects its rows
         cutting = replace(cutting, num_shards=1, shard=0, split=(seats.num_shards, seats.shard))
         dataset = loader.dataset
     else:
@@ -228,7 +228,7 @@ def _stream_parts(request: _Request) -> Made:
 
 
 def _cutting(request: _Request) -> tuple[Cutting, int | None]:
-    """Return how this rank's blocks of a stream are cut, and the samples of a global step where they are fixed."""
+    """Return the cutting of this rank's blocks of a stream, and the number of samples in a global step if fixed."""
     loader, config, seats = request.loader, request.config, request.seats
     drop_last, even = bool(loader.drop_last), config.even_batches
     if loader.batch_size is None:
@@ -249,7 +249,7 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
 
 
 def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
-    """Return how this rank gets its part of a stream, and the stream to read."""
+    """Return the way in which this rank gets its share of a stream, and the stream to read."""
     if seats.num_shards == 1:
         return "strided", dataset
     if is_hub_stream(dataset):
@@ -285,7 +285,7 @@ def _batch_reader(request: _Request) -> BatchReader:
 
 
 def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's dataset
-    """Give the generators a stream owns the states they have on the first rank, as ranks that share it must draw alike.
+    """Set the stream's generators to their states on the first rank, since ranks that share it must draw equally.
 
     Ranks: every rank.
     """
@@ -303,7 +303,7 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
 
 
 def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:
-    """Whether first samples are compared by prepare(): streams whose ranks exchange in every step compare them there."""
+    """Return True if prepare() compares first samples; streams with an exchange in every step compare them there."""
     if not isinstance(loader.dataset, IterableDataset):
         return True
     unknown = length_of(loader.dataset) is None or loader.num_workers > 1
@@ -312,7 +312,7 @@ def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:
 
 
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
-    """What must be equal on all ranks, by the name a user knows it."""
+    """Return the settings that must be equal on all ranks, by their public names."""
     return {
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,

@@ -1,4 +1,4 @@
-"""The source in which one rank reads and every rank receives only its own part of each step."""
+"""Dispatching source: one rank reads, and every rank receives its share of each step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hasten.data.position import Position
 from hasten.data.source import Item, OuterSource, Source
 from hasten.errors import PeerFailedError
 
-# Any in this file: what travels is the user's own tree.
+# Any in this file: batches are the user's nested values.
 _ALIGN: Final = 64
-_HEADER: Final = 64  # bytes: (room needed, length of the skeleton), padded to the alignment
+_HEADER: Final = 64  # bytes: (buffer size needed, length of the skeleton), padded to the alignment
 _FIRST_ROOM: Final = 1 << 14
 _LABEL: Final = "a batch of the dispatching loader"
 
 
 class _Hole(msgspec.Struct, frozen=True):
-    """Stands for a tensor in the sealed skeleton."""
+    """Placeholder of a tensor in the serialised skeleton."""
 
     offset: int
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class _Hole(msgspec.Struct, frozen=True):
 
 
 class Wire:
-    """Sends one tree a rank from the first member of a group, in one message while the sizes do not grow."""
+    """Channel that sends one tree per rank from the first member of a group, in one message while sizes do not grow."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -41,14 +41,14 @@ class Wire:
         self._buffers: list[Tensor] = []
 
     def pack(self, parts: Sequence[Any]) -> list[Packed]:
-        """Return the parts, ready to be sent. Whatever cannot be packed raises here, before anybody waits for it."""
+        """Return the parts in serialised form. Unserialisable values raise here, before other ranks wait for them."""
         seal = self._comm.session()
         return [Packed.of(part, seal) for part in parts]
 
     def send(self, packed: Sequence[Packed], place: Sequence[int]) -> None:
         """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
 
-        The first member has its own part already: it is not written for it alone.
+        The buffer of the first member is not filled for itself alone, as it has its part already.
         """
         need = max(one.num_bytes for one in packed)
         if need > self._room:
@@ -65,7 +65,7 @@ class Wire:
         self._scatter([filled[where] for where in place])
 
     def receive(self) -> Any:
-        """What the first member sent here."""
+        """Receive the tree that the first member sent."""
         seal = self._comm.session()
         while True:
             buffer = self._scatter(None)
@@ -88,7 +88,7 @@ class Wire:
 
 
 class Packed:
-    """A tree ready to be written: the sealed skeleton and the tensors with their places."""
+    """A tree in serialised form: the skeleton, and the tensors with their offsets."""
 
     def __init__(self, skeleton: bytes, tensors: list[tuple[_Hole, Tensor]], num_bytes: int) -> None:
         self.skeleton = skeleton
@@ -103,7 +103,7 @@ class Packed:
         def dig(x: Tensor) -> Any:
             nonlocal offset
             if x.layout != torch.strided or x.is_quantized or type(x) is not Tensor:
-                return x  # travels inside the skeleton
+                return x  # sent inside the skeleton
             hole = _Hole(offset, tuple(x.shape), x.dtype)
             held.append((hole, x))
             offset += _aligned(x.numel() * x.element_size())
@@ -148,28 +148,28 @@ class Round(NamedTuple):
 
 
 class Reader(Protocol):
-    """What the reading rank does: turn a position into rounds."""
+    """Protocol of the reading rank: it turns a position into rounds."""
 
     def rounds(self, source: Source, at: Position) -> Iterator[Round]:
-        """Return the steps from `at` to the end of the epoch, read through `source`."""
+        """Yield the steps from `at` to the end of the epoch, read through `source`."""
         ...
 
     def steps(self, source: Source) -> int | None:
-        """Batches that this rank gets in a whole epoch, when known."""
+        """Return the number of batches for this rank in a whole epoch, when known."""
         ...
 
     def evened(self, even: bool | None) -> Reader:
-        """The same reader with another `even_batches`, when one is given."""
+        """Return the same reader with another `even_batches`, when one is given."""
         ...
 
     @property
     def per_round(self) -> int:
-        """Batches of `source` that one round takes."""
+        """Number of batches of `source` in one round."""
         ...
 
 
 class _Parcel(NamedTuple):
-    """What one rank receives in one step."""
+    """Message for one rank in one step."""
 
     item: Item | None
     more: bool
@@ -178,7 +178,7 @@ class _Parcel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """Which data-parallel rank each process of the world is; the first process reads for all."""
+    """Data-parallel rank of each process of the world; the first process reads for all."""
 
     shard: int
     num_shards: int
@@ -186,7 +186,7 @@ class Seats:
 
 
 class DispatchSource(OuterSource):
-    """One rank reads; the others receive their parts of each step, in one scatter."""
+    """Source in which one rank reads; the others receive their share of each step in one scatter."""
 
     def __init__(self, inner: Source, reader: Reader, comm: Comm, seats: Seats) -> None:
         super().__init__(inner)
@@ -218,7 +218,7 @@ class DispatchSource(OuterSource):
             try:
                 step = next(rounds, None) or Round([None] * seats.num_shards, False)
                 parcels = wire.pack([_Parcel(item, step.more) for item in step.items])
-            except Exception as error:  # the ranks that wait must hear of whatever the user's dataset raised
+            except Exception as error:  # the waiting ranks must learn of any error of the user's dataset
                 failed = wire.pack([_Parcel(None, False, f"{type(error).__name__}: {error}")])
                 wire.send(failed * seats.num_shards, seats.shard_of)
                 raise

@@ -1,4 +1,4 @@
-"""A loader's position within its epoch, and the end of passes that were left."""
+"""Queries of a loader's position within its epoch, and ending of abandoned passes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def _runs(loader: Loader) -> bool:
 
 
 def midway(loader: Loader) -> bool:
-    """Return True if a resume goes on inside an epoch: a pass runs, was left by `break`, or was resumed and not begun."""
+    """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
     track = loader.parts.track
     return track.start.consumed > 0 if track.fresh else loader.cursor.left or _runs(loader)
 
 
 def leave(loader: Loader) -> None:
-    """End the count of an epoch's passes, and a pass that was left by `break`: the next one takes the next epoch."""
+    """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
     track, cursor = loader.parts.track, loader.cursor
     cursor.num_ended = cursor.num_again = 0
     if not track.fresh and not _runs(loader):
@@ -29,7 +29,7 @@ def leave(loader: Loader) -> None:
 
 
 def num_done(loader: Loader) -> int:
-    """Return how many batches of the epoch lie before the first that the next pass gives on this rank."""
+    """Return the number of batches of the epoch before the first batch of the next pass on this rank."""
     source, track = loader.parts.source, loader.parts.track
     if loader.cursor.num_again:
         return len(loader)
@@ -41,4 +41,4 @@ def num_done(loader: Loader) -> int:
     first, every = replace(at, consumed=0), range(steps + 1)
     done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
     left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
-    return max(done, steps - left)  # on another number of processes, steps need not begin where the saved ones ended
+    return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended

@@ -1,4 +1,4 @@
-"""The first samples of a dataset, read on the side to compare them between ranks."""
+"""Reading the first samples of a dataset to compare them between ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NUM_TURNS: Final = 3
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """Return the seed of one reading: the first two are equal."""
+    """Return the seed of one reading; the first two readings have equal seeds."""
     return derive_seed(seed, turn == 2)
 
 
 class HeadOfItems(Forwarding):
-    """The first items of map-style data: twice from equal random states, then from others."""
+    """The first items of a map-style dataset: twice from equal random states, then from different ones."""
 
     def __init__(self, dataset: Any, count: int, seed: int) -> None:
         self.hasten_dataset = dataset
@@ -47,7 +47,7 @@ class HeadOfItems(Forwarding):
 
 
 class HeadOfStream(Forwarding, IterableDataset[Any]):
-    """The first elements of a stream: twice from equal random states, then from others."""
+    """The first elements of a stream: twice from equal random states, then from different ones."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.hasten_dataset = dataset
@@ -60,13 +60,13 @@ class HeadOfStream(Forwarding, IterableDataset[Any]):
 
 
 def leaves_of_turn(read: Any) -> tuple[int, Sample]:
-    """(turn, leaves) of what a head gives."""
+    """Return (turn, leaves) for an element of a head."""
     turn, sample = read
     return turn, leaves_of(sample)
 
 
 def read_head(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
-    """The first samples, read three times where the loop reads them, in a worker if it has any; None where they cannot be read."""
+    """Read the first samples three times, in a worker if the loader has any; None if they cannot be read."""
     dataset: Any = loader.dataset
     size = length_of(dataset) or 0
     streams = isinstance(dataset, IterableDataset)
@@ -93,7 +93,7 @@ def read_head(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
         with RandomStates().kept():
             for turn, leaves in engine:
                 turns[turn].append(leaves)
-    except Exception as error:  # the user's dataset: its error is raised where a loop reads it
+    except Exception as error:  # the user's dataset: the training loop raises its error when it reads
         log.info("the first samples could not be compared between ranks: %r", error)
         return None
     finally:

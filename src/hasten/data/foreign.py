@@ -1,4 +1,4 @@
-"""Recognisers of other packages' classes: every test by module or class name of this room, checked against the package."""
+"""Recognisers of classes of other packages, by module and class name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEB_PIPELINE: Final = ("webdataset.pipeline", "DataPipeline")
 
 
 def length_of(dataset: object) -> int | None:
-    """The dataset's length; None where it has none, or defines one that it does not know, as `ChainDataset` of streams."""
+    """Return the dataset's length; None if it has none or raises for it, as `ChainDataset` of streams does."""
     try:
         return len(dataset) if isinstance(dataset, Sized) else None
     except (TypeError, NotImplementedError):
@@ -33,31 +33,31 @@ def length_of(dataset: object) -> int | None:
 
 
 def is_hub_stream(dataset: object) -> bool:
-    """Return whether the dataset is an IterableDataset of Hugging Face `datasets`."""
+    """Return True if the dataset is an IterableDataset of Hugging Face `datasets`."""
     return _is_a(dataset, _HUB_STREAM)
 
 
 def is_hub_items(dataset: object) -> bool:
-    """Return whether the dataset is a map-style Dataset of Hugging Face `datasets`."""
+    """Return True if the dataset is a map-style Dataset of Hugging Face `datasets`."""
     return _is_a(dataset, _HUB_ITEMS)
 
 
 class Split(NamedTuple):
-    """How a dataset of another package splits itself over ranks."""
+    """Split over ranks that a dataset of another package performs itself."""
 
     by: str
     rank: int | None = None
-    """None where the package asks for the process's rank and the number of processes by itself."""
+    """None where the package determines the rank and the number of processes itself."""
     num_ranks: int | None = None
 
 
 def split_by_itself(dataset: Any) -> Split | None:
-    """How a dataset gives each rank its own part, as its package documents it; None where it does not, or is not known to."""
+    """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
         splits = [split_by_itself(one) for one in dataset.datasets]
         return splits[0] if splits and all(one == splits[0] for one in splits) else None
     if is_hub_stream(dataset):
-        node = getattr(dataset, "_distributed", None)  # what split_dataset_by_node() leaves there
+        node = getattr(dataset, "_distributed", None)  # set by split_dataset_by_node()
         return None if node is None else Split("split_dataset_by_node() of datasets", node.rank, node.world_size)
     if _is_a(dataset, _MOSAIC_STREAM):
         return Split("StreamingDataset of mosaicml-streaming")
@@ -69,15 +69,15 @@ def split_by_itself(dataset: Any) -> Split | None:
 
 
 def _splits_shards(stage: Any) -> bool:
-    """Return whether a stage of a webdataset pipeline gives each node its own shards."""
-    function = getattr(stage, "func", stage)  # of a partial
+    """Return True if a stage of a webdataset pipeline gives each node separate shards."""
+    function = getattr(stage, "func", stage)  # unwraps functools.partial
     kind = function if hasattr(function, "__name__") else type(function)
     ours = str(getattr(kind, "__module__", "")).split(".")[0] == "webdataset"
     return ours and kind.__name__ in ("split_by_node", "ResampledShards", "resampled_", "ResampledShardList")
 
 
 def has_plain_state(stream: Any) -> bool:
-    """Whether `state_dict()` can be called without arguments: those of litdata and mosaicml-streaming want counts."""
+    """Return True if `state_dict()` takes no arguments; those of litdata and mosaicml-streaming require counts."""
     if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
         return False
     try:
@@ -88,30 +88,30 @@ def has_plain_state(stream: Any) -> bool:
 
 
 def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
-    """Return whether `state_dict()` of a stream leaves samples out: it ends in a shuffle buffer of `datasets`.
+    """Return True if `state_dict()` of a stream omits samples, because it contains a shuffle buffer of `datasets`.
 
-    The documentation of `datasets` says that such a state forgets what the buffer held. A dataset of the user's that
-    wraps such a stream and passes its state on forgets as much. A buffer of one forgets nothing; taken in a worker, which
-    reads some of the shards only, its state cannot be loaded again: `datasets` compares it with the state of all shards.
+    The documentation of `datasets` says that such a state loses the content of the buffer. So does a dataset of the
+    user that wraps such a stream and passes its state on. A buffer of size one loses nothing; but taken in a worker,
+    which reads only some of the shards, its state cannot be loaded: `datasets` compares it with that of all shards.
     """
     return any(_is_a(part, _HUB_BUFFER) and (part.buffer_size > 1 or in_worker) for part in parts_of(stream))
 
 
 def has_fixed_shard_order(stream: Any) -> bool:
-    """Return whether a stream's generators cannot be exchanged: `datasets` orders shards when `shuffle()` is called."""
+    """Return True if a stream's generators cannot be exchanged: `datasets` orders shards when `shuffle()` is called."""
     return is_hub_stream(stream) and stream.num_shards > 1
 
 
 def begin_anew(stream: Any) -> None:
-    """Make a stream of `datasets` begin its epoch at the start, although a state was loaded into it earlier."""
+    """Make a stream of `datasets` start its epoch from the beginning, discarding a state loaded earlier."""
     if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:
         stream._starting_state_dict = None
 
 
 def own_epoch(stream: Any) -> None:
-    """Give the copy of a stream of `datasets` in a worker an epoch counter of its own.
+    """Give a worker's copy of a stream of `datasets` a separate epoch counter.
 
-    Workers share one counter, and `set_epoch()` reads it before it adds the difference: two workers that do so at the same
+    Workers share one counter, and `set_epoch()` reads it before it adds the difference: two workers at the same
     time add it twice, and then read an epoch in another order.
     """
     for part in parts_of(stream):
@@ -121,12 +121,12 @@ def own_epoch(stream: Any) -> None:
 
 
 def is_torchdata(value: object) -> bool:
-    """Return whether the object's class is one of torchdata's."""
+    """Return True if the object's class is defined in torchdata."""
     return type(value).__module__.startswith("torchdata.")
 
 
 def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Return whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
+    """Return True if `value` is exactly of that class, or torchdata's version of it, not of a user's subclass."""
     own = type(value)
     return own is kind or (own.__name__ == kind.__name__ and is_torchdata(value))
 
@@ -136,7 +136,7 @@ def _is_a(value: object, name: tuple[str, str]) -> bool:
 
 
 def parts_of(stream: Any, depth: int = 12) -> Iterator[Any]:
-    """The objects a stream is built from, by their attributes: chains of `datasets` are about two a transformation."""
+    """Yield the objects a stream is built from, found by attribute; `datasets` adds about two per transformation."""
     waiting, seen = [(stream, depth)], set()
     while waiting:
         part, left = waiting.pop()

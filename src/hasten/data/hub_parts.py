@@ -1,4 +1,4 @@
-"""Recognisers of `.shard()` and `split_dataset_by_node()` of Hugging Face `datasets`, which leave no mark on the dataset."""
+"""Detection of `.shard()` and `split_dataset_by_node()` of Hugging Face `datasets`, which leave no mark."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MOST_INDICES: Final = 50_000_000
 
 
 class ItemsPart(NamedTuple):
-    """What tells whether a `datasets.Dataset` is a part of a larger one."""
+    """Facts that show whether a `datasets.Dataset` is a shard of a larger one."""
 
     num_rows: int
     rows: int
-    """Checksum of some rows as they are stored."""
+    """Checksum of some stored rows."""
     offset: int
-    """Where its first column begins in the memory of the table it was cut from."""
+    """Offset of its first column in the memory of the table it was cut from."""
     table: int
-    """Rows of the table behind it."""
+    """Number of rows of the underlying table."""
     indices: int | None
-    """Sum of mixed row numbers, where it is a selection of the table's rows."""
+    """Sum of hashed row numbers, if the dataset is a selection of the table's rows."""
 
 
 Sources = tuple[int, ...]
@@ -35,7 +35,7 @@ Sources = tuple[int, ...]
 
 
 def part_of(dataset: Any) -> ItemsPart | Sources | None:
-    """What a dataset of `datasets` is read from; None for other datasets and for empty ones."""
+    """Return the identity of the data behind a dataset of `datasets`; None for other datasets and for empty ones."""
     if is_hub_stream(dataset):
         sources = [_source(source) for source in _sources(dataset)]
         known = [source for source in sources if source is not None]
@@ -52,7 +52,7 @@ def part_of(dataset: Any) -> ItemsPart | Sources | None:
 
 
 def are_parts(found: Sequence[ItemsPart | Sources | None]) -> bool:
-    """Whether the datasets of all ranks are disjoint parts of one: proven by what they are read from, not by their samples."""
+    """Return True if the ranks' datasets are disjoint shards of one, proven by their sources, not their samples."""
     streams = [one for one in found if one is not None and not isinstance(one, ItemsPart)]
     if len(streams) == len(found):
         return len({source for one in streams for source in one}) == sum(map(len, streams))
@@ -60,7 +60,7 @@ def are_parts(found: Sequence[ItemsPart | Sources | None]) -> bool:
     if len(items) < len(found) or len({one.rows for one in items}) < len(items):
         return False
     sizes = [one.num_rows for one in items]
-    if all(one.indices is None for one in items):  # cut out of one table: shard() makes parts of equal size
+    if all(one.indices is None for one in items):  # cut out of one table: shard() makes shards of equal size
         return max(sizes) - min(sizes) <= 1 and any(one.offset for one in items[1:])
     tables = {one.table for one in items}
     if any(one.indices is None for one in items) or len(tables) > 1 or sum(sizes) != min(tables) <= _MOST_INDICES:
@@ -75,7 +75,7 @@ def _rows(dataset: Any) -> int:
 
 
 def _mixed(numbers: Any) -> int:
-    """Return the sum of well-mixed numbers: equal for equal sets of them, in any order."""
+    """Return the sum of hashed numbers: equal for equal sets, in any order."""
     with np.errstate(over="ignore"):
         mixed = (numbers + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -93,7 +93,7 @@ def _sources(stream: Any) -> list[Any]:
 
 
 def _source(source: Any) -> int | None:
-    """A checksum of a table, or of a file's name without its folder, which may be another one on each node; None for others."""
+    """Return a checksum of a table, or of a file's name without its folder (which may differ per node); else None."""
     if is_hub_items(source):
         return zlib.crc32(repr((len(source), _rows(source) if len(source) else 0)).encode())
     if isinstance(source, str | PurePath):

@@ -1,4 +1,4 @@
-"""Streams, cut in the process that reads them: each (rank, worker) keeps its own blocks of an IterableDataset."""
+"""Sharded reading of streams: each (rank, worker) selects its blocks of an IterableDataset in the reading process."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from hasten.data.plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.workers import Forwarding, OwnRng, RandomStates, States
 
-# Any in this file: samples, batches and dataset states are the user's own objects.
+# Any in this file: samples, batches and dataset states are objects of the user.
 Sharing = Literal["strided", "own", "asked", "given"]
-"""strided: every rank reads the stream and keeps its blocks. own: the dataset was sharded for this rank by prepare(). asked:
-the dataset gives the part of each (rank, worker) through its `shard(num_shards=, index=)`. given: the user's dataset is
-this rank's part already."""
+"""strided: every rank reads the stream and selects its blocks. own: prepare() sharded the dataset for this rank. asked:
+the dataset returns the shard of each (rank, worker) from `shard(num_shards=, index=)`. given: the user's dataset is
+this rank's shard already."""
 
 
 class Stand(NamedTuple):
-    """Where one worker's stream stands."""
+    """Position of one worker's stream."""
 
     position: int = 0
-    """Elements read since the epoch began."""
+    """Number of elements read since the start of the epoch."""
     state: Any = None
-    """The stream's own state there, when it may be trusted; without one, the stream is read again up to the position."""
+    """The stream's `state_dict()` there, if it is reliable; else the stream is read again up to the position."""
     rng: States | None = None
-    """The reading's random states there, when there is a state and anything was drawn."""
+    """Random states of the reader there, if there is a state and any number was drawn."""
     origin: Any = None
-    """What the dataset remembered when the epoch began (see Memory)."""
+    """State that the dataset carried over when the epoch started (see Memory)."""
 
 
 class Lump(NamedTuple):
@@ -45,33 +45,33 @@ class Lump(NamedTuple):
 
     samples: Any
     real: int | None
-    """Samples that are not padding; None for all."""
+    """Number of samples that are not padding; None for all."""
     seed: int
-    """What the collate function's random draws begin from."""
+    """Seed for the random draws of the collate function."""
 
 
 class Block(NamedTuple):
-    """What a worker read in one round, and where its stream stands after it."""
+    """Samples that a worker read in one round, and the position of its stream afterwards."""
 
     lumps: tuple[Lump | None, ...]
-    """This rank's samples, or those of every rank where one reads for all; None for a rank without any."""
+    """This rank's samples, or those of every rank if one rank reads for all; None for a rank without samples."""
     worker: int
     stand: Stand
     head: tuple[Sample, ...] | None = None
-    """What the worker's first elements hold, with its first block of an epoch, where ranks compare them."""
+    """Leaves of the worker's first elements, with its first block of an epoch, if ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
-    """No batch at all. begin: what the dataset of a worker remembers as the epoch begins. turn: it keeps the turn of a worker that had its turn before the run was resumed. end: the
-    worker's stream has ended, and this is what its dataset remembers."""
+    """Marks a block without a batch. begin: state of the worker's dataset at the start of the epoch. turn: placeholder
+    for a worker that had its turn before the resume. end: the worker's stream has ended; state of its dataset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How a stream is cut into blocks."""
+    """Settings for cutting a stream into blocks."""
 
     num_shards: int
     shard: int
     rows: int
-    """Elements of one block: one rank's batch."""
+    """Number of elements of one block: one rank's batch."""
     batched: bool
     """False when elements are batches already (batch_size=None)."""
     drop_last: bool
@@ -81,17 +81,17 @@ class Cutting:
     """(number of shares, share) when each element is a batch whose rows are split over the ranks."""
     pad: Pad = "least"
     step: int | None = None
-    """Elements that all ranks take in one round; None for `rows` on each."""
+    """Number of elements that all ranks take in one round; None for `rows` on each."""
     shows_head: bool = False
-    """Whether blocks carry what the first elements hold."""
+    """True if blocks carry the leaves of the first elements."""
     every: bool = False
-    """True where this rank cuts the blocks of all ranks, to send them."""
+    """True if this rank cuts the blocks of all ranks, to send them."""
 
     @property
     def plan(self) -> LoaderPlan:
-        """How the elements that a worker reads are cut into rounds, and those into blocks.
+        """Plan that cuts the elements a worker reads into rounds, and rounds into blocks.
 
-        A part of the rank's own has rounds of the rank's own, whose last block is filled: other ranks end elsewhere.
+        A separate shard has separate rounds, whose last block is filled, because other ranks end elsewhere.
         """
         alone = self.sharing != "strided"
         return LoaderPlan(
@@ -107,7 +107,7 @@ class Cutting:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the workers begin, and for which opening of the loader that holds."""
+    """Start positions of the workers, and the serial number of the opening that they are for."""
 
     serial: int
     stands: tuple[Stand, ...] = ()
@@ -115,13 +115,13 @@ class Start:
 
 
 class StreamShard(Forwarding, IterableDataset[Block]):
-    """This rank's blocks of a stream, whole rounds at a time, so that positions mean the same on every rank."""
+    """This rank's blocks of a stream, in whole rounds, so that positions mean the same on every rank."""
 
     def __init__(self, dataset: Any, cutting: Cutting, num_workers: int, process: RandomStates) -> None:
         self.hasten_cutting = cutting
         self.hasten_start = Start(serial=0)
         self.hasten_process = process
-        # (epoch, serial of the opening, seed): read by workers, also by those that live on from epoch to epoch
+        # (epoch, serial of the opening, seed): read by workers, also by persistent ones
         self.hasten_control = torch.zeros(3, dtype=torch.int64)
         if num_workers:
             self.hasten_control.share_memory_()  # type: ignore[no-untyped-call]
@@ -140,10 +140,10 @@ class StreamShard(Forwarding, IterableDataset[Block]):
                 set_epoch(epoch)
         start = self.hasten_start if self.hasten_start.serial == serial else Start(serial)
         stand = start.stands[worker] if start.stands else Stand()
-        if stand.origin is not None or stand.position:  # no origin: nothing had changed since prepare
+        if stand.origin is not None or stand.position:  # without an origin, nothing had changed since prepare
             memory.restore(stand.origin)
         stand = stand._replace(origin=memory.capture())
-        # Every rank that reads the same elements draws the same numbers; so does one that splits what it shuffled before.
+        # Ranks that read the same elements draw the same numbers; so do ranks that shuffle before they split.
         alike = cutting.sharing in ("strided", "given")
         place = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
         rng = OwnRng(derive_seed(*place, 3), self.hasten_process)
@@ -151,12 +151,12 @@ class StreamShard(Forwarding, IterableDataset[Block]):
         with rng.entered():
             stream = _part_of(dataset, cutting, worker, num_workers)
         cutter = _Cutter(stream, cutting, worker, rng, (seed, epoch))
-        end = memory if info is not None else None  # in one process, the dataset itself can be asked
-        return cutter.blocks(stand, worker < start.turn, end)  # what holds now, whenever a block is asked for
+        end = memory if info is not None else None  # in a single process, the dataset itself can be inspected
+        return cutter.blocks(stand, worker < start.turn, end)  # evaluated now, not when a block is requested
 
 
 def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
-    """Return the stream one worker reads."""
+    """Return the stream that one worker reads."""
     if cutting.sharing != "asked":
         return dataset
     index = cutting.shard * num_workers + worker
@@ -164,7 +164,7 @@ def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> A
 
 
 class _Cutter:
-    """Cuts one worker's stream into this rank's blocks, drawing from random states of its own."""
+    """Iterator of this rank's blocks of one worker's stream, with separate random states."""
 
     def __init__(self, stream: Any, cutting: Cutting, worker: int, rng: OwnRng, seeds: tuple[int, int]) -> None:
         self._stream = stream
@@ -180,13 +180,13 @@ class _Cutter:
         self._trusted = has_plain_state(stream) and not state_loses_samples(
             stream, in_worker=get_worker_info() is not None
         )
-        # The state of a stream of `datasets` holds its generators. Of others it is unknown, and those that draw are
-        # read again up to the position instead.
+        # The state of a stream of `datasets` includes its generators. For other streams this is unknown, so those that
+        # draw random numbers are read again up to the position instead.
         self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
         self._drawn_from = None if self._watched is None else self._watched.capture()
 
     def blocks(self, stand: Stand, had_turn: bool, end: Memory | None) -> Iterator[Block]:
-        """The blocks from a stand on; a worker first says where it stands, before any of them is handed to the user."""
+        """Yield the blocks from a position on; a worker reports its position before the user gets any of them."""
         if end is not None:
             yield Block((), self._worker, stand, blank="begin")
         if had_turn:
@@ -205,7 +205,7 @@ class _Cutter:
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
-            # After its end a stream's state may mean the beginning of the next epoch: then the position is read up to.
+            # After its end, a stream's state may mean the next epoch's start, so the stream is read up to the position.
             state = self._state() if full else None
             position += round_.taken
             rng = self._rng.state() if state is not None else None
@@ -237,11 +237,9 @@ class _Cutter:
         return Lump(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
 
     def _seek(self, stand: Stand) -> tuple[list[Any], Iterator[Any]]:
-        """Return the epoch's first elements, where padding may need them, and the stream from the stand on."""
+        """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
-        elements: Iterator[Any] = chain(
-            iter(stream)
-        )  # ends for good: streams of litdata begin again when asked once more
+        elements: Iterator[Any] = chain(iter(stream))  # chain stays exhausted: litdata streams restart on the next call
         if not stand.position:
             return [], elements
         head = list(islice(elements, min(self._most_head, stand.position)))
@@ -252,7 +250,7 @@ class _Cutter:
         return head, chain(iter(stream))
 
     def _state(self) -> Any:
-        """Return the stream's own state, if it is all that going on from here takes."""
+        """Return the stream's `state_dict()`, if resuming from here needs nothing else; else None."""
         if not self._trusted:
             return None
         if self._watched is None:
@@ -264,7 +262,7 @@ class _Cutter:
 
 
 class BlockCollate:
-    """The user's collate_fn, applied to a block's samples; what else the block says goes along."""
+    """Wrapper that applies the user's collate_fn to a block's samples and passes the other fields on."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], cutting: Cutting, process: RandomStates) -> None:
         self.collate_fn = collate_fn
@@ -272,7 +270,7 @@ class BlockCollate:
         self.process = process
 
     def __call__(self, block: Block) -> tuple[Any, Padding | None, Block]:
-        """(batch, padding, the block without samples); the batch is a list of (batch, padding) where one reads for all."""
+        """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
         parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
         batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
         return batch, padding, block._replace(lumps=())
@@ -306,22 +304,22 @@ def split_batch(
 
 
 class _Round(NamedTuple):
-    """One round of a stream, as far as some ranks need it."""
+    """One round of a stream, limited to the elements that some ranks need."""
 
     first: list[Any]
-    """Its first elements."""
+    """The first elements of the round."""
     held: list[Any]
     begin: int
-    """The place in the round of the first of `held`."""
+    """Index in the round of the first element of `held`."""
     taken: int
-    """Elements that it had in all."""
+    """Number of elements in the round."""
 
 
 def _round(elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: int) -> _Round:
-    """Read one round and keep what may be the share of these ranks.
+    """Read one round and hold the elements that may belong to these ranks.
 
-    The last round may be shorter and is then spread over the ranks, so what a rank gets is known when the round ends. The
-    further it goes, the fewer of its first elements may be a rank's: about a quarter of a round is held at most.
+    The last round may be shorter and is then spread over the ranks, so a rank's share is known when the round ends.
+    The longer the round, the fewer of its first elements can belong to a rank: at most a quarter of a round is held.
     """
     full = plan.part(plan.global_batch, shard=shards[-1])
     end, first, held, begin, taken = full.first + full.rows, [], deque[Any](), 0, 0
@@ -337,7 +335,7 @@ def _round(elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: 
 
 
 def _skip(elements: Iterator[Any], count: int) -> int:
-    """Read past up to `count` elements; how many there were."""
+    """Skip up to `count` elements; return the number skipped."""
     passed = 0
     for _ in islice(elements, max(count, 0)):
         passed += 1

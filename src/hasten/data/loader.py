@@ -1,4 +1,4 @@
-"""The prepared loader: a DataLoader whose batches, epoch, end and position are known to the rest of hasten."""
+"""The prepared loader: a DataLoader that reports its batches, epoch, end and position to the rest of hasten."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hasten.optim.clock import LoaderCursor, StepClock
 
 Move = Callable[[Iterator[Item]], Iterator[Item]]
 MakeMove = Callable[[int, Collection[str]], Move]
-"""Makes a move that works so many batches ahead and leaves values under these keys where they are."""
+"""Makes a move that works so many batches ahead and does not move values under these keys."""
 
 Extent = tuple[int, int, int]
-"""A global batch: its epoch, and where it begins and ends there, in units of the order (of a stream: in batches)."""
+"""A global batch: its epoch, and its first position and end there, in units of the order (streams: in batches)."""
 
 _FIXED: Final = frozenset({"num_workers", "persistent_workers", "in_order"})
 _FORWARDED: Final = frozenset(
@@ -43,23 +43,23 @@ _FORWARDED: Final = frozenset(
 
 @dataclass(slots=True)
 class Track:
-    """The one place that knows where a loader stands; loaders made by skipping share it."""
+    """A loader's position, shared by its skipping copies."""
 
     start: Position
     steps: int = 0
-    """Batches handed to the user since `start`."""
+    """Number of batches returned to the user since `start`."""
     mark: Any = None
     fresh: bool = True
-    """`start` is where the next iteration begins; false once an iteration has begun there."""
+    """True if the next iteration starts at `start`; False once an iteration has started there."""
     begun: int = 0
-    """Batches of the epoch before `start`."""
+    """Number of batches of the epoch before `start`."""
     left_out: set[Extent] = field(default_factory=set)
-    """Batches that are read and not given."""
+    """Batches that are read and not returned."""
     lasting: bool | None = None
-    """Whether persistent workers ran where a loaded position was taken; None unless the next iteration begins at one."""
+    """True if persistent workers ran when a loaded position was saved; None unless the next iteration starts at one."""
 
     def upcoming(self) -> Position:
-        """Return where the next iteration begins. One that was abandoned is over: the next takes the next epoch."""
+        """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
         return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
 
     def enter(self, at: Position, begun: int = 0) -> None:
@@ -67,48 +67,48 @@ class Track:
         self.lasting = None
 
     def place(self, at: Position, begun: int = 0) -> None:
-        """Make the next iteration begin at `at`."""
+        """Make the next iteration start at `at`."""
         self.enter(at, begun)
         self.fresh = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin at `epoch` next; a position inside that very epoch is kept."""
+        """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
         if not (self.fresh and self.start.epoch == epoch):
             self.place(self.start.begin(epoch))
 
 
 class Place(NamedTuple):
-    """A batch of one pass: where the pass began, and how many batches it had given, this one included."""
+    """A batch of one pass: the start of the pass, and the number of batches returned so far, this one included."""
 
     start: Position
     steps: int
     begun: int = 0
-    """Batches of the epoch before the pass."""
+    """Number of batches of the epoch before the pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a prepared loader is put together from."""
+    """Components of a prepared loader."""
 
     source: Source
     clock: StepClock
     track: Track
     move: Move | None
-    """Puts batches on the device, or None when they stay where they are."""
+    """Moves batches to the device; None when they are not moved."""
     shard: int
     total_batch_size: int | None
     cursor: LoaderCursor = field(default_factory=LoaderCursor)
     skip: int = 0
     equalise: Callable[[], None] | None = None
-    """Makes random generators equal on all ranks, at the beginning of an epoch."""
+    """Synchronizes random generators over all ranks at the start of an epoch."""
     draws_as_torch: bool = False
-    """Whether the process's own generator is drawn from as a plain DataLoader draws from it."""
+    """True if the process's generator is drawn from as a plain DataLoader does."""
 
 
 class Loader(DataLoader[Any]):
-    """A prepared DataLoader. Keeps every setting of the user's; `len` counts this rank's batches.
+    """A prepared DataLoader with all settings of the user's; `len` counts this rank's batches.
 
-    Each pass takes the next epoch by itself. `state_dict()` is where the loop stands: the batch in the user's hands
+    Each pass takes the next epoch automatically. `state_dict()` is the position of the loop: the batch in use
     counts as consumed.
     """
 
@@ -119,7 +119,7 @@ class Loader(DataLoader[Any]):
 
     @classmethod
     def made(cls, user: DataLoader[Any], parts: Parts, **shown: Any) -> Loader:
-        """Return a loader with the user's attributes, but for those in `shown`."""
+        """Return a loader with the user's attributes, except those in `shown`."""
         loader = cls.__new__(cls)
         loader.__dict__.update(user.__dict__)
         loader.__dict__.update(_iterator=None, parts=parts, **shown)
@@ -137,38 +137,38 @@ class Loader(DataLoader[Any]):
 
     @property
     def cursor(self) -> LoaderCursor:
-        """Where this loader stands in the epoch."""
+        """Cursor of this loader in the epoch."""
         return self.parts.cursor
 
     @property
     def epoch(self) -> int:
-        """The epoch the loader is in, or begins next."""
+        """The current epoch, or the one that starts next."""
         return self.parts.track.start.epoch
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples that all processes together take in one full step; None when batches vary."""
+        """Number of samples that all processes together take in one full step; None when batches vary."""
         return self.parts.total_batch_size
 
     @property
     def total_dataset_length(self) -> int:
-        """The samples in the dataset."""
+        """Number of samples in the dataset."""
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
         cursor = self.parts.cursor
-        if cursor.num_again:  # the resumed epoch had read this pass to its end
+        if cursor.num_again:  # the resumed epoch had completed this pass
             cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
             return iter(())
         return self._hand_out(*self._begin(self.parts.skip))
 
     def _begin(self, skip: int) -> tuple[Iterator[Item], Position]:
-        """Begin an iteration where the loader stands, or so many batches into that epoch."""
+        """Start an iteration at the loader's position, or `skip` batches into that epoch."""
         parts = self.parts
         at, begun = parts.track.upcoming(), parts.track.begun if parts.track.fresh else 0
         if skip:
             at, begun = parts.source.skipped(replace(at, consumed=0), skip), skip
-        if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has its own states
+        if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has saved states
             parts.equalise()
         self._set_seeds(at)
         at = parts.source.begin(at)
@@ -182,7 +182,7 @@ class Loader(DataLoader[Any]):
         return items if parts.move is None else parts.move(items), at
 
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
-        """The batches to the end of the epoch. A run that has gone back gets those from its new position to the end of this epoch."""
+        """Yield the batches to the end of the epoch; after a rollback, from the new position to this epoch's end."""
         cursors, until = self.parts.clock.cursors, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:
@@ -195,13 +195,13 @@ class Loader(DataLoader[Any]):
                 items, here = self._begin(0 if self.parts.track.upcoming().consumed else self.parts.skip)
 
     def _pass(self, items: Iterator[Item], here: Position, times: int) -> Iterator[Any]:
-        """Yield the batches of these items; ends early when the run has gone back."""
+        """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
         cursors, marks, size = clock.cursors, clock.marks, self.parts.total_batch_size or 0
         if marks is not None:
             marks.asked()
         for batch, padding, last, mark in items:
-            if track.start is here:  # not overtaken by a later pass
+            if track.start is here:  # not superseded by a later pass
                 track.steps += 1
                 track.mark = mark
                 if track.left_out and self._is_left_out():
@@ -234,10 +234,10 @@ class Loader(DataLoader[Any]):
         forward_epoch(self.dataset, at.epoch)
 
     def _draw_workers_seed(self) -> None:
-        """Draw from the user's generator what a DataLoader draws before the order: a seed, whenever it begins to read.
+        """Draw from the user's generator what a DataLoader draws before the order: a seed per iteration.
 
-        The seed itself is not used. Persistent workers are started once, so a resumed run, which starts them again, must
-        not draw again: the saved position holds the generator's state after this draw, or that workers ran already.
+        The seed itself is not used. Persistent workers start once, so a resumed run, which starts them again, must not
+        draw again: the saved position has the generator's state after this draw, or a flag that workers ran already.
         """
         generator = self.generator
         if self.parts.source.engine is self:  # torch draws it
@@ -247,12 +247,12 @@ class Loader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def _has_workers(self) -> bool:
-        """Return whether persistent workers run, or did so where the loaded position was taken."""
+        """Return True if persistent workers run, or ran when the loaded position was saved."""
         lasting = self.parts.track.lasting
         return self.parts.source.engine.__dict__["_iterator"] is not None if lasting is None else lasting
 
     def _remembered(self, at: Position) -> Position:
-        """`at`, where no batch was taken yet, with what the next iteration would begin from."""
+        """Return `at`, before the first batch, with the state that the next iteration would start from."""
         generator = self.generator
         if at.generator is not None or not isinstance(generator, torch.Generator):
             return self.parts.source.remember(at)
@@ -264,12 +264,12 @@ class Loader(DataLoader[Any]):
             generator.set_state(state)
 
     def place(self) -> Place:
-        """Return where the batch in the user's hands is found again."""
+        """Return the place of the batch in use."""
         track = self.parts.track
         return Place(track.start, track.steps, track.begun)
 
     def extent(self, place: Place | None = None) -> Extent:
-        """Return the global batch that the batch at `place`, or the one in the user's hands, is this rank's part of."""
+        """Return the global batch that contains the batch at `place`, or the one in use."""
         start, steps, begun = place or self.place()
         if self.parts.source.unit == "stream":
             return (start.epoch, begun + steps - 1, begun + steps)
@@ -277,7 +277,7 @@ class Loader(DataLoader[Any]):
         return (start.epoch, first, end)
 
     def number(self, place: Place | None = None) -> int | None:
-        """The number of that batch in its epoch, from 1; None when it is not known, as after a resume on other ranks."""
+        """Return the number of that batch in its epoch, from 1; None if unknown, as after a resume with other ranks."""
         total = self.parts.total_batch_size
         if total is None or self.parts.source.unit != "samples":
             return None
@@ -285,7 +285,7 @@ class Loader(DataLoader[Any]):
         return None if rest else number + 1
 
     def leave_out(self, batches: Iterable[Extent]) -> None:
-        """Read past these global batches from now on, also after a resume. Ranks: every rank, the same."""
+        """Skip these global batches from now on, also after a resume. Ranks: every rank, with equal arguments."""
         self.parts.track.left_out.update(batches)
 
     def _is_left_out(self) -> bool:
@@ -293,9 +293,9 @@ class Loader(DataLoader[Any]):
         return any(one[0] == epoch and one[1] < end and first < one[2] for one in self.parts.track.left_out)
 
     def samples(self, place: Place | None = None) -> list[int] | None:
-        """Dataset indices of a batch of this rank: of the one in the user's hands, or of the one at `place`.
+        """Return the dataset indices of a batch of this rank: of the one in use, or of the one at `place`.
 
-        None when they cannot be computed: a stream, or a sampler of the user's own. Padding is left out.
+        None when they cannot be computed: for a stream, or a custom sampler. Padding is excluded.
         """
         start, steps, _ = place or self.place()
         assignment = getattr(self.parts.source, "assignment", None)
@@ -310,19 +310,19 @@ class Loader(DataLoader[Any]):
 
     @property
     def num_done(self) -> int:
-        """The batches of the epoch before the first that the next pass gives on this rank."""
+        """Number of batches of the epoch before the first batch of the next pass on this rank."""
         return standing.num_done(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin at `epoch` when iterated next; without a call, every pass takes the next epoch by itself."""
+        """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
         self.parts.track.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands on this rank, as JSON values: all it takes to go on as if never stopped."""
+        """Return the position of the loop on this rank as JSON values, sufficient for an exact resume."""
         parts = self.parts
         track = parts.track
         source = parts.source
-        if parts.cursor.cut and not track.fresh:  # the loop it was read in is over, so its pass is too
+        if parts.cursor.cut and not track.fresh:  # the loop that read it is over, so its pass is too
             track.place(track.upcoming())
         at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
         state = encode(at, parts.source.unit, parts.source.size())
@@ -337,7 +337,7 @@ class Loader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration go on where `state` was taken, also on another number of processes.
+        """Make the next iteration continue from `state`, also with another world size.
 
         Raises: DataError when the state belongs to other data.
         """
@@ -348,7 +348,7 @@ class Loader(DataLoader[Any]):
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
-        """A block in which epochs are begun with this `even_batches` instead of the configured one."""
+        """Context manager in which epochs start with this `even_batches` instead of the configured one."""
         parts = self.parts
         self.parts = replace(parts, source=parts.source.copied(even_batches))
         try:
@@ -357,7 +357,7 @@ class Loader(DataLoader[Any]):
             self.parts = parts
 
     def skipping(self, num_batches: int) -> Loader:
-        """The same loader, beginning every epoch `num_batches` later; it shares this loader's position."""
+        """Return the same loader, starting every epoch `num_batches` later; it shares this loader's position."""
         parts = replace(self.parts, source=self.parts.source.copied(), skip=self.parts.skip + num_batches)
         loader = copy.copy(self)
         loader.__dict__.update(_iterator=None, parts=parts)
@@ -365,14 +365,14 @@ class Loader(DataLoader[Any]):
 
 
 def forward_epoch(target: object, epoch: int) -> None:
-    """Tell the dataset which epoch begins, when it wants to know."""
+    """Call the dataset's `set_epoch`, if it has one."""
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
 
 
 def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
-    """Return a move that handles one batch after the other, when it is asked for."""
+    """Return a move that transfers one batch at a time, when it is requested."""
 
     def move(items: Iterable[Item]) -> Iterator[Item]:
         for batch, padding, last, mark in items:
@@ -381,7 +381,7 @@ def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
     return move
 
 
-# Any in this file: batches and indices are the user's own objects.
+# Any in this file: batches and indices are objects of the user.
 
 
 class SkippedBatches(BatchSampler):
@@ -390,7 +390,7 @@ class SkippedBatches(BatchSampler):
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment] # shown as the user's has it
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment] # shown as in the user's
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
@@ -420,7 +420,7 @@ class SkippedItems:
 
 
 class SkippingLoader(DataLoader[Any]):
-    """A loader over a stream that reads past its first batches."""
+    """Loader over a stream that skips its first batches."""
 
     skip_batches: int
 
@@ -432,10 +432,10 @@ class SkippingLoader(DataLoader[Any]):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return the loader, beginning `num_batches` later in every epoch, every setting kept.
+    """Return the loader, starting `num_batches` later in every epoch, with all settings preserved.
 
-    Counts from the beginning of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
-    Costs nothing but arithmetic for prepared map-style data; a stream has to be read past them.
+    Counts from the start of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
+    Skipping is free for prepared map-style data; a stream has to be read.
     """
     if num_batches < 0:
         raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")

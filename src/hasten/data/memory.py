@@ -1,7 +1,7 @@
-"""What a sampler or stream remembers from one epoch to the next, found by inspection and kept as plain data.
+"""State that a sampler or stream carries from one epoch to the next, found by inspection and stored as plain data.
 
-A sampler may own a random generator, count its epochs, or shuffle a list of its own in place. Without that memory, a
-resumed process would draw the first epoch's order again. Nothing here is pickled: generators have states of numbers.
+A sampler may own a random generator, count its epochs, or shuffle a list in place. Without that state, a resumed
+process would draw the first epoch's order again. Nothing here is pickled: generator states are numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hasten.checkpoint.format.packing import pack, unpack
 from hasten.errors import CheckpointError, DataError
 
 # Any in this file: attributes of the user's objects.
-_MOST_VALUES: Final = 100_000  # of one attribute; longer ones are data rather than memory
+_MOST_VALUES: Final = 100_000  # of one attribute; longer ones are data rather than state
 _MOST_OBJECTS: Final = 2_000
 _GENERATORS: Final = (
     torch.Generator,
@@ -36,7 +36,7 @@ _FOREIGN: Final = (type, types.ModuleType, nn.Module, Tensor, np.ndarray, str, b
 
 
 class Memory:
-    """The generators and changing attributes of one object of the user's."""
+    """The generators and changing attributes of one object of the user."""
 
     def __init__(self, owner: Any, attributes: bool = True) -> None:
         self._owner = owner
@@ -44,7 +44,7 @@ class Memory:
         self._baseline = {path: packed for path, (_, _, packed) in self._plain().items()}
 
     def capture(self) -> dict[str, Any] | None:
-        """Return the memory as JSON values: generators, and attributes that changed since prepare; None for nothing."""
+        """Return the state as JSON values: generators, and attributes changed since prepare; None if there are none."""
         generators = {path: _read(generator) for path, generator in self._generators().items()}
         changed = {
             path: packed
@@ -57,9 +57,9 @@ class Memory:
         return kept or None
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Put the memory back.
+        """Restore the state.
 
-        Raises: DataError when the object is of another making than the one it was taken from.
+        Raises: DataError when the object lacks attributes that were saved, or has another kind of generator.
         """
         saved = saved or {}
         generators, plain = self._generators(), self._plain()
@@ -78,7 +78,7 @@ class Memory:
                 _assign(owner, name, decode_value(wanted))
 
     def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
-        """Return whether any generator was drawn from since a capture."""
+        """Return True if any generator was drawn from since a capture."""
         now = {path: _read(generator) for path, generator in self._generators().items()}
         return bool(now != (since or {}).get("generators", {}))
 
@@ -86,7 +86,7 @@ class Memory:
         return {path: value for path, value, _, _ in _walk(self._owner) if isinstance(value, _GENERATORS)}
 
     def _plain(self) -> dict[str, tuple[Any, str, Any]]:
-        """Path -> (owner, attribute, value as JSON) of plain attributes."""
+        """Return path -> (owner, attribute, value as JSON) of plain attributes."""
         found: dict[str, tuple[Any, str, Any]] = {}
         if self._attributes:
             for path, value, owner, name in _walk(self._owner):
@@ -98,7 +98,7 @@ class Memory:
 
 
 def _walk(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """(path, value, owner, attribute) of what an object holds; the owner is None for what cannot be assigned to."""
+    """Yield (path, value, owner, attribute) of an object's content; the owner is None if assignment is impossible."""
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     seen = {id(root)}
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -134,7 +134,7 @@ def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any, None]]:
-    """What a function closes over, and generators it uses from its module."""
+    """Yield the closure variables of a function, and generators it uses from its module."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents, None
@@ -164,12 +164,12 @@ def _may_hold(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether a value is what is read rather than who reads it."""
+    """Return True if a value is data to read rather than an object that reads it."""
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
 
 
 def _values(value: Any) -> int:
-    """Return how many numbers and strings a value holds; more than the limit for what is no plain value."""
+    """Return the number of numbers and strings in a value; above the limit for values that are not plain."""
     none = _MOST_VALUES + 1
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         return 1
@@ -192,22 +192,22 @@ def _values(value: Any) -> int:
 
 
 def encode_value(value: Any) -> dict[str, Any] | None:
-    """Return a plain value as JSON; None for what is no plain value."""
+    """Return a plain value as JSON; None for other values."""
     try:
         data, tensors = pack(value)
-    except CheckpointError:  # a container of a class of its own: not memory we can keep
+    except CheckpointError:  # a container of a custom class: not storable
         return None
     arrays = {key: _array(tensor.numpy()) for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     return {"data": data, "tensors": arrays}
 
 
 def decode_value(saved: Any) -> Any:
-    """Return the value that `encode_value` was given."""
+    """Return the value that was given to `encode_value`."""
     return unpack(saved["data"], {key: torch.from_numpy(_unarray(one)) for key, one in saved["tensors"].items()})
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute its value; lists, dicts and arrays keep their identity, since others may hold them."""
+    """Assign an attribute; lists, dicts and arrays are changed in place, since other objects may refer to them."""
     present = getattr(owner, name, None)
     if isinstance(present, list) and isinstance(value, list):
         present[:] = value
@@ -257,7 +257,7 @@ def _write(generator: Any, saved: Any, path: str) -> None:
 
 
 def _numbers(state: Any) -> Any:
-    """Return a state of numpy as JSON values; numbers wider than 53 bits go as text, which every JSON reader keeps."""
+    """Return a state of numpy as JSON values; numbers wider than 53 bits become text, which JSON readers preserve."""
     if isinstance(state, Mapping):
         return {key: _numbers(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

@@ -1,4 +1,4 @@
-"""The global order of an epoch's units, equal on every rank: computed, drawn alike everywhere, or drawn once and shared."""
+"""Global order of an epoch's units, equal on every rank: computed, drawn equally everywhere, or shared."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSample
 
 
 class Order(Protocol):
-    """Where a loader's units come from. Units are dataset indices, or lists of them from a batch sampler."""
+    """Protocol of the order of a loader's units: dataset indices, or lists of them from a batch sampler."""
 
     @property
     def as_torch(self) -> bool:
-        """Whether units are drawn as torch draws them: from the process's own random states, when they are needed."""
+        """True if units are drawn as torch draws them: from the process's random states, when they are needed."""
         ...
 
     def size(self) -> int | None:
-        """Return the units of an epoch, when that is known before drawing them."""
+        """Return the number of units of an epoch, if it is known before drawing them."""
         ...
 
     def begin(self, at: Position) -> Position:
-        """`at` with what is needed to draw its epoch again; restores what an earlier call put there."""
+        """Return `at` with the state needed to draw its epoch again; restores the state of an earlier call."""
         ...
 
     def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
-        """Return the function from positions to indices, when positions can be computed."""
+        """Return a function from positions to indices, if positions can be computed; else None."""
         ...
 
     def draw(self, at: Position) -> Iterator[Any]:
-        """Return the units of the epoch from its beginning."""
+        """Yield the units of the epoch from its start."""
         ...
 
 
 class SequentialOrder:
-    """The dataset's own order."""
+    """The order of the dataset."""
 
     as_torch = False
 
@@ -81,7 +81,7 @@ class SequentialOrder:
 
 
 class ShuffledOrder:
-    """A permutation that is a function of (seed, epoch) and can be entered anywhere."""
+    """A permutation that is a function of (seed, epoch), with random access."""
 
     as_torch = False
 
@@ -104,11 +104,11 @@ class ShuffledOrder:
 
 
 class SeededOrder:
-    """One of torch's random samplers without a generator: each rank draws alike from one seeded by (seed, epoch)."""
+    """One of torch's random samplers without a generator: each rank draws equally from one seeded by (seed, epoch)."""
 
     as_torch = False
 
-    def __init__(self, sampler: Any) -> None:  # Any: three classes of torch with nothing in common but `generator`
+    def __init__(self, sampler: Any) -> None:  # Any: three classes of torch that share only `generator`
         self._sampler = sampler
 
     def size(self) -> int:
@@ -127,7 +127,7 @@ class SeededOrder:
 
 
 class DistributedOrder:
-    """The user's own DistributedSampler: it has already split the samples, so its order is for this rank only."""
+    """The user's DistributedSampler: it has already split the samples, so its order is for this rank only."""
 
     as_torch = False
 
@@ -148,7 +148,7 @@ class DistributedOrder:
         return iter(self.sampler)
 
     def num_real(self) -> int:
-        """Return how many of this rank's samples are not DistributedSampler's padding."""
+        """Return the number of this rank's samples that are not DistributedSampler's padding."""
         sampler = self.sampler
         if sampler.drop_last:
             return len(sampler)
@@ -159,24 +159,24 @@ class DistributedOrder:
 class SharedOrder:
     """Any other sampler or batch sampler: the first rank draws, the others receive.
 
-    It is drawn under random states of its own, seeded by (seed, epoch), so that it can be drawn again on resume and
-    does not disturb the training's. What the sampler itself remembers between epochs (a generator, a count, a list
-    that it shuffles) is kept with the position: its `state_dict()` when it has one, else what inspection finds. The
-    position also holds a checksum of the order, so that a sampler whose memory could not be found is refused.
+    It is drawn under separate random states, seeded by (seed, epoch), so that it can be drawn again on resume and
+    does not disturb those of training. The state that the sampler carries between epochs (a generator, a count, a list
+    that it shuffles) is stored with the position: its `state_dict()` if it has one, else the attributes found. The
+    position also holds a checksum of the order, so that a sampler whose state was not found is refused.
 
-    With `as_torch` the first rank draws from the process's own random states, as a plain DataLoader does. The states that
-    an epoch began with are kept with the position, and what was consumed of it is drawn from them again on resume.
+    With `as_torch` the first rank draws from the process's random states, as a plain DataLoader does. The states at the
+    start of an epoch are stored with the position, and the consumed units are drawn from them again on resume.
     """
 
     def __init__(
         self,
-        sampler: Iterable[Any],  # Any: a unit is whatever the sampler yields
+        sampler: Iterable[Any],  # Any: units are of any type
         comm: Comm,
         as_torch: bool = False,
         checks: bool = False,
     ) -> None:
         self.as_torch = as_torch
-        # one that is its own iterator can be drawn from once only
+        # an iterator can be drawn from only once
         self._checks = checks and comm.size > 1 and not hasattr(sampler, "__next__")
         self._again: States | None = None
         self._sampler: Any = sampler
@@ -196,7 +196,7 @@ class SharedOrder:
         if self.as_torch and at.consumed and "process" in at.generator:
             assert not isinstance(at.generator, str), "a text has no names"
             self._again = decode_states(at.generator["process"])
-        if isinstance(at.generator, str):  # as earlier versions wrote it: the one torch.Generator
+        if isinstance(at.generator, str):  # as earlier versions wrote it: a single torch.Generator
             generator = _generator_of(self._sampler)
             if generator is not None:
                 raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
@@ -213,13 +213,13 @@ class SharedOrder:
         return self._memory.capture() or {}
 
     def witness(self, consumed: int) -> Witness | None:
-        """A checksum of the order's first units, as far as they were consumed; None where they are no plain numbers."""
+        """Return a checksum of the order's first units that were consumed; None if they are not plain numbers."""
         return _witness(self._head[:consumed])
 
     def seek(self, at: Position) -> None:
         return None
 
-    def draw(self, at: Position) -> Iterator[Any]:  # Any: a unit is whatever the sampler yields
+    def draw(self, at: Position) -> Iterator[Any]:  # Any: units are of any type
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(at.epoch)
         rng = OwnRng(derive_seed(at.seed, at.epoch), self._process)
@@ -241,7 +241,7 @@ class SharedOrder:
                     with self._apart(rng) if own else nullcontext():
                         units = iter(self._sampler) if units is None else units
                         chunk = list(islice(units, most))
-                except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
+                except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
                     error = raised
             chunk = self._share(chunk, error) if trial is None or drawn else self._compared(chunk, error, trial)
             if drawn == 0:
@@ -252,7 +252,7 @@ class SharedOrder:
                 return
 
     def _noted(self, units: Iterable[Any]) -> Iterator[Any]:
-        """Yield the units; the first ones of an epoch are kept for its witness."""
+        """Yield the units, recording the first ones of an epoch for its witness."""
         for unit in units:
             if len(self._head) < _SHARED_CHUNK:
                 self._head.append(unit)
@@ -260,12 +260,12 @@ class SharedOrder:
 
     @contextmanager
     def _apart(self, rng: OwnRng) -> Iterator[None]:
-        """A block that draws from these states and leaves the training's as they are."""
+        """Context manager that draws from these states and preserves those of training."""
         with self._process.kept(), rng.entered():
             yield
 
     def _check(self, at: Position, chunk: list[Any]) -> None:
-        """Raise when the saved run's order began with other units."""
+        """Raise DataError when the saved run's order started with other units."""
         if at.witness is None or _witness(chunk[: at.witness[0]]) == at.witness:
             return
         raise DataError(
@@ -275,14 +275,14 @@ class SharedOrder:
         )
 
     def _trial(self, at: Position) -> Trial:
-        """What draws from this rank's own sampler, as the first rank draws from its."""
+        """Return a trial that draws from this rank's sampler as the first rank draws from its sampler."""
         process = encode_states(self._process.read()) if self.as_torch and self._again is None else None
         start = {"generators": Memory(self._sampler, attributes=False).capture(), "process": process}
         start = self._comm.broadcast_object(start)
         return Trial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
 
     def _kept(self) -> Callable[[], None]:
-        """Put the sampler's memory back as it is now, when called."""
+        """Return a function that restores the sampler's current state."""
         before = self._remembered()
         return lambda: self._restore(before)
 
@@ -293,7 +293,7 @@ class SharedOrder:
             self._memory.restore(remembered)
 
     def _compared(self, chunk: list[Any], error: Exception | None, trial: Trial) -> list[Any]:
-        """Return the first rank's chunk, once, after the samplers of all ranks were found to yield the same."""
+        """Return the first rank's chunk after checking, once, that the samplers of all ranks yield the same."""
         self._checks = False
         mine: list[Any] | None = None
         if self._comm.rank:
@@ -317,14 +317,14 @@ class SharedOrder:
         return chunk
 
 
-def _plain_units(units: list[Any]) -> list[Any] | None:  # Any: a unit is whatever the sampler yields
+def _plain_units(units: list[Any]) -> list[Any] | None:  # Any: units are of any type
     try:
         return [plain_unit(unit) for unit in units]
     except TypeError:
         return None
 
 
-def _witness(units: list[Any]) -> Witness | None:  # Any: a unit is whatever the sampler yields
+def _witness(units: list[Any]) -> Witness | None:  # Any: units are of any type
     try:
         text = repr([plain_unit(unit) for unit in units])
     except TypeError:
@@ -340,7 +340,7 @@ def order_of(
     as_torch: bool = False,
     checks: bool = False,
 ) -> Order:
-    """Return the order a user's sampler (or batch sampler) stands for."""
+    """Return the order for a user's sampler or batch sampler."""
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
     if plainly(sampler, SequentialSampler):
@@ -355,7 +355,7 @@ def order_of(
 
 
 def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:
-    """Raise unless the user's DistributedSampler deals samples out as the mesh does."""
+    """Raise unless the user's DistributedSampler splits samples as the mesh does."""
     if dispatch:
         raise ConfigError(
             "dispatch_batches=True with a DistributedSampler: the one rank that reads would see its own part only, and "

@@ -1,4 +1,4 @@
-"""Where a prepared loader's batches are put: pinned memory, reading ahead, and copies to the device."""
+"""Transfer settings of a prepared loader: pinned memory, read-ahead depth, and copies to the device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DEFAULT_DEPTH: Final = 2
 
 
 def pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:
-    """Return whether `pin_memory` is switched on for a loader that leaves it off.
+    """Return True if `pin_memory` is to be enabled for a loader that leaves it off.
 
-    With workers, torch then receives and pins batches in a thread of its own, which takes that off the training loop.
+    With workers, torch then receives and pins batches in a separate thread, off the training loop.
     """
     if loader.pin_memory or device is None or device.type != "cuda" or config.dispatch_batches:
         return False
@@ -38,7 +38,7 @@ def pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoade
 
 
 def depth_of(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
-    """Return how many batches are read ahead of the one in use."""
+    """Return the number of batches read ahead of the one in use."""
     if device is None:
         return 0
     if device.type == "cpu":
@@ -48,7 +48,7 @@ def depth_of(device: torch.device | None, config: DataLoaderConfiguration, trans
 
 
 def ahead_of(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
-    """Return whether batches are read before they are asked for: only large ones where a side stream copies them."""
+    """Return the read-ahead mode: only large batches are read ahead if a side stream copies them."""
     if not depth:
         return "never"
     always = transfer is not None or device is None or device.type == "cpu"
@@ -58,7 +58,7 @@ def ahead_of(depth: int, device: torch.device | None, transfer: MakeMove | None)
 def move_of(
     device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None
 ) -> Move | None:
-    """What brings batches to the device, or None when they stay."""
+    """Return the function that moves batches to the device; None when they are not moved."""
     if device is None:
         return None
     depth = depth_of(device, config, transfer)

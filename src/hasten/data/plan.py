@@ -1,4 +1,4 @@
-"""The split of a loader, decided without torch: which rank reads which sample in which step, in a shuffled order that can be entered anywhere."""
+"""Split of a loader over ranks and steps, and the shuffled order with random access; pure functions without torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FOLD: Final = np.uint32(15)
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A permutation of `range(size)` that depends on (seed, epoch) and on nothing else.
+    """A permutation of `range(size)` that depends only on (seed, epoch).
 
-    Small sizes keep a sorted-by-hash table of at most 32 KiB. Larger ones run each position through a keyed Feistel
-    network over the next power of two and walk on until the value falls inside, so memory does not grow with size.
+    Small sizes use a sorted-by-hash table of at most 32 KiB. Larger ones run each position through a keyed Feistel
+    network over the next power of two, repeatedly until the value is in range, so memory does not grow with size.
     The order is part of the format of saved positions: it must not change between versions.
     """
 
@@ -58,9 +58,9 @@ class Shuffle:
         return values
 
     def _encrypt(self, x: Indices) -> Indices:
-        """Return one pass of an alternating Feistel network: a bijection of the next power of two.
+        """Apply an alternating Feistel network once: a bijection of the next power of two.
 
-        Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which processors take eight at a time.
+        Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which vectorise eight at a time.
         """
         bits = (self.size - 1).bit_length()
         low_bits = bits // 2
@@ -85,7 +85,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int) -> NDArray[np.uint32]:
-    """`num_bits` well-mixed bits of each value under two keys."""
+    """Return `num_bits` well-mixed bits of each value under two keys."""
     h = x ^ key
     h *= _STRETCH
     h ^= h >> _FOLD
@@ -96,7 +96,7 @@ def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits
 
 
 def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
-    """Return all places in the order of a 62-bit hash of theirs."""
+    """Return `range(size)` sorted by a 62-bit hash of each number."""
     places = np.arange(size, dtype=np.uint32)
     high, low = (_hash_bits(places ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
     return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
@@ -108,7 +108,7 @@ def _key_stream(seed: int, epoch: int, count: int) -> list[int]:
 
 
 def _mix(x: int) -> int:
-    """Return the finaliser of splitmix64: every input bit reaches every output bit."""
+    """Apply the finaliser of splitmix64: every input bit affects every output bit."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
@@ -126,7 +126,7 @@ class Share(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """How many rows of a batch are real, and how many it has; None when only its tensors would tell."""
+    """Number of real rows of a batch, and of all its rows; None when only its tensors show it."""
 
     real: int
     rows: int | None
@@ -134,13 +134,13 @@ class Padding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPlan:
-    """How one rank reads an epoch; equal on all ranks but for `shard`."""
+    """Split of an epoch for one rank; equal on all ranks except for `shard`."""
 
     how: How
     num_shards: int
     shard: int
     global_batch: int
-    """Units that all ranks together take in one step."""
+    """Number of units that all ranks together take in one step."""
     drop_last: bool = False
     even: bool = True
     pad: Pad = "least"
@@ -153,26 +153,26 @@ class LoaderPlan:
 
     @property
     def rows(self) -> int:
-        """Units this rank takes in a full step."""
+        """Number of units this rank takes in a full step."""
         return self.part(self.global_batch).rows
 
     @property
     def whole(self) -> int | None:
-        """The units that a short step is cut as if it had; None when its own are spread over the ranks."""
+        """Units of a full step, if short steps are cut like it; None when their units are spread over the ranks."""
         return self.global_batch if self.pad == "full" else None
 
     @property
     def head(self) -> int:
-        """The most units of the beginning of an epoch that its end is padded with."""
+        """Maximum number of units from the start of an epoch that pad its end."""
         return self.whole or self.num_shards
 
     def steps(self, size: int, start: int = 0) -> int:
-        """Return how many batches this rank reads from position `start` of an epoch of `size` units."""
+        """Return the number of batches this rank reads from position `start` of an epoch of `size` units."""
         full, tail = divmod(max(size - start, 0), self.global_batch)
         return full + int(self.tail(size, start) is not None if tail else 0)
 
     def tail(self, size: int, start: int = 0) -> Share | None:
-        """Return this rank's share of the last, short step of the epoch, if it has one."""
+        """Return this rank's share of the last, short step of the epoch, if there is one."""
         left = max(size - start, 0) % self.global_batch
         if left == 0 or self.drop_last:
             return None
@@ -194,9 +194,9 @@ class LoaderPlan:
         return reached if size is None else min(reached, max(size, start))
 
     def assign(self, size: int, start: int = 0, chunk: int = 8192) -> Iterator[Indices]:
-        """Yield this rank's positions, step after step, as rows of arrays that hold about `chunk` positions each.
+        """Yield this rank's positions, step by step, as rows of arrays that hold about `chunk` positions each.
 
-        The last array may be one shorter row: the tail, whose padding wraps to the beginning of the epoch.
+        The last array may be one shorter row: the tail, whose padding wraps to the start of the epoch.
         """
         whole = self.part(self.global_batch)
         full = max(size - start, 0) // self.global_batch
@@ -210,7 +210,7 @@ class LoaderPlan:
             yield (np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size)[None, :]
 
     def part(self, left: int, first: int = 0, shard: int | None = None) -> Share:
-        """Return the share of this rank, or of `shard`, in a step of `left` units that begins at `first`."""
+        """Return the share of this rank, or of `shard`, in a step of `left` units that starts at `first`."""
         share = cut(left, self.num_shards, self.shard if shard is None else shard, self.even, self.whole)
         return share._replace(first=first + share.first)
 
@@ -253,7 +253,7 @@ def plan_batches(
     *, num_shards: int, shard: int, split: bool, dispatch: bool, drop_last: bool, even: bool
 ) -> LoaderPlan:
     """Return the plan for a loader whose batches are formed by the user: a unit is a batch."""
-    if split:  # every rank takes a part of each batch: as far as batches go, they all read the same
+    if split:  # every rank takes rows of each batch, so all ranks read the same batches
         return LoaderPlan(
             how="dispatch" if dispatch else "split", num_shards=1, shard=0, global_batch=1, drop_last=False, even=even
         )
@@ -268,9 +268,9 @@ def plan_batches(
 
 
 def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> Share:
-    """Return the share of `shard` in `size` units, or where it lies in the `whole` units of a full step.
+    """Return the share of `shard` in `size` units, or in the `whole` units of a full step if given.
 
-    An even share may reach past the end, into padding.
+    An even share may extend past the end, into padding.
     """
     if whole is not None:
         rows = -(-whole // num_shards)
@@ -290,19 +290,19 @@ class Found:
 
     epoch: int
     batch: int
-    """Counted from 1 at the beginning of the epoch."""
+    """Number of the batch in the epoch, counted from 1."""
     num_batches: int
-    """Batches of that rank in the epoch."""
+    """Number of batches of that rank in the epoch."""
     samples: tuple[int, ...]
-    """Dataset indices, padding left out."""
+    """Dataset indices, without padding."""
     given: bool
-    """Whether the batch had been given when the checkpoint was saved."""
+    """True if the batch had been returned when the checkpoint was saved."""
     left_out: bool
-    """Whether the run reads past it, because it has gone back before it."""
+    """True if the run skips the batch after a rollback."""
 
 
 def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON values
-    """What a state must hold so that `find` can compute the samples of a batch; equal on every rank."""
+    """Return the settings that `find` needs to compute the samples of a batch; equal on every rank."""
     return {
         "shuffled": shuffled,
         "shards": plan.num_shards,
@@ -314,9 +314,9 @@ def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON
 
 
 def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None) -> Found:
-    """The `batch`-th batch (from 1) of data-parallel rank `shard` in an epoch, by default the one that `state` lies in.
+    """Return batch number `batch` (from 1) of data-parallel rank `shard` in an epoch, by default the epoch of `state`.
 
-    Raises: DataError when the state does not tell, or there is no such batch.
+    Raises: DataError when the state lacks the settings, or there is no such batch.
     """
     reading = state.get("reading")
     if reading is None:

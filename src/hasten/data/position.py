@@ -1,4 +1,4 @@
-"""A loader's position as plain JSON values: enough to go on, also on another number of processes."""
+"""A loader's position as plain JSON values, sufficient to resume, also with another world size."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from hasten.errors import DataError
 Unit = Literal["samples", "batches", "stream"]
 
 Part = tuple[int, int | None]
-"""The number of parts, and the units of this rank's one, when known."""
+"""The number of shards, and the number of units of this rank's shard, if known."""
 
 Witness = tuple[int, int]
-"""How many of the order's first units were looked at, and their checksum."""
+"""The number of units at the start of the order that were checked, and their checksum."""
 
 _VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where all ranks stand together in the global order of an epoch."""
+    """Common position of all ranks in the global order of an epoch."""
 
     epoch: int = 0
     consumed: int = 0
-    """Units of the epoch's global order that the ranks have handed to their users."""
+    """Number of units of the epoch's global order that the ranks have returned."""
     seed: int = 0
     generator: Mapping[str, Any] | str | None = None
-    """What the user's sampler remembered when the epoch began, on the rank that draws (see Memory). Earlier versions
+    """State of the user's sampler at the start of the epoch, on the rank that draws (see Memory). Earlier versions
     wrote the state of one torch.Generator as text."""
     witness: Witness | None = None
-    """What the order of the epoch began with, where it is drawn from a sampler of the user's."""
+    """Checksum of the start of the epoch's order, if it is drawn from a sampler of the user."""
     stream: Mapping[str, Any] | None = None
-    """What a stream needs besides the count: positions of its workers."""
+    """Additional state of a stream: positions of its workers."""
     ahead: bool = False
-    """Batches from here on are read ahead of their use, each under random states of its own."""
+    """True if batches from here on are read ahead of their use, each under separate random states."""
     part: Part | None = None
-    """The part that the count is of, where every rank has map-style data of its own."""
+    """The shard that the count refers to, if every rank has separate map-style data."""
 
     def begin(self, epoch: int) -> Position:
-        """Return the beginning of `epoch`."""
+        """Return the start of `epoch`."""
         return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False, part=None)
 
 
@@ -82,11 +82,11 @@ _VALUES: Final = MappingProxyType[str, Callable[[Any], bool]](
         "left_out": lambda value: isinstance(value, list | tuple) and all(_are_counts(one, 3) for one in value),
     }
 )
-"""What a value in a loader's state may be, by its key."""
+"""Checks of the values in a loader's state, by key."""
 
 
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
-    """Return the position as JSON values, with what is needed to refuse a loader it does not belong to."""
+    """Return the position as JSON values, with the facts needed to refuse a loader it does not belong to."""
     state: dict[str, Any] = {
         "version": _VERSION,
         "unit": unit,
@@ -112,7 +112,7 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
 def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
     """Return the position that `encode` wrote.
 
-    Raises: DataError when it was written by a loader whose order is not this one's.
+    Raises: DataError when it was written by a loader with another order.
     """
     if not isinstance(state, Mapping):
         raise DataError(
@@ -140,7 +140,7 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
             f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is "
             f"of another kind, so the position has no meaning here. Prepare the loader the run was started with."
         )
-    sizes = "part" not in state and (size is not None or unit == "stream")  # parts are compared where they are read
+    sizes = "part" not in state and (size is not None or unit == "stream")  # shards are compared when they are read
     if state["consumed"] and sizes and state["size"] != size:
         raise DataError(
             f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "

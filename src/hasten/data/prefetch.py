@@ -1,4 +1,4 @@
-"""Batches on their way to the device: small ones copied in line, large ones ahead of time on a side stream."""
+"""Transfer of batches to the device: small ones copied synchronously, large ones ahead of time on a side stream."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from hasten.data.plan import Padding
 from hasten.data.source import Item, ReadAhead
 from hasten.runtime.devices import kind_of
 
-# Any in this file: batches are the user's own objects.
+# Any in this file: batches are objects of the user.
 T = TypeVar("T")
 _IN_LINE_BYTES: Final = 1 << 16
-"""Batches up to this size are copied in line. A copy of 64 KiB takes the device a few microseconds, and CUDA takes up to
-that much pageable memory into its command buffer without waiting; a side stream costs the host more than that hides."""
+"""Batches up to this size are copied synchronously. A copy of 64 KiB takes the device a few microseconds, and CUDA puts
+that much pageable memory into its command buffer without waiting; a side stream costs the host more than it saves."""
 _TIMED_COPIES: Final = 8
 _PATIENCE_S: Final = 0.5e-3
-"""In-line copies that hold the host longer than this wait for the device, and go to the side stream instead."""
-_WORTH_A_THREAD: Final = 1 << 20  # bytes of unpinned tensors that are staged in a thread rather than in line
+"""Synchronous copies that block the host longer than this wait for the device, and use the side stream instead."""
+_WORTH_A_THREAD: Final = 1 << 20  # bytes of unpinned tensors from which on staging runs in a thread
 
 
 class InLine:
-    """Copies batches on the current stream when they are asked for, as long as that does not hold the host up."""
+    """Copier of batches on the current stream on request, as long as that does not block the host."""
 
     def __init__(self, device: torch.device, skip_keys: Collection[str] = (), limit: int = _IN_LINE_BYTES) -> None:
         self._device = device
         self.skip_keys = skip_keys
-        # CUDA has read pageable memory when the call returns; other devices are not known to
+        # CUDA has read pageable memory when the call returns; for other devices this is unknown
         self._non_blocking = device.type == "cuda"
         self._limit = limit
         self._timed = 0
         self._fastest_s = float("inf")
 
     def takes(self, batch: Any) -> bool:
-        """Return whether the batch is small enough; false for objects that hide their tensors."""
+        """Return True if the batch is small enough; False for objects that hide their tensors."""
         size = host_bytes(batch)
         return size is not None and size <= self._limit
 
@@ -58,11 +58,11 @@ class InLine:
 
 
 class Slot:
-    """Pinned buffers and an event for one copy at a time; they are used again when that copy is complete."""
+    """Pinned buffers and an event for one copy at a time; they are reused when that copy is complete."""
 
     def __init__(self, done: torch.Event, allocate: Callable[[int], Tensor] | None = None) -> None:
         self.done = done
-        """Recorded on the side stream after the slot's latest copy."""
+        """Event recorded on the side stream after the slot's latest copy."""
         self.used = False
         self._allocate = allocate or _pinned
         self._buffers: list[Tensor] = []
@@ -70,13 +70,13 @@ class Slot:
         self._next = 0
 
     def take(self) -> None:
-        """Wait until the latest copy out of these buffers is complete; then they may be written again."""
+        """Wait until the latest copy out of these buffers is complete, so that they can be overwritten."""
         if self.used:
             self.done.synchronize()
         self._next = 0
 
     def staged(self, x: Tensor) -> Tensor:
-        """`x` in pinned memory, from which it is copied beside the host."""
+        """Return `x` in pinned memory, from which it can be copied asynchronously."""
         if x.device.type != "cpu" or not x.numel() or x.is_pinned():
             return x
         if type(x) is not Tensor or x.requires_grad or not x.is_contiguous() or x.is_conj() or x.is_neg():
@@ -95,7 +95,7 @@ class Slot:
 
 
 class Lane:
-    """A side stream that carries batches to the device, safely: memory is not reused while either end needs it."""
+    """A side stream that copies batches to the device; memory is not reused while either side needs it."""
 
     def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
         self._device = device
@@ -103,18 +103,18 @@ class Lane:
         self._stream = torch.Stream(device=device)
         self._guarded = False
         self._thread: ThreadPoolExecutor | None = None
-        # one more than can be under way: the batch that used a slot before has been handed over
+        # one more than can be in flight: the batch that used a slot before has been returned
         self._slots = [Slot(torch.Event(device=device)) for _ in range(depth + 1)]
         self._sent = 0
 
     def send(self, batch: Any) -> Sent:
-        """Order the copy of a batch; large unpinned ones are staged in a thread, so that the caller does not wait."""
+        """Enqueue the copy of a batch; large unpinned ones are staged in a thread, so that the caller does not wait."""
         slot = self._slots[self._sent % len(self._slots)]
         self._sent += 1
         leaves = trees.leaves(batch)
         if not self._guarded and _opaque(leaves):
             self._guarded = True
-        if self._guarded:  # in line: memory is taken here, before the user's next work can free any
+        if self._guarded:  # synchronously: memory is allocated here, before the user's next work can free any
             return self._copy(batch, slot, self._reader_event())
         if _unpinned_bytes(leaves) < _WORTH_A_THREAD:
             return self._copy(batch, slot)
@@ -134,7 +134,7 @@ class Lane:
         return batch
 
     def close(self) -> None:
-        """End the staging thread, after what it is doing."""
+        """Finish the current task of the staging thread and end it."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
@@ -151,10 +151,10 @@ class Lane:
         return moved, slot
 
     def _reader_event(self) -> torch.Event:
-        """What the device has been given to do so far.
+        """Return an event after all work enqueued on the device so far.
 
-        Objects that cannot `record_stream` are protected by order instead: their memory goes back to the side stream's
-        pool, and no later copy starts before the work that was ordered up to its own sending is over.
+        Objects without `record_stream` are protected by ordering instead: their memory returns to the side stream's
+        pool, and no later copy starts before the work that was enqueued up to its sending is complete.
         """
         event = torch.Event(device=self._device)
         event.record(torch.accelerator.current_stream(self._device))
@@ -162,11 +162,11 @@ class Lane:
 
 
 Sent = tuple[Any, Slot] | Future[tuple[Any, Slot]]
-"""A batch whose copy has been ordered, with the slot that holds its source; or the promise of one."""
+"""A batch whose copy has been enqueued, with the slot that holds its source; or a future of one."""
 
 
 class Prefetch:
-    """Puts batches on the device: small ones when they are asked for, large ones `depth` batches ahead."""
+    """Move that puts batches on the device: small ones on request, large ones `depth` batches ahead."""
 
     def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
         self._device = device
@@ -185,7 +185,7 @@ class Prefetch:
             yield in_line.copy(batch), real, last, mark
 
     def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
-        """The first large batch and those after it; small ones among them keep their place and are copied in line."""
+        """Yield the first large batch and those after it; small ones stay in order and are copied synchronously."""
         queue: deque[tuple[Padding | None, bool, Any]] = deque()
         with Queue(self._device, self._depth, in_line) as batches:
             for batch, real, last, mark in _chained(first, items):
@@ -198,7 +198,7 @@ class Prefetch:
 
 
 class Queue:
-    """Batches in their order: large ones are on their way to the device, small ones are copied when they are taken out."""
+    """Ordered batches: large ones are in flight to the device, small ones are copied when they are removed."""
 
     def __init__(self, device: torch.device, depth: int, in_line: InLine) -> None:
         self._device = device
@@ -211,7 +211,7 @@ class Queue:
         return len(self._batches)
 
     def append(self, batch: Any) -> None:
-        """Put a batch at the end; the copy of a large one begins."""
+        """Append a batch, and start its copy if it is large."""
         small = self._in_line.takes(batch)
         if not small and self._lane is None:
             self._lane = Lane(self._device, self._depth, self._in_line.skip_keys)
@@ -231,10 +231,10 @@ class Queue:
 
 
 class OneAhead:
-    """Puts batches on the device and finds the last: the one after each has been read, and its copy begun if large.
+    """Move that puts batches on the device and marks the last, reading one batch ahead and copying it if large.
 
-    No batch is read earlier than that: datasets that draw from the process's random generators draw as they do in any
-    loop that looks one batch ahead. With `device=None` batches stay where they are.
+    No batch is read earlier: datasets that draw from the process's random generators draw as in any loop that looks
+    one batch ahead. With `device=None` batches are not moved.
     """
 
     def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
@@ -269,7 +269,7 @@ def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:
 
 
 class LookAhead:
-    """The same hold on batches for devices without streams: they are read ahead, and moved when handed over."""
+    """Move for devices without streams: batches are read ahead, and moved when they are returned."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -284,7 +284,7 @@ class LookAhead:
 
 
 def host_bytes(batch: Any) -> int | None:
-    """Return the bytes of a batch's tensors; None when it holds an object that can be moved but hides its tensors."""
+    """Return the number of bytes of a batch's tensors; None when it holds a movable object that hides its tensors."""
     kind = type(batch)
     if kind is Tensor:
         return int(batch.nbytes)
@@ -313,7 +313,7 @@ def _chained(first: Item, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
-    """Return the batch with its host tensors in pinned memory, from which copies run beside the host."""
+    """Return the batch with its host tensors in pinned memory, from which copies run asynchronously."""
     if isinstance(batch, Tensor):
         return slot.staged(batch)
     if not trees.is_container(batch):
@@ -336,7 +336,7 @@ def _unpinned_bytes(leaves: list[Any]) -> int:
 
 
 def _opaque(leaves: list[Any]) -> bool:
-    """Return whether there is an object among them that can be moved but cannot say on which stream it is used."""
+    """Return True if any object can be moved but has no `record_stream`."""
     return any(
         hasattr(leaf, "to") and not hasattr(leaf, "record_stream") for leaf in leaves if not isinstance(leaf, Tensor)
     )

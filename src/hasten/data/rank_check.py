@@ -1,4 +1,4 @@
-"""What ranks agree on before a loader is split over them: equal settings, and whether each has the data or a part of it."""
+"""Agreement of ranks before a loader is split: equal settings, and whether each has all the data or one shard."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _LENGTH: Final = "the dataset's length"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What holds on all ranks."""
+    """Facts that hold on all ranks."""
 
     seed: int
     sharded: bool
-    """Whether every rank's loader holds that rank's part of the data."""
+    """True if every rank's loader holds that rank's shard of the data."""
     split: Split | None = None
-    """How the dataset splits itself, where that was recognised."""
+    """The split that the dataset performs itself, if one was recognised."""
     checks: bool = False
-    """Whether ranks that read the same data compare what they read, because nobody said that it is the same."""
+    """True if ranks that read the same data compare it, because `already_sharded` was not given."""
 
 
 def agree_on_loader(
     loader: DataLoader[Any], facts: Mapping[str, Any], given: bool | None, seed: int, comm: Comm, compares: bool
 ) -> Agreement:
-    """Compare the ranks' loaders, and find out whether they are sharded already unless `given` says so.
+    """Compare the ranks' loaders, and detect whether they are sharded already unless `given` says so.
 
-    With `compares`, datasets that look different are read to compare their first samples.
+    With `compares`, the first samples of datasets that look different are read and compared.
 
-    Ranks: every rank. Raises: DataError on every rank, naming who has what.
+    Ranks: every rank. Raises: DataError on every rank, with the values of each rank.
     """
     if comm.size == 1:
         return Agreement(seed, False)
@@ -94,7 +94,7 @@ def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
 
 # -- datasets that differ -----------------------------------------------------------------------------------------------
 def _finding(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What one rank can say of its dataset and sampler without reading a sample, as plain values."""
+    """Return plain values that describe a rank's dataset and sampler without reading a sample."""
     dataset = loader.dataset
     split, part = split_by_itself(dataset), part_of(dataset)
     return {
@@ -113,7 +113,7 @@ def _part(saved: Any) -> Any:
 
 
 def _own_indices(sampler: Any) -> list[int] | None:
-    """(number, checksum) of the indices that one of torch's random samplers draws from, where it has them."""
+    """Return (count, checksum) of the indices that one of torch's random samplers draws from, if it has any."""
     if plainly(sampler, SubsetRandomSampler):
         indices = torch.as_tensor(list(sampler.indices), dtype=torch.int64)
     elif plainly(sampler, WeightedRandomSampler):
@@ -124,7 +124,7 @@ def _own_indices(sampler: Any) -> list[int] | None:
 
 
 def _compare(loader: DataLoader[Any], found: list[dict[str, Any]], seed: int, comm: Comm, compares: bool) -> None:
-    """Raise on every rank when their loaders hold different data."""
+    """Raise DataError on every rank when the loaders hold different data."""
     indices = [one["indices"] for one in found]
     if any(one != indices[0] for one in indices):
         raise different_data(f"{type(loader.sampler).__name__} has other indices on every rank", comm.size)

@@ -1,4 +1,4 @@
-"""Signs that ranks were given different data: what datasets are made of, and what their first samples hold."""
+"""Detection of ranks with different data: by the content of the dataset objects, and by their first samples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _RANK_CALLS: Final = frozenset({"get_rank", "get_world_size", "process_index", "
 _LIBRARIES: Final = ("torch", "builtins", "typing", "abc", "datasets", "numpy", "random", "collections")
 
 Leaf = tuple[str, int] | tuple[str, str, tuple[float, ...]]
-"""A value of a sample: exact ones as (kind, checksum), real numbers as (kind, shape, some of them)."""
+"""A value of a sample: exact values as (kind, checksum), real numbers as (kind, shape, some values)."""
 Sample = dict[str, Leaf]
 
 
 def different_data(what: str, num_ranks: int) -> DataError:
-    """Return the error of ranks that were given different data without saying so."""
+    """Return the error for ranks that were given different data without `already_sharded`."""
     return DataError(
         f"the ranks were given different data: {what}. prepare() splits a loader over the ranks, so each would read only "
         f"1/{num_ranks} of its own data, and the rest of it would be lost. If every rank's loader holds that rank's part "
@@ -44,14 +44,14 @@ def different_data(what: str, num_ranks: int) -> DataError:
     )
 
 
-# -- what a dataset is made of ------------------------------------------------------------------------------------------
+# -- content of dataset objects ---------------------------------------------------------------------------------------
 def description(dataset: Any) -> dict[str, int]:
-    """Checksums of what the dataset holds, by the path of attributes, without reading a sample. A difference proves nothing."""
+    """Return checksums of the dataset's attributes by path, without reading a sample. A difference is only a hint."""
     return {path: zlib.crc32(repr(_gist(value)).encode()) for path, value in _walk(dataset)}
 
 
 def asks_for_rank(dataset: Any) -> bool:
-    """Return whether code of the dataset's classes names the rank or the number of ranks."""
+    """Return True if code of the dataset's classes refers to the rank or the world size."""
     seen: set[int] = set()
     kinds = {
         kind for _, holder in _holders(dataset) for kind in type(holder).__mro__ if not _is_library(kind.__module__)
@@ -90,7 +90,7 @@ def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _holders(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dataset and the objects that it holds, datasets inside it included."""
+    """Yield the dataset and the objects that it refers to, including nested datasets."""
     waiting: list[tuple[str, Any, int]] = [("dataset", dataset, _DEPTH)]
     seen = {id(dataset)}
     while waiting and len(seen) <= _MOST_OBJECTS:
@@ -116,7 +116,7 @@ def _is_holder(value: Any) -> bool:
 
 
 def _gist(value: Any, depth: int = 2) -> Any:
-    """Some of a value, without addresses: equal for equal data on every rank."""
+    """Return an excerpt of a value without addresses: equal for equal data on every rank."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | range | slice | PurePath):
         return value
     if isinstance(value, Tensor):
@@ -148,9 +148,9 @@ def _some(values: Tensor) -> tuple[Any, ...]:
     return tuple(flat[_places(flat.numel())].tolist())
 
 
-# -- what its first samples hold ----------------------------------------------------------------------------------------
+# -- content of first samples -----------------------------------------------------------------------------------------
 def leaves_of(sample: Any) -> Sample:
-    """Return a sample's values by their path: checksums of numbers and texts, some values where rounding may differ."""
+    """Return a sample's values by path: checksums of numbers and texts, some values where rounding may differ."""
     found: Sample = {}
     waiting = [("", sample)]
     while waiting and len(found) < _MOST_OBJECTS:
@@ -176,9 +176,9 @@ def _leaf(value: Any) -> Leaf | None:
     if isinstance(value, list | tuple):
         return ("list", zlib.crc32(repr(_gist(value)).encode()))
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta":
-        return None  # an object that cannot be looked into
+        return None  # an opaque object
     value = value.detach()
-    if value.is_floating_point() or value.dtype == torch.uint8:  # images are rounded
+    if value.is_floating_point() or value.dtype == torch.uint8:  # images are subject to rounding
         numbers = value.double().cpu()
         mean = float(numbers.mean()) if numbers.numel() else 0.0
         return ("real", str(tuple(value.shape)), (mean, *_some(numbers)))
@@ -197,10 +197,10 @@ def _alike(one: Leaf, other: Leaf) -> bool:
 
 
 def samples_differ(reads: Sequence[Sequence[list[Sample]] | None]) -> bool:
-    """Return whether the first samples of ranks are of different data; each rank has read its own three times.
+    """Return True if the first samples of ranks come from different data; each rank has read its samples three times.
 
-    Values that a rank does not read alike from equal random states say nothing. A value that is equal on all ranks, from
-    other random states too, and another one in each sample names the sample: then the rest is augmentation.
+    Values that one rank does not reproduce from equal random states are ignored. A value that is equal on all ranks,
+    also under other random states, and differs between samples identifies the sample: then the rest is augmentation.
     """
     if any(read is None for read in reads):
         return False
@@ -226,7 +226,7 @@ def _same(samples: list[Sample], others: list[Sample], path: str) -> bool:
 
 
 def decoded(samples: Any) -> list[Sample]:
-    """Samples as they were before they were sent, which may turn tuples into lists."""
+    """Return samples as they were before sending, which may turn tuples into lists."""
     return [{path: _decoded(leaf) for path, leaf in sample.items()} for sample in samples]
 
 

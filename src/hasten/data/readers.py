@@ -1,4 +1,4 @@
-"""How the reading rank of a dispatching loader forms each step: from indices cut beforehand, or from whole batches."""
+"""Readers of a dispatching loader, which form each step: from indices cut beforehand, or from whole batches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hasten.data.prefetch import with_next
 from hasten.data.sampler import Lot
 from hasten.data.source import IndexedSource, Item, Source
 
-# Any in this file: batches are the user's own objects.
+# Any in this file: batches are objects of the user.
 SliceFn = Callable[..., Any]
-"""`slice_fn(batch, slice, process_index, num_processes)`: that process's rows of a global batch."""
+"""`slice_fn(batch, slice, process_index, num_processes)` returns that process's rows of a global batch."""
 
 
 class IndexedReader:
-    """Map-style data: the indices are cut for every rank first, so each part is read and collated as its own batch."""
+    """Reader of map-style data: the indices are cut for every rank first, so each share is collated separately."""
 
     per_round = 1
 
@@ -54,7 +54,7 @@ class IndexedReader:
 
 
 class StreamReader:
-    """Streams: the elements of a round are cut for every rank before they are collated."""
+    """Reader of streams: the elements of a round are cut for every rank before they are collated."""
 
     per_round = 1
 
@@ -75,7 +75,7 @@ class StreamReader:
 
 @dataclass(frozen=True, slots=True)
 class BatchReader:
-    """Whole batches of a source that reads for every rank: one batch per rank, or each batch split by rows."""
+    """Reader of whole batches for every rank: one batch per rank, or each batch split by rows."""
 
     num_shards: int
     split: bool
@@ -111,7 +111,7 @@ class BatchReader:
             yield Round(dealt + [None] * (self.num_shards - len(dealt)), following is not None)
 
     def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
-        """Batch and padding for each rank that has a part in the step."""
+        """Return batch and padding for each rank that has a share of the step."""
         if self.slice_fn is not None:
             return self._sliced(group, first)
         if self.split:
@@ -150,5 +150,5 @@ class BatchReader:
 
 
 def _own_copy(leaf: Any) -> Any:
-    """Return a tensor that users may change in place; other leaves as they are."""
+    """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -22,28 +22,28 @@ Form = Literal["rows", "batches", "items"]
 
 
 Lot = tuple[Any, int | None, bool]
-"""One batch of indices for this rank: what the dataset is indexed with, rows that are not padding (None for all), and
-whether it is the rank's last of the epoch. A plain tuple, because one is made for every batch."""
+"""One batch of indices for this rank: the indices for the dataset, the number of rows that are not padding (None for
+all), and whether it is the rank's last of the epoch. A plain tuple, because one is made for every batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """All that decides which indices this rank reads, and in which order."""
+    """Settings that determine the indices this rank reads, and their order."""
 
     order: Order
     plan: LoaderPlan
     form: Form
-    """What a unit of the order is: one row of a batch, a whole batch, or an item that is not batched at all."""
+    """Meaning of a unit of the order: one row of a batch, a whole batch, or an item that is not batched at all."""
     split: tuple[int, int] | None = None
     """(number of shares, share) when each batch of the user's batch sampler is split over the ranks."""
     stride: int = 1
-    """The number of ranks that read an order of their own each: the user's DistributedSampler, or data sharded already."""
+    """Number of ranks with separate orders: from the user's DistributedSampler, or data that is sharded already."""
     fill: int | None = None
-    """The rows that the user's batches of the last step are filled to; None when they are left as they are."""
+    """Number of rows that the user's batches of the last step are filled to; None when they are not filled."""
 
     @property
     def part(self) -> Part | None:
-        """The part of this rank, where the data is sharded already."""
+        """The shard of this rank, if the data is sharded already."""
         return self.order.part(self.stride) if isinstance(self.order, PartOrder) else None
 
     @property
@@ -51,17 +51,17 @@ class Assignment:
         return "batches" if self.form == "batches" else "samples"
 
     def size(self) -> int | None:
-        """Units in an epoch's global order, when known beforehand."""
+        """Return the number of units in an epoch's global order, if known beforehand."""
         size = None if self.part is not None else self.order.size()
         return None if size is None else size * self.stride
 
     def steps(self) -> int | None:
-        """Batches of a whole epoch on this rank, when known beforehand."""
+        """Return the number of batches of a whole epoch on this rank, if known beforehand."""
         size = self.order.size()
         return None if size is None else self.plan.steps(size)
 
     def evened(self, even: bool | None) -> Assignment:
-        """The same assignment with another `even_batches`, when one is given."""
+        """Return the same assignment with another `even_batches`, when one is given."""
         if even is None:
             return self
         order = self.order
@@ -75,11 +75,11 @@ class Assignment:
         return self.plan.consumed(size, steps, start // self.stride) * self.stride
 
     def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
-        """Return this rank's batches from `at` to the end of its epoch.
+        """Yield this rank's batches from `at` to the end of its epoch.
 
-        Without `ends` none is marked as the last, and nothing is drawn before it is needed.
+        Without `ends` none is marked as the last, and no unit is drawn before it is needed.
 
-        Raises: DataError when the position cannot be reached with the user's own DistributedSampler.
+        Raises: DataError when the position cannot be reached with the user's DistributedSampler.
         """
         start = self._start(at)
         seek = self._seek(at)
@@ -93,7 +93,7 @@ class Assignment:
         return (lot for lot in lots if lot is not None)
 
     def batch_of(self, at: Position, step: int) -> list[int] | None:
-        """The dataset indices of this rank's `step`-th batch from `at`, without padding; None when they cannot be computed."""
+        """Return the dataset indices of this rank's `step`-th batch from `at`, without padding; None if unknown."""
         seek, size = self._seek(at), self.order.size()
         if seek is None or size is None:
             return None
@@ -103,7 +103,7 @@ class Assignment:
         return found
 
     def reading(self) -> dict[str, Any] | None:
-        """What `lookup.find` needs besides the position, as JSON values; None when batches cannot be computed."""
+        """Return the settings that `plan.find` needs besides the position; None when batches cannot be computed."""
         if (
             self.form == "batches"
             or self.split is not None
@@ -113,7 +113,7 @@ class Assignment:
         return reading_of(self.plan, isinstance(self.order, ShuffledOrder))
 
     def rounds(self, at: Position) -> Iterator[list[Lot | None]]:
-        """The batches of all ranks, step by step, for the rank that reads for them; None for a rank without one."""
+        """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""
         start = self._start(at)
         seek = self._seek(at)
         if seek is not None:
@@ -134,7 +134,7 @@ class Assignment:
         return at.consumed // self.stride
 
     def _check_part(self, saved: Part | None) -> None:
-        """Raise unless a position inside an epoch is of this rank's part."""
+        """Raise DataError unless a position inside an epoch refers to this rank's shard."""
         part = self.part
         if saved == part:
             return
@@ -155,7 +155,7 @@ class Assignment:
         )
 
     def _marked(self, lots: Iterator[Lot], done: int) -> Iterator[Lot]:
-        """Yield the lots of a part, those marked as padding that lie past its end."""
+        """Yield the lots of a shard, with units past its end marked as padding."""
         for indices, real, last in lots:
             rows = len(indices) if self.form == "rows" else 1
             yield (indices, self._mark(rows if real is None else real, rows, done), last)
@@ -183,7 +183,7 @@ class Assignment:
     def _drawn(
         self, units: Iterator[Any], start: int, shards: Sequence[int], ends: bool = True
     ) -> Iterator[list[Lot | None]]:
-        """Cut batches out of units that can only be drawn one after the other."""
+        """Yield batches cut from units that can only be drawn sequentially."""
         plan = self.plan
         size = self.order.size() if self.order.as_torch else None
         head = list(islice(units, plan.head))
@@ -193,7 +193,7 @@ class Assignment:
         done = passed = start
         while block:
             passed += plan.global_batch
-            # torch draws a batch's indices when it is read: no step is drawn early whose being there is known
+            # torch draws a batch's indices when it is read: a step that certainly exists is not drawn early
             ahead = ends and (size is None or passed >= size)
             ahead = ahead or (self.fill is not None and self._is_short(block, self.fill))
             following = self._following(units, block) if ahead else None
@@ -219,7 +219,7 @@ class Assignment:
         return len(block) < self.plan.global_batch or len(block[-1]) < rows
 
     def _filled(self, rows: int, block: list[Any], head: list[Any], shard: int) -> Lot:
-        """Return a rank's part of the last batches together, filled with rows from the beginning of the epoch."""
+        """Return a rank's share of the last batches together, filled with rows from the start of the epoch."""
         left, first = ([row for batch in batches for row in batch] for batches in (block, head))
         share = cut(len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards)
         mine = left[share.first : share.first + rows]
@@ -228,7 +228,7 @@ class Assignment:
         return (mine, None if share.real == rows else share.real, True)
 
     def _take(self, block: list[Any], head: list[Any], shard: int) -> tuple[list[Any], int]:
-        """Return a rank's share of a block, padded from the head of the epoch, and how much of it is real."""
+        """Return a rank's share of a block, padded from the start of the epoch, and the number of real units in it."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
@@ -243,7 +243,7 @@ class Assignment:
         return None if real == rows else real
 
     def _num_real(self, real: int, done: int) -> int:
-        """Return how many of `real` units from place `done` of this rank's own order on are not padding of that order."""
+        """Return the number of the `real` units from index `done` of this rank's order on that are not padding."""
         own = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
         return real if own is None else min(max(own - done, 0), real)
 
@@ -260,7 +260,7 @@ class Assignment:
         mine = cut(size, num_shares, share, even, whole)
         if (
             whole is None and not cut(size, num_shares, num_shares - 1, even).rows
-        ):  # raised by every rank, also those with rows
+        ):  # raised on every rank, also on those with rows
             raise DataError(
                 f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have "
                 f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
@@ -274,7 +274,7 @@ class Assignment:
 
 
 class PlannedSampler(BatchSampler):
-    """What a prepared loader shows as its batch sampler: this rank's batches of the coming epoch."""
+    """The batch sampler that a prepared loader shows: this rank's batches of the coming epoch."""
 
     def __init__(self, assignment: Assignment, sampler: Any, position: Any) -> None:
         # Any: the user's sampler, and the loader's track, of which only `upcoming()` is used
@@ -296,12 +296,12 @@ class PlannedSampler(BatchSampler):
         return steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin at `epoch` when iterated next."""
+        """Start at `epoch` when iterated next."""
         self._position.set_epoch(epoch)
 
 
 class Feed:
-    """The index source of the engine: hands out lots and keeps a note of each until its batch arrives."""
+    """Index source of the engine: yields lots and records each until its batch arrives."""
 
     def __init__(self, batched: bool) -> None:
         self.notes: deque[Lot] = deque()
@@ -310,13 +310,13 @@ class Feed:
         self._seeds: Iterator[int] | None = None
 
     def load(self, lots: Iterator[Lot], seeds: Iterator[int] | None) -> deque[Lot]:
-        """Make `lots` what the next iteration hands out, with seeds for workers; gives its notes."""
+        """Make the next iteration yield `lots`, with seeds for workers; return the queue of its records."""
         self.notes = deque()
         self._lots, self._seeds = lots, seeds
         return self.notes
 
     def __iter__(self) -> Iterator[Any]:
-        return self._hand_out(self.notes, self._lots, self._seeds)  # what is loaded now, whenever it is asked for
+        return self._hand_out(self.notes, self._lots, self._seeds)  # bound now, not at the first draw
 
     def _hand_out(self, notes: deque[Lot], lots: Iterator[Lot], seeds: Iterator[int] | None) -> Iterator[Any]:
         if seeds is None:

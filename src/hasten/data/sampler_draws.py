@@ -1,4 +1,4 @@
-"""Draws from the samplers of all ranks, to find those that yield the indices of their own rank only."""
+"""Trial draws from the samplers of all ranks, to detect samplers that yield only the indices of their rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hasten.data.memory import Memory
 from hasten.data.rank_differences import different_data
 from hasten.data.workers import OwnRng, RandomStates, States, decode_states
 
-# Any in this file: samplers and units are the user's own.
+# Any in this file: samplers and units are objects of the user.
 NUM_UNITS: Final = 64
 _MOST_UNITS: Final = 1_000_000
 _SKETCH: Final = 4096
 
 
 def plain_unit(unit: Any) -> Any:
-    """Return a unit as numbers and texts. Raises: TypeError for any other."""
+    """Return a unit as numbers and texts. Raises: TypeError for other types."""
     if isinstance(unit, str):
         return str(unit)
     if isinstance(unit, list | tuple):
@@ -29,7 +29,7 @@ def plain_unit(unit: Any) -> Any:
 
 
 class Trial:
-    """Draws an epoch of this rank's own sampler from the first rank's random states; what the sampler holds is put back."""
+    """Trial draw from this rank's sampler under the first rank's random states; the sampler's state is restored."""
 
     def __init__(
         self, sampler: Any, epoch: int, seed: int, start: dict[str, Any], keep: Callable[[], Callable[[], None]]
@@ -43,7 +43,7 @@ class Trial:
         self._process = RandomStates()
 
     def units(self, most: int) -> list[Any] | None:
-        """Return the first units; None where they cannot be drawn or are no plain numbers, and so cannot be compared."""
+        """Return the first units; None if they cannot be drawn or compared."""
         put_back = self._keep()
         rng = OwnRng(self._seed, self._process)
         rng.place(self._states)
@@ -53,7 +53,7 @@ class Trial:
                 if hasattr(self._sampler, "set_epoch"):
                     self._sampler.set_epoch(self._epoch)
                 return [plain_unit(unit) for unit in islice(iter(self._sampler), most)]
-        except Exception:  # the user's sampler: its error is raised where the loop draws from it
+        except Exception:  # the user's sampler: the training loop raises its error when it draws
             return None
         finally:
             put_back()
@@ -72,7 +72,7 @@ class Trial:
 
 
 def _sketch(units: list[Any]) -> tuple[list[int], int]:
-    """The smallest checksums of the indices, all of them where there are not many, and the most that a batch may leave out."""
+    """Return the smallest checksums of the indices, and the largest batch length, the most that `drop_last` omits."""
     batches = any(isinstance(unit, list) for unit in units)
     indices = {repr(one) for unit in units for one in (unit if isinstance(unit, list) else [unit])}
     smallest = sorted(zlib.crc32(index.encode()) for index in indices)[:_SKETCH]
@@ -80,13 +80,13 @@ def _sketch(units: list[Any]) -> tuple[list[int], int]:
 
 
 def _are_different(sketches: list[tuple[set[int], int] | None]) -> bool:
-    """Return whether ranks have other indices; those of one order may miss what `drop_last` leaves out at its end."""
+    """Return True if ranks have different indices; in one order, those that `drop_last` omits at its end may differ."""
     known = [one for one in sketches if one is not None]
-    if len(known) < len(sketches):  # one that draws at random from nothing we know: the first rank's order is used
+    if len(known) < len(sketches):  # one draws from unknown randomness: the first rank's order is used
         return False
     first, slack = known[0]
     for other, _ in known[1:]:
-        # of larger sets, only checksums up to where both sketches reach can be compared
+        # in larger sets, only checksums within the range of both sketches are comparable
         end = min(max(one) if len(one) == _SKETCH else 2**32 for one in (first, other))
         missing = {one for one in first ^ other if one <= end}
         if missing and (len(missing) > 2 * slack or not first & other):

@@ -1,4 +1,4 @@
-"""The order of a rank whose loader holds its own part of the data, on a number of steps that all ranks share."""
+"""Order of a rank whose loader holds a separate shard of the data, with a number of steps common to all ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hasten.data.plan import Indices
 from hasten.data.position import Part, Position
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
-# Any in this file: a unit is whatever the user's sampler yields.
+# Any in this file: units are of any type.
 Fit = Literal["longest", "shortest", "own"]
-"""How parts of different size end: with the longest, the others repeating their first units; with the shortest; alone."""
+"""End of shards of different size: with the longest, padded by repeating first units; with the shortest; alone."""
 
 _CHUNK: Final = 1024
 _FAILED: Final = -1
 
 
 class PartOrder:
-    """The units of this rank's part, and padding where the part of another rank is longer.
+    """The units of this rank's shard, and padding if the shard of another rank is longer.
 
-    Where units are computed, the sizes of all parts were exchanged by prepare(). Where they are drawn from a sampler, ranks
-    exchange after every 1024 units how many they have, because a sampler may give more or fewer than its length says.
+    If units are computed, prepare() has exchanged the sizes of all shards. If they are drawn from a sampler, ranks
+    exchange their counts after every 1024 units, because a sampler may yield more or fewer than its length says.
     """
 
     def __init__(self, order: Order, comm: Comm, sizes: list[int | None], fit: Fit) -> None:
@@ -36,14 +36,14 @@ class PartOrder:
         self._sizes = sizes
         self._fit: Fit = fit if comm.size > 1 else "own"
         self._num_drawn: int | None = None
-        """Units of the part, once all of them are drawn."""
+        """Number of units of the shard, once all of them are drawn."""
 
     @property
     def as_torch(self) -> bool:
         return self.inner.as_torch
 
     def fitted(self, fit: Fit) -> PartOrder:
-        """The same order with another end."""
+        """Return the same order with another end."""
         return PartOrder(self.inner, self._comm, self._sizes, fit)
 
     def size(self) -> int | None:
@@ -53,11 +53,11 @@ class PartOrder:
         return max(sizes) if self._fit == "longest" else min(sizes)
 
     def part(self, num_parts: int) -> Part:
-        """Return the part as positions name it; a sampler's length may change from epoch to epoch."""
+        """Return the shard as recorded in positions; a sampler's length may change from epoch to epoch."""
         return (num_parts, None if isinstance(self.inner, SharedOrder) else self.inner.size())
 
     def num_real(self) -> int | None:
-        """Units of the part itself; None when it is not known yet, and no padding was given."""
+        """Return the number of units of the shard itself; None while it is unknown and no padding was yielded."""
         return self._num_drawn
 
     def begin(self, at: Position) -> Position:
@@ -99,15 +99,15 @@ class PartOrder:
                 return
 
     def _exchanged(self, units: Iterator[Any]) -> tuple[list[Any], list[int]]:
-        """Return the next units of this rank, and how many each rank has.
+        """Return the next units of this rank, and the number of units on each rank.
 
-        Raises: the sampler's own error; PeerFailedError on the other ranks.
+        Raises: the sampler's error; PeerFailedError on the other ranks.
         """
         error: Exception | None = None
         chunk: list[Any] = []
         try:
             chunk = list(islice(units, _CHUNK))
-        except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
+        except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
             error = raised
         mine = torch.tensor([_FAILED if error is not None else len(chunk)], dtype=torch.int64)
         counts: list[int] = self._comm.all_gather(mine).flatten().tolist()
@@ -128,7 +128,7 @@ class PartOrder:
 
 
 def empty_part(ranks: list[int], num_ranks: int) -> DataError:
-    """Return the error of ranks that have nothing to take a step with."""
+    """Return the error for ranks that have no sample to take a step with."""
     return DataError(
         f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} gave no sample, so they could not take a step with the "
         f"others. Give every rank a part with samples; drop_last=True ends the epoch where the shortest part does, "
@@ -137,7 +137,7 @@ def empty_part(ranks: list[int], num_ranks: int) -> DataError:
 
 
 def fit_of(even: bool, drop_last: bool) -> Fit:
-    """Return how the parts of ranks end."""
+    """Return the fit of shards of different size."""
     return "own" if not even else "shortest" if drop_last else "longest"
 
 
@@ -153,7 +153,7 @@ def check_split(split: Split, shard: int, num_shards: int, world_size: int, rank
 
 
 def refuse_settings(dispatch: bool, split: bool, batched: bool) -> None:
-    """Raise for settings that a loader which is sharded already cannot honour."""
+    """Raise ConfigError for settings that are incompatible with a loader that is sharded already."""
     if dispatch:
         raise ConfigError(
             "dispatch_batches=True with data that is sharded already: the one rank that reads would see its own part only, "

@@ -1,4 +1,4 @@
-"""Where a prepared loader's batches come from: the Source seam, and the source that reads indexed data on every rank."""
+"""Sources of a prepared loader's batches: the Source protocol, and the source for map-style data on every rank."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Item = tuple[Any, Padding | None, bool, Any]
 """(batch, its padding or None for none, last of the epoch, mark of the source's position)."""
 
 Ahead = Literal["never", "always", "when large"]
-"""Whether batches are read before they are asked for; what moves large ones to the device begins it (see ReadAhead)."""
+"""Read-ahead of batches; the move of large batches to the device enables it (see ReadAhead)."""
 
 
 @dataclass(slots=True)
 class ReadAhead:
-    """The mark of an epoch that may be read ahead: whether it is, from the next batch on."""
+    """Mark of an epoch that may be read ahead; `now` enables it from the next batch on."""
 
     now: bool = False
 
@@ -41,34 +41,34 @@ _END: Final = object()
 
 
 class Source(Protocol):
-    """Gives the batches of one rank from a position on."""
+    """Protocol of a source: the batches of one rank from a position on."""
 
     @property
     def unit(self) -> Unit: ...
     @property
     def engine(self) -> DataLoader[Any]: ...
     def size(self) -> int | None:
-        """Units of an epoch's global order, when known."""
+        """Return the number of units of an epoch's global order, if known."""
         ...
 
     def steps(self) -> int | None:
-        """Batches of a whole epoch on this rank, when known."""
+        """Return the number of batches of a whole epoch on this rank, if known."""
         ...
 
     def begin(self, at: Position) -> Position:
-        """`at` with what is needed to enter its epoch again."""
+        """Return `at` with the state needed to enter its epoch again."""
         ...
 
     def remember(self, at: Position) -> Position:
-        """`at`, the beginning of an epoch, with what the user's sampler or stream remembers from earlier ones."""
+        """Return `at`, the start of an epoch, with the state that the user's sampler or stream carries over."""
         ...
 
     def first(self, at: Position) -> Any:
-        """Return the first batch of the epoch that `at` lies in; None when it has none. To be called before `open`."""
+        """Return the first batch of the epoch of `at`; None when it has none. Call before `open`."""
         ...
 
     def open(self, at: Position) -> Iterator[Item]:
-        """Return the batches from `at` to the end of its epoch."""
+        """Yield the batches from `at` to the end of its epoch."""
         ...
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
@@ -80,16 +80,16 @@ class Source(Protocol):
         ...
 
     def change(self, name: str, value: Any) -> None:
-        """Change a setting of the DataLoader that reads, from its next iteration on."""
+        """Change a setting of the reading DataLoader, from its next iteration on."""
         ...
 
     def copied(self, even: bool | None = None) -> Source:
-        """Return a source over the same data that can be iterated on its own, with another `even_batches` when given."""
+        """Return an independently iterable source over the same data, with another `even_batches` when given."""
         ...
 
 
 class OuterSource:
-    """A source whose batches are made of another one's: what it leaves to that one."""
+    """Base of sources that transform the batches of another source, to which they delegate the rest."""
 
     def __init__(self, inner: Source) -> None:
         self._inner = inner
@@ -119,7 +119,7 @@ class OuterSource:
 
 
 class IndexedSource:
-    """Map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
+    """Source of map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class IndexedSource:
         return self.read(self.assignment.lots(at), at)
 
     def read(self, lots: Iterator[Lot], at: Position) -> Generator[Item]:
-        """Return the batches of the given lots, which begin at `at`."""
+        """Yield the batches of the given lots, which start at `at`."""
         if not self._loader.num_workers and self._ahead == "never":
             notes = self._feed.load(lots, None)
             return self._read(iter(self.engine), notes, at)
@@ -189,9 +189,9 @@ class IndexedSource:
     def _seeded(
         self, batches: Iterator[Any], seed_of: Callable[[int], int], first: int, mark: ReadAhead | None
     ) -> Iterator[Any]:
-        """Batches read in this process ahead of their use: each under a seed of its own, as in a worker.
+        """Yield batches read ahead in this process: each under a separate seed, as in a worker.
 
-        Batches that are read when they are asked for draw from the training's states, as in a plain loop.
+        Batches that are read on request draw from the training's states, as in a plain loop.
         """
         for number in count(first):
             if mark is not None and not mark.now:
@@ -233,7 +233,7 @@ class IndexedSource:
                 batch = next(batches)
             except StopIteration:
                 return
-            except Exception as error:  # the user's dataset or a worker: any type, raised on as it is
+            except Exception as error:  # of the user's dataset or a worker: any type, re-raised unchanged
                 self._explain(error, notes, at, number)
             if not notes:
                 raise DataError(
@@ -246,7 +246,7 @@ class IndexedSource:
             yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, mark
 
     def _explain(self, error: Exception, notes: deque[Lot], at: Position, number: int) -> NoReturn:
-        """Say on the error which rank, epoch, batch and indices it happened at, and raise it on."""
+        """Add rank, epoch, batch and indices to the error as a note, and re-raise it."""
         where = f"rank {self._rank}, epoch {at.epoch}, batch {number} after position {at.consumed}"
         indices = notes[0][0] if notes else "unknown"
         if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
@@ -256,16 +256,16 @@ class IndexedSource:
 
 
 def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
-    """Return a copy of the user's loader, all settings kept but those in `replaced`, with no workers started yet."""
-    if is_torchdata(loader):  # it keeps a position of its own; ours counts what users saw
+    """Return a copy of the user's loader with the settings in `replaced` changed and no workers started."""
+    if is_torchdata(loader):  # it counts a position itself; ours counts batches returned to users
         engine: DataLoader[Any] = DataLoader.__new__(DataLoader)
         engine.__dict__.update(loader.__dict__)
     else:
         engine = copy.copy(loader)
-    engine.__dict__.update(_iterator=None, **replaced)  # DataLoader refuses plain assignment once it is built
+    engine.__dict__.update(_iterator=None, **replaced)  # DataLoader refuses plain assignment after construction
     return engine
 
 
 def own_generator(at: Position) -> torch.Generator:
-    """What a DataLoader that reads on the side draws its workers' seeds from."""
+    """Return the generator for the worker seeds of a DataLoader that reads separately."""
     return torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, 5))

@@ -1,4 +1,4 @@
-"""The source that reads streams on every rank, looks one batch ahead, and ends where all ranks agree to end."""
+"""Source of streams on every rank: looks one batch ahead, and ends on a step that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hasten.data.source import Item, engine_of, own_generator
 from hasten.data.workers import RandomStates, decode_states, encode_states
 from hasten.errors import DataError, PeerFailedError
 
-# Any in this file: batches and dataset states are the user's own objects.
+# Any in this file: batches and dataset states are objects of the user.
 _EMPTY: Final = 0
 _ENDED: Final = 1
 _MORE: Final = 2
@@ -31,20 +31,20 @@ _FAILED: Final = 3
 
 
 class Mark(NamedTuple):
-    """Where every worker's stream stands after a batch."""
+    """Positions of all workers' streams after a batch."""
 
     stands: tuple[Stand, ...]
     turn: int
-    """The worker whose batch comes next."""
+    """Index of the worker whose batch comes next."""
 
     @property
     def position(self) -> int:
-        """Elements that all workers have read."""
+        """Number of elements that all workers have read."""
         return sum(stand.position for stand in self.stands)
 
 
 class StreamSource:
-    """An IterableDataset, read on this rank through a DataLoader whose workers keep this rank's blocks."""
+    """Source of an IterableDataset, read on this rank through a DataLoader whose workers select this rank's blocks."""
 
     unit: Unit = "stream"
 
@@ -52,7 +52,7 @@ class StreamSource:
         self, loader: DataLoader[Any], cutting: Cutting, dataset: Any, comm: Comm, rank: int, checks: bool = False
     ) -> None:
         self._loader = loader
-        # ranks that read the same stream compare its first elements once, where they exchange in every step anyway
+        # ranks that read the same stream compare its first elements once, if they exchange in every step anyway
         checks = checks and comm.size > 1 and cutting.even and cutting.sharing == "strided" and cutting.split is None
         self._head: tuple[Sample, ...] | None = None
         self._checks = checks
@@ -65,7 +65,7 @@ class StreamSource:
         self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
         fixed = has_fixed_shard_order(loader.dataset)
         self._made_with = self._shard.hasten_memory.capture() if fixed else None
-        self._ends: list[Any] = [None] * self._num_workers  # what the datasets of lasting workers remember
+        self._ends: list[Any] = [None] * self._num_workers  # states of the datasets of persistent workers
         self.engine = engine_of(
             loader,
             dataset=self._shard,
@@ -76,7 +76,7 @@ class StreamSource:
         )
 
     def size(self) -> int | None:
-        """Return the stream's length where its end can be computed: one reader, the same stream on all ranks."""
+        """Return the stream's length if its end can be computed: one reader, the same stream on all ranks."""
         known = self._cutting.sharing == "strided" and self._num_workers == 1
         return length_of(self._dataset) if known else None
 
@@ -114,10 +114,10 @@ class StreamSource:
         mark = self._mark_of(at)
         cutting = self._cutting
         agrees = self._comm.size > 1 and cutting.even and self.size() is None
-        # Ranks that read parts of their own may run out before others, and then repeat the epoch's first batch.
+        # Ranks with separate shards may run out before others, and then repeat the epoch's first batch.
         pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
         first = self.first(at) if pads and mark.position else None
-        if at.stream is not None:  # workers that live on from an earlier epoch do not see the new start
+        if at.stream is not None:  # persistent workers of an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
         items = self._items(mark, at)
         if not agrees:
@@ -126,7 +126,7 @@ class StreamSource:
         return agreed(items, self._comm, cutting.drop_last, mark, first, compare)
 
     def _compare(self) -> None:
-        """Raise on every rank when the first elements of ranks are of different data."""
+        """Raise DataError on every rank when the first elements of ranks come from different data."""
         self._checks = False
         head = list(self._head or ())
         told = [decoded(one) for one in self._comm.all_gather_object(head)]
@@ -140,7 +140,7 @@ class StreamSource:
             raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
 
     def _items(self, mark: Mark, at: Position) -> Generator[Item]:
-        """Return the batches from a mark on."""
+        """Yield the batches from a mark on."""
         shard = self._shard
         serial = shard.hasten_start.serial + 1
         shard.hasten_control.copy_(torch.tensor([at.epoch, serial, derive_seed(at.seed)]))
@@ -197,7 +197,7 @@ class StreamSource:
                 "their order cannot be found again and samples would be lost or read twice. Give shuffle() the seed of "
                 "the saved run; without one, begin a new epoch with loader.set_epoch() instead of a loaded state."
             )
-        if not any(stream["positions"]):  # the beginning of an epoch, for any number of workers and ranks
+        if not any(stream["positions"]):  # the start of an epoch, for any number of workers and ranks
             return Mark(tuple(Stand(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
         self._check(stream)
         rngs = [None if rng is None else decode_states(rng) for rng in stream.get("rngs", (None,) * saved)]
@@ -205,7 +205,7 @@ class StreamSource:
         return Mark(tuple(map(Stand, stream["positions"], states, rngs, origins)), stream["turn"])
 
     def _check(self, stream: Mapping[str, Any]) -> None:
-        """Raise unless a position inside an epoch was taken with as many workers, and parts cut as they are here."""
+        """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
         saved = stream["workers"]
         if saved != self._num_workers:
             raise DataError(
@@ -232,7 +232,7 @@ class StreamSource:
                     block = next(blocks)
             except StopIteration:
                 return
-            except Exception as error:  # the user's dataset or a worker: any type, raised on as it is
+            except Exception as error:  # of the user's dataset or a worker: any type, re-raised unchanged
                 error.add_note(
                     f"hasten: reading the stream failed on rank {self._rank}, epoch {at.epoch}, batch {number} after "
                     f"element {at.consumed}."
@@ -253,7 +253,7 @@ class StreamSource:
 
 
 def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, the last one marked as such."""
+    """Yield the same items, with the last one marked."""
     ahead = next(items, None)
     while ahead is not None:
         item, ahead = ahead, next(items, None)
@@ -268,13 +268,13 @@ def agreed(
     first: Any = None,
     compare: Callable[[], None] | None = None,
 ) -> Iterator[Item]:
-    """The same items on a step count that all ranks share: one small exchange a step, before the batch is returned.
+    """Yield the same items for a step count common to all ranks, with one small exchange per step before each batch.
 
     A rank that runs out early repeats the epoch's first batch as padding until the others are done, or with
-    `drop_last` all end with the first that does. `mark` is where the items begin, and `first` the epoch's first batch
-    when they begin inside it. `compare` compares the ranks' data, once each has read its first item.
+    `drop_last` all end with the first that does. `mark` is the start of the items, and `first` the epoch's first batch
+    if they start inside it. `compare` compares the ranks' data, once each has read its first item.
 
-    Raises: DataError on every rank when some rank has nothing at all; PeerFailedError when reading failed on another rank.
+    Raises: DataError on every rank when some rank has no batch; PeerFailedError when reading failed on another rank.
     """
     item, error = _next(items)
     if first is None and item is not None:
@@ -296,10 +296,10 @@ def agreed(
 
 
 def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
-    """Return the next item, or why there is none: whatever the user's stream raises must reach the ranks that wait."""
+    """Return the next item, or the error: errors of the user's stream must reach the waiting ranks."""
     try:
         return next(items, None), None
-    except Exception as error:  # of any type, and raised on by the caller
+    except Exception as error:  # of any type, and re-raised by the caller
         return None, error
 
 
@@ -320,7 +320,7 @@ def _raise_failures(told: list[int], error: Exception | None, comm: Comm) -> Non
 
 
 def _own_copy(leaf: Any) -> Any:
-    """Return a tensor that users may change in place; other leaves as they are."""
+    """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 

@@ -1,4 +1,4 @@
-"""The source of loaders that torch itself reads, for faces that must be a DataLoader in every respect."""
+"""Source for loaders that torch itself reads, for APIs that must return a true DataLoader."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hasten.data.loader import Loader, forward_epoch, skip_first_batches
 from hasten.data.position import Position, Unit
 from hasten.data.source import Item
 
-# Any in this file: batches and samplers are the user's own.
+# Any in this file: batches and samplers are objects of the user.
 
 
 class TorchSource:
-    """Batches as torch, or torchdata, reads them through the prepared loader itself, whatever its sampler and workers are.
+    """Source of batches that torch, or torchdata, reads through the prepared loader, with any sampler and workers.
 
-    Nothing is planned: the sampler has this process's share already, and torch draws its order and the workers' seeds as
+    Nothing is planned: the sampler has this process's share already, and torch draws order and worker seeds as
     in a plain loop. A position counts this process's batches, with the state of `generator`, which the order is drawn
-    from; `followers` are told which epoch begins. A process that does not read (`reads=False`, another does so for it)
-    draws what reading would draw before the order.
+    from; `set_epoch` is called on the `followers`. A process that does not read (`reads=False`, because another reads
+    for it) draws the same random numbers as reading would before the order.
     """
 
     unit: Unit = "batches"
@@ -52,7 +52,7 @@ class TorchSource:
             forward_epoch(one, at.epoch)
         if self._generator is not None and at.generator is not None and not isinstance(at.generator, str):
             self._generator.set_state(at.generator["order"])
-        if not self._reads:  # what the main process's iterator draws for its workers: the ranks' generators agree
+        if not self._reads:  # same draw as the main process's iterator: the generators agree
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return self.remember(at)
 
@@ -62,12 +62,12 @@ class TorchSource:
         return replace(at, generator={"order": self._generator.get_state()})
 
     def first(self, at: Position) -> Any:
-        """Return the epoch's first batch; what is opened next goes on behind it."""
+        """Return the epoch's first batch; the next `open` continues after it."""
         self._begun = self._iterated()
         return next(self._begun, None)
 
     def open(self, at: Position) -> Iterator[Item]:
-        """Return the batches from `at` on; those before it are not read where they are picked by index."""
+        """Yield the batches from `at` on; earlier ones are not read if they are selected by index."""
         begun, self._begun = self._begun, None
         if begun is not None:
             batches: Iterator[Any] = islice(begun, at.consumed - 1, None)
@@ -89,7 +89,7 @@ class TorchSource:
         return self.reached(start, num_batches, None)
 
     def change(self, name: str, value: Any) -> None:
-        pass  # the loader that is changed is the one that reads
+        pass  # the changed loader is the one that reads
 
     def copied(self, even: bool | None = None) -> TorchSource:
         return self

@@ -1,4 +1,4 @@
-"""Worker processes and readers: their settings, and random states of their own that a resume restores."""
+"""Worker processes and readers: dataset wrappers, and separate random states that a resume restores."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch import Tensor
 from hasten.data.plan import derive_seed
 from hasten.errors import DataError
 
-# Any in this file: states of three libraries, each in its own form.
+# Any in this file: states of three libraries, in three formats.
 _PYTHON_WORDS: Final = 625
-_NUMPY_BYTES: Final = 624 * 4 + 4  # numpy's MT19937: its words, then its place among them
+_NUMPY_BYTES: Final = 624 * 4 + 4  # numpy's MT19937: its words, then its index among them
 
 
 class NumpyState(NamedTuple):
-    """The state of numpy's global generator: its memory, and the normal number it holds back."""
+    """The state of numpy's global generator: its memory, and the cached normal number."""
 
     raw: bytes
     has_gauss: int = 0
     gauss: float = 0.0
 
     def tuple_(self) -> tuple[Any, ...]:
-        """Return the form `np.random.set_state` takes."""
+        """Return the state as `np.random.set_state` expects it."""
         key = np.frombuffer(self.raw[:-4], dtype=np.uint32).copy()
         return "MT19937", key, int.from_bytes(self.raw[-4:], "little"), self.has_gauss, self.gauss
 
@@ -42,15 +42,15 @@ class States(NamedTuple):
     numpy: NumpyState
 
     def same(self, other: States) -> bool:
-        """Return whether nothing was drawn between the two."""
+        """Return True if nothing was drawn between the two."""
         return self.numpy == other.numpy and self.python == other.python and torch.equal(self.torch, other.torch)
 
 
 class RandomStates:
-    """Reads, writes and seeds the CPU random states of this process.
+    """Reader, writer and seeder of the CPU random states of this process.
 
-    numpy takes about 100 us to read or to write its state, more than most batches take to be read. The memory of its
-    generator is copied instead wherever no normal number is held back, which the object knows of states it put there.
+    numpy takes about 100 us to read or to write its state, more than reading most batches takes. The memory of its
+    generator is copied instead unless a normal number is cached, which the object knows of states it wrote.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class RandomStates:
         self._address = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_last": None, "_address": 0}  # addresses mean nothing in another process
+        return {"_last": None, "_address": 0}  # addresses are invalid in another process
 
     def read(self) -> States:
-        """Return the states now."""
+        """Return the current states."""
         return States(torch.get_rng_state(), random.getstate(), self._read_numpy())
 
     def write(self, states: States) -> None:
-        """Put states in place."""
+        """Set the states."""
         torch.set_rng_state(states.torch)
         random.setstate(states.python)
         address = self._find()
@@ -77,14 +77,14 @@ class RandomStates:
         self._last = states.numpy
 
     def seed(self, seed: int) -> None:
-        """Begin all three at a seed."""
+        """Seed all three generators."""
         seed_everything(seed)
         address = self._find()
         self._last = NumpyState(self._raw(address)) if address else None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which the states are what they were before."""
+        """Context manager that restores the states on exit."""
         outside = self.read()
         try:
             yield
@@ -107,7 +107,7 @@ class RandomStates:
         return self._last
 
     def _find(self) -> int:
-        """Return where numpy's generator keeps its state; 0 where it is not laid out as expected."""
+        """Return the address of numpy's generator state; 0 if its layout is not as expected."""
         bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
         if type(bits) is not np.random.MT19937:
             return 0
@@ -126,7 +126,7 @@ class RandomStates:
 
 
 class OwnRng:
-    """Random states of one reader. They begin at a seed, and go on wherever `entered` was left."""
+    """Random states of one reader. They start from a seed, and continue from the end of the last `entered` block."""
 
     def __init__(self, seed: int, process: RandomStates) -> None:
         self._seed = seed
@@ -136,7 +136,7 @@ class OwnRng:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A block that draws from these states; what was there before is gone afterwards (see RandomStates.kept)."""
+        """Context manager that draws from these states, without restoring the previous ones (see RandomStates.kept)."""
         if self._states is None:
             self._process.seed(self._seed)
             self._states = self._process.read()
@@ -150,11 +150,11 @@ class OwnRng:
             self._states = states
 
     def state(self) -> States | None:
-        """Return the states, or None while nothing was drawn."""
+        """Return the states; None while nothing was drawn."""
         return self._states if self._drawn else None
 
     def place(self, states: States | None) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a value that `state` returned."""
         self._states, self._drawn = states, states is not None
 
 
@@ -176,7 +176,7 @@ def encode_states(states: States) -> dict[str, Any]:
 
 
 def decode_states(saved: Mapping[str, Any]) -> States:
-    """Return the states that `encode_states` wrote, tried out on generators that nobody uses. Raises: DataError."""
+    """Return the states that `encode_states` wrote, after testing them on unused generators. Raises: DataError."""
     try:
         version, words, gauss = saved["python"]
         numbers = np.frombuffer(base64.b64decode(words), dtype=np.uint32)
@@ -203,14 +203,14 @@ def _text(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-# Any in this file: indices, samples and attributes are the user's own objects.
+# Any in this file: indices, samples and attributes are objects of the user.
 
 
 class Forwarding:
-    """Stands in for the user's dataset: what is not its own, it reads from and writes to that dataset.
+    """Proxy of the user's dataset: attributes it does not define are read from and written to that dataset.
 
-    So `get_worker_info().dataset` serves a worker_init_fn as the dataset itself would. Its own names begin with
-    `hasten_`, to be out of the way.
+    So `get_worker_info().dataset` works in a worker_init_fn as the dataset itself would. Its attributes start with
+    `hasten_`, to avoid name clashes.
     """
 
     hasten_dataset: Any
@@ -228,13 +228,13 @@ class Forwarding:
 
 
 Picked = tuple[list[Any], int]
-"""A batch of indices, and the seed its samples are drawn under. A plain tuple: one is pickled for every batch."""
+"""A batch of indices, and the seed for drawing its samples. A plain tuple: one is pickled for every batch."""
 
 
 class WorkerDataset(Forwarding):
-    """The user's dataset in a worker. Each batch begins from random states that depend on its place in the epoch.
+    """The user's dataset in a worker. Each batch starts from random states that depend on its position in the epoch.
 
-    So a resumed run augments its batches as the uninterrupted one would have, whatever workers did before.
+    So a resumed run augments its batches as the uninterrupted one would have, regardless of earlier work.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -258,7 +258,7 @@ class WorkerDataset(Forwarding):
 def _sample(dataset: Any, index: Any) -> Any:
     try:
         return dataset[index]
-    except Exception as error:  # the user's dataset: any type, raised on as it is
+    except Exception as error:  # of the user's dataset: any type, re-raised unchanged
         error.add_note(f"hasten: raised by the dataset at index {index!r}.")
         raise
 

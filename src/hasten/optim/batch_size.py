@@ -1,4 +1,4 @@
-"""Finding a batch size that fits into memory, together on all ranks."""
+"""Search for a batch size that fits into memory, jointly on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 log = get_logger(__name__)
 
-_OUT_OF_MEMORY = (  # what libraries say without raising torch's own error
+_OUT_OF_MEMORY = (  # messages of libraries that do not raise torch's error
     "out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (  # what libraries say without raising torch's own error
 
 
 class Accumulates(Protocol):
-    """What the search asks of an Accelerator."""
+    """The members of an Accelerator that the search uses."""
 
     gradient_accumulation_steps: int
 
@@ -55,7 +55,7 @@ class _Search:
 
 
 def should_reduce_batch_size(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out."""
+    """Return True if `error` reports that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -89,13 +89,13 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Return a decorator that calls the function with a batch size, and with smaller ones while memory runs out.
 
-    The function takes the batch size as its first argument; callers leave it out. With an `accelerator`, ranks try
+    The function takes the batch size as its first argument; callers omit it. With an `accelerator`, ranks try
     the same size together: when one runs out of memory, all try again (the function must fail before it waits for
     another rank in a collective). `keep_global_batch` multiplies the accelerator's accumulation steps so that
-    batch size times steps stays what it was; sizes are then divisors of the starting size. `reduce_batch_size_fn` is
+    batch size times steps stays constant; sizes are then divisors of the starting size. `reduce_batch_size_fn` is
     called with the size that did not fit, or without arguments if it needs none.
 
-    Raises: StepError when no size is left.
+    Raises: StepError when no size is left to try.
     """
     if keep_global_batch and accelerator is None:
         raise ConfigError(
@@ -110,7 +110,7 @@ def find_executable_batch_size(
 
 def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., Any]:
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments
+    def run(*args: Any, **kwargs: Any) -> Any:  # Any: arguments of the user's function
         _check_arguments(function, args)
         size = search.start
         steps = search.accelerator.gradient_accumulation_steps if search.accelerator is not None else 1
@@ -138,7 +138,7 @@ def _attempt(
     value, error = None, None
     try:
         value = function(size, *args, **kwargs)
-    except Exception as raised:  # every kind is told to the other ranks; only a lack of memory is not re-raised
+    except Exception as raised:  # sent to the other ranks; all but a lack of memory are re-raised
         if not should_reduce_batch_size(raised):
             error = raised
         fits = False
@@ -172,7 +172,7 @@ def _next_size(search: _Search, size: int) -> int:
 
 
 def _takes_a_size(reduce: Callable[..., int]) -> bool:
-    """Return whether the function needs an argument; those that count by themselves do not."""
+    """Return True if the function needs an argument; functions that count themselves do not."""
     parameters = inspect.signature(reduce).parameters.values()
     return any(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in parameters)
 

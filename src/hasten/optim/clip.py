@@ -1,4 +1,4 @@
-"""Clipping gradients by their true global norm or by value, also when parameters are spread over several meshes."""
+"""Gradient clipping by global norm or by value, also for parameters on several meshes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters, of which there may be one."""
+    """Return the parameters as a list, given one or several."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
@@ -35,11 +35,11 @@ def clip_norm(
     across: Comm | None = None,
     counts: Callable[[Tensor], bool] | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`; the norm they had, over all ranks.
+    """Scale the gradients so that their norm is at most `max_norm`; return the previous norm, over all ranks.
 
-    `across` are the ranks that hold other parameters of the same model (pipeline stages); `counts` is false for a
-    parameter that another of them holds too and counts.
-    Ranks: every rank, when a parameter is spread over ranks or `across` is given.
+    `across` are the ranks that hold other parameters of the same model (pipeline stages); `counts` is False for a
+    parameter that another of these ranks also holds and counts.
+    Ranks: every rank, when a parameter is sharded or `across` is given.
     Raises: StepError when `error_if_nonfinite` and the norm is not finite.
     """
     chosen = as_list(parameters)
@@ -58,7 +58,7 @@ def clip_norm(
 def global_norm(
     grads: Sequence[Tensor], norm_type: float = 2.0, *, foreach: bool | None = None, across: Comm | None = None
 ) -> Tensor:
-    """Return the norm of all gradients as one vector, as a plain tensor that is the same on every rank."""
+    """Return the norm of all gradients as one vector, as a plain tensor that is equal on every rank."""
     by_place: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_place.setdefault(_place(grad), []).append(grad)
@@ -71,7 +71,7 @@ def global_norm(
 
 
 def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of vectors joined together, from their norms."""
+    """Return the norm of concatenated vectors, from their norms."""
     if not norms:
         return torch.zeros((), device=device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
@@ -79,14 +79,14 @@ def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> 
 
 
 def _place(grad: Tensor) -> object:
-    """What gradients whose norms are taken together have in common: the mesh, and how they lie on it."""
+    """Return the key that groups gradients for one norm: the mesh and the kind of placements, or the device."""
     if not is_dtensor(grad):
         return grad.device
     return grad.device_mesh, tuple("split" if _is_split(p) else str(p) for p in grad.placements)
 
 
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of gradients that lie alike, over all ranks they are split over."""
+    """Return the norm of gradients with equal placements, over all ranks they are sharded over."""
     first = grads[0]
     if not is_dtensor(first):
         plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
@@ -109,7 +109,7 @@ def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor
 
 
 def _is_split(placement: Placement) -> bool:
-    """Return whether ranks hold different parts; a dimension split twice is not torch's plain Shard."""
+    """Return True if ranks hold different shards; a dimension split twice is not torch's plain Shard."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
@@ -119,7 +119,7 @@ def _summed(grad: DTensor) -> list[Placement]:
 
 
 def scale_down(grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:
-    """Multiply the gradients by max_norm / total where total is the larger, without asking the device which."""
+    """Multiply the gradients by max_norm / total if total is larger, without a device synchronization."""
     if not grads or math.isinf(max_norm):
         return
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -1,4 +1,4 @@
-"""The step clock: which micro-step ends a window, and what each loss in the window weighs."""
+"""The step clock: finds the micro-step that ends an accumulation window, and weighs the losses in the window."""
 
 from __future__ import annotations
 
@@ -33,60 +33,60 @@ if TYPE_CHECKING:
 __all__ = ["LoaderCursor", "StepClock"]
 
 _RECENT: Final = 16
-"""Updates after which an optimizer that nobody has called counts as not taking part in training."""
+"""Number of updates without a call after which an optimizer counts as inactive."""
 
 
 @dataclass(slots=True, weakref_slot=True)
 class StepClock:
-    """Counts micro-steps into windows, one window per group of models, and weighs their losses.
+    """Counter of micro-steps and windows, one window per group of models; it also weighs the losses.
 
     The gradient that reaches the optimizer is the mean over the window (or the weighted mean over the window and
-    all ranks). Losses are weighed by what is known when they arrive; what only the window's end can tell is applied
-    to the gradients once, there, by whoever touches them first (see `correction`).
+    all ranks). Losses are weighed with the facts known when they arrive; the rest is applied to the gradients once,
+    at the window's end, by the first code that uses them (see `correction`).
     """
 
     every: int = 1
     comm: Comm | None = None
-    """The ranks gradients are averaged over; None is this process alone."""
+    """Ranks that gradients are averaged over; None for this process alone."""
     sync_with_dataloader: bool = True
     boundary: bool = True
-    """The current micro-step ends its window: gradients are synchronised and optimizers act."""
+    """True if the current micro-step ends its window: gradients are synchronised and optimizers step."""
     interrupted: bool = False
-    """The current micro-step ended with an error and was taken back."""
+    """True if the current micro-step ended with an error and was rolled back."""
     pending: bool = False
-    """The current window's gradients must be multiplied by `correction()` before use."""
+    """True if the current window's gradients must be multiplied by `correction()` before use."""
     unit: float | None = None
-    """What the run's first weight rounds to: weights are divided by it to keep scaled losses in fp16's range."""
+    """Rounded first weight of the run: weights are divided by it to keep scaled losses in fp16's range."""
     share: Tensor | None = None
-    """What a loss without a weight counts for among the ranks of one sequence; None is as much as the others'."""
+    """Weight of a loss without a weight among the ranks of one sequence; None for equal weights."""
     part: Part | None = None
-    """The part of a batch that the losses are of, while a step runs in parts."""
+    """The part of a batch that the losses belong to, while a step runs in parts."""
     joined: bool = False
-    """Backward hands gradients from rank to rank: those of other ranks pass through this rank's graph."""
+    """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
     cursors: Cursors = field(default_factory=Cursors)
     """The loaders being iterated."""
     _serial: int = 0
     num_updates: int = 0
-    """Steps of any optimizer at a boundary."""
+    """Number of steps of any optimizer at a boundary."""
     num_passes: int = 0
-    """Backward passes of this run."""
+    """Number of backward passes of this run."""
     inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
-    """The accumulate() blocks that are entered now, outermost first: their keys and models."""
+    """The active accumulate() blocks, outermost first: their keys and models."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     alone: bool = True
-    """There is one optimizer at most."""
+    """True if there is at most one optimizer."""
     marks: StepMarks | None = None
-    """Told where a step stands, when somebody measures its parts."""
+    """Callbacks at the phases of a step, when its phases are timed."""
     apart: bool = False
-    """Ranks train apart on purpose, or may be at different batches: nothing can be compared over them."""
+    """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
     before_update: Callable[[Holder], bool] | None = None
-    """Asked with the optimizer before it uses the gradients at a boundary; true skips the update, on every rank."""
+    """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
-    """Called when an optimizer has used the gradients at a boundary."""
+    """Called after an optimizer has used the gradients at a boundary."""
     unowned: Unowned | None = None
-    """The gradients of trained parameters that no optimizer holds, where there are such parameters."""
+    """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -99,62 +99,62 @@ class StepClock:
 
     @property
     def micro(self) -> int:
-        """The number of micro-steps the current window has begun."""
+        """Number of micro-steps started in the current window."""
         return self._current.micro
 
     @property
     def serial(self) -> int:
-        """A number that tells the current window from every other one."""
+        """Unique number of the current window."""
         return self._current.serial
 
     @property
     def in_flight(self) -> int:
-        """The number of losses whose gradients wait for an optimizer, this window's included."""
+        """Number of losses whose gradients no optimizer has used yet, this window's included."""
         return sum(w.losses for w in self._windows.values() if w is self._current or not w.closed)
 
     @property
     def may_clear(self) -> bool:
-        """Whether gradients may be set to zero now without losing a part of the window.
+        """True if gradients may be set to zero now without losing any of the window's.
 
-        Not at the start of a window's last micro-step, where a loop that clears before its backward would throw the
-        other micro-steps' gradients away.
+        False at the start of a window's last micro-step, where a loop that clears before its backward would discard the
+        other micro-steps' gradients.
         """
         window = self._current
         return self.interrupted or (self.boundary and (window.before == 0 or window.losses > window.before))
 
     @property
     def crowded(self) -> bool:
-        """Whether several optimizers have a part in windows of several micro-steps."""
+        """True if several optimizers share windows of several micro-steps."""
         return not self.alone and self._current.micro > 0 and self._current.every > 1
 
     @property
     def shared(self) -> bool:
-        """Whether the same holds, and the current window had micro-steps before this one."""
+        """True if several optimizers share a window that has earlier micro-steps."""
         return self.crowded and self._current.before > 0
 
     def join(self, holder: Holder) -> None:
-        """Make an optimizer known to the clock."""
+        """Register an optimizer with the clock."""
         self._holders = [known for known in self._holders if known() is not None]
         self._holders.append(weakref.ref(holder))
         self.alone = len(self._holders) < 2
 
     def holders(self) -> Iterator[Holder]:
-        """Yield the optimizers that are alive."""
+        """Yield the optimizers that still exist."""
         for known in self._holders:
             if (holder := known()) is not None:
                 yield holder
 
     def watching(self, cursor: LoaderCursor) -> Watch:
-        """Return a context in which `cursor` is the active loader, until a loader inside it starts."""
+        """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
         return Watch(self.cursors, cursor, self)
 
     def tick(self, key: Key = ()) -> bool:
-        """Begin a micro-step of the window named by `key`; true when it is the window's last.
+        """Start a micro-step of the window named by `key`; return True if it is the window's last.
 
-        A change of `every` acts from the next window on.
+        A change of `every` takes effect with the next window.
         """
         window = self._windows.get(key)
-        if window is None or window.closed or window.micro == 0:  # 0: its first micro-step was taken back
+        if window is None or window.closed or window.micro == 0:  # 0: its first micro-step was rolled back
             window = self._open(key)
         window.micro += 1
         window.before = window.losses
@@ -170,12 +170,12 @@ class StepClock:
         return self.boundary
 
     def is_open(self, key: Key) -> bool:
-        """Return whether a window of this name has begun and not ended."""
+        """Return True if a window of this name has started and not ended."""
         window = self._windows.get(key)
         return window is not None and window.micro > 0 and not window.closed
 
     def interrupt(self, key: Key = ()) -> None:
-        """Take a micro-step back: it ended with an error, and its window goes on without it."""
+        """Roll back a micro-step that ended with an error; its window continues without it."""
         window = self._current = self._windows[key]
         window.micro -= 1
         window.closed = self.pending = False
@@ -183,7 +183,7 @@ class StepClock:
         self.interrupted = True
 
     def forget(self) -> None:
-        """Say that the gradients gathered before an interruption were cleared: the window goes on without them too."""
+        """Record that gradients accumulated before an interruption were cleared; the window continues without them."""
         window = self._current
         window.missing = window.micro
         window.losses = window.before = 0
@@ -191,13 +191,13 @@ class StepClock:
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:
-        """Return the loss to backpropagate, multiplied by its share of the weight, and what it is still to be divided by.
+        """Return the loss to backpropagate, multiplied by its share of the weight, and the remaining divisor.
 
-        Raises: StepError when weighted and unweighted losses meet in one window.
+        Raises: StepError when weighted and unweighted losses are mixed in one window.
         """
         window = self._current
-        if window.closed and window.micro == 0:  # no accumulate(): an optimizer has used up the last window
-            if weight is None and window.weighted is False:  # the hot path: one plain window is like the next
+        if window.closed and window.micro == 0:  # no accumulate(): an optimizer has used the last window
+            if weight is None and window.weighted is False:  # the hot path: plain windows have equal settings
                 window.closed, window.every = False, self.every
             else:
                 waiting = window.losses
@@ -223,19 +223,19 @@ class StepClock:
         return self._weigh_in(window, loss, weight), 1
 
     def begin_part(self, share: float, first: bool) -> None:
-        """Weigh the losses that follow as those of a part of the batch, which holds `share` of its rows."""
+        """Weigh the following losses as those of a part of the batch, which holds `share` of its rows."""
         if not first:
-            self._current.turn = 0  # the loss of every part is the same loss
+            self._current.turn = 0  # the losses of all parts are the same loss
         self.part = Part(share)
 
     def weight_of(self, weight: Number | None) -> Number | None:
-        """What a loss given this weight counts for; None is as much as every other."""
+        """Return the effective weight of a loss given this weight; None for equal weights."""
         if self.part is not None and self.part.share == 0:
             return 0.0
         return self.share if weight is None else weight
 
     def holding(self) -> Callable[[], None]:
-        """Returns what puts the windows back to where they are now."""
+        """Return a function that restores the windows to their current state."""
         current, boundary, pending, unit = self._current, self.boundary, self.pending, self.unit
         windows = hold(self._windows)
 
@@ -246,7 +246,7 @@ class StepClock:
         return put_back
 
     def correction(self) -> float | Tensor | None:
-        """What the current window's gradients must be multiplied by before they are used; None is nothing.
+        """Return the factor for the current window's gradients before they are used; None for no correction.
 
         Ranks: every rank of the loss axes, because a weighted window agrees on its total weight here (once).
         """
@@ -259,7 +259,7 @@ class StepClock:
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
 
     def force(self, boundary: bool) -> None:
-        """Make the current micro-step a boundary, or not, whatever the count says."""
+        """Make the current micro-step a boundary or not, regardless of the count."""
         window = self._current
         self.boundary = boundary
         if window.micro > 0:
@@ -267,12 +267,12 @@ class StepClock:
         self.pending = boundary and self.correction_due()
 
     def correction_due(self) -> bool:
-        """Return whether the current window, if it ended here, would need a correction."""
+        """Return True if the current window, if it ended here, would need a correction."""
         window = self._current
         return bool(window.weighted) or (window.micro > 0 and window.micro - window.missing != window.every)
 
     def used(self) -> None:
-        """Say that an optimizer has used the current gradients: without accumulate(), the window ends here.
+        """Record that an optimizer has used the current gradients: without accumulate(), the window ends here.
 
         Its losses stay in flight while another optimizer holds their gradients.
         """
@@ -287,7 +287,7 @@ class StepClock:
             self.after_update()
 
     def _waiting(self) -> bool:
-        """Return whether an optimizer that takes part in training has gradients it has not used."""
+        """Return True if an active optimizer has gradients it has not used."""
         return any(
             not holder.spent
             and self.num_updates - holder.called_at < _RECENT
@@ -296,7 +296,7 @@ class StepClock:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where each open window stands, as plain JSON values."""
+        """Return the state of each open window as plain JSON values."""
         opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
         if any(window.lanes is not None for _, window in opened):
             raise StepError(
@@ -312,10 +312,10 @@ class StepClock:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], gradients: bool = False) -> None:
-        """Put the windows back where they stood.
+        """Restore the windows.
 
-        `gradients` says that what the windows had gathered is back in the parameters' .grad; without it, the
-        gradients they had gathered are counted as missing.
+        `gradients` means that the windows' accumulated gradients are restored in the parameters' .grad; without it,
+        they are counted as missing.
         """
         self.unit = state["unit"]
         self._windows.clear()
@@ -364,10 +364,10 @@ class StepClock:
         return share if len(window.weights) == 1 else self._keep_apart(window, place, share)
 
     def _keep_apart(self, window: Window, place: int, share: Tensor) -> Tensor:
-        """Return the share of one of several weighted losses, each of which is divided by its own total weight.
+        """Return the share of one of several weighted losses, each of which is divided by its total weight.
 
         The one correction of the window is the first loss's. In a window of one micro-step the others' totals are
-        known here, so that they can be corrected for it; in a longer one their gradients go into lanes of their own.
+        known here, so the shares are corrected for it; in a longer window their gradients go into separate lanes.
         """
         if window.lanes is None and self.boundary and window.before == 0:
             agree_on_factors(
@@ -383,11 +383,11 @@ class StepClock:
 
     @property
     def lanes(self) -> Lanes | None:
-        """The gradients the current window keeps apart, if it does."""
+        """Gradients that the current window accumulates separately, if any."""
         return self._current.lanes
 
     def merge_lanes(self, parameters: list[Tensor]) -> None:
-        """Give these parameters the sum of their lanes, each corrected by its own weight. Ranks: every rank."""
+        """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
         window = self._current
         assert window.lanes is not None, "there are lanes to merge"
         agree_on_factors(

@@ -1,4 +1,4 @@
-"""EngineOptimizer: what an optimizer must offer whose parameters, gradients and state an engine keeps."""
+"""EngineOptimizer: interface of optimizers whose parameters, gradients and state are held by an engine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hasten.precision.base import StepResult
 
 
 class EngineOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer that an engine carries out.
+    """An optimizer that an engine executes.
 
-    Its groups hold the model's own parameters and the options that schedulers write; where gradients and state lie is the
-    engine's business, so that nothing may be read from `.grad`.
+    Its groups hold the model's parameters and the options that schedulers write; gradients and state are stored by the
+    engine, so `.grad` must not be read.
     """
 
     num_passes: int = 0
-    """Backward passes that have reached this engine's parameters since its gradients were last cleared."""
+    """Number of backward passes that have reached this engine's parameters since its gradients were last cleared."""
 
     @abstractmethod
     def apply(self) -> StepResult:
-        """Update the parameters with what the window has gathered; whether that was done. Ranks: every rank."""
+        """Update the parameters with the window's gradients; return whether it was applied. Ranks: every rank."""
 
     @abstractmethod
     def multiply_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of the window that ends here. Ranks: every rank."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's own signature
-        """Update the parameters, without a report. Ranks: every rank."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
+        """Update the parameters, without returning a result. Ranks: every rank."""
         self.apply()
 
     def numbered_groups(self) -> list[dict[str, Any]]:
-        """The groups with numbers in place of parameters, counted through all groups, as in a state dict of torch."""
+        """Return the groups with indices for parameters, counted through all groups, as in torch's state dicts."""
         numbers = itertools.count()
         return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
 
@@ -45,17 +45,17 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
         return dict(self.__dict__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: an engine lays its parameters out once."""
+        """Raise StepError: an engine lays out its parameters once."""
         raise StepError(
             "add_param_group() cannot add to an engine, which has laid out its parameters already; they would not be trained. "
             "Give the optimizer all groups before prepare()."
         )
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for their own mark
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for this mark
 
 
 def refuse_late_backward() -> NoReturn:
-    """Raise for a backward after the gradients of its window were reduced."""
+    """Raise StepError for a backward after the gradients of its window were reduced."""
     raise StepError(
         "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
         "backward() for every loss of the window first."
@@ -63,9 +63,9 @@ def refuse_late_backward() -> NoReturn:
 
 
 def put_where_used(key: str, value: Any, group: Mapping[str, Any], device: torch.device) -> Any:  # Any: a stored value
-    """Return a copy of a stored value on the device where an optimizer with the group's options looks for it.
+    """Return a copy of a stored value on the device where an optimizer with the group's options expects it.
 
-    torch counts steps in host memory, but for kernels that read the count on the device.
+    torch counts steps in host memory, except for kernels that read the count on the device.
     """
     if not isinstance(value, Tensor):
         return value
@@ -74,7 +74,7 @@ def put_where_used(key: str, value: Any, group: Mapping[str, Any], device: torch
 
 
 class Placeholder(torch.optim.Optimizer):
-    """Stands for an optimizer that an engine makes from its own configuration."""
+    """Placeholder for an optimizer that an engine builds from its configuration."""
 
     def __init__(self, params: Any, **options: Any) -> None:  # Any: parameters or groups of them; numbers
         super().__init__(params, {key: value for key, value in options.items() if value is not None})
@@ -82,7 +82,7 @@ class Placeholder(torch.optim.Optimizer):
 
 
 class DummyOptim(Placeholder):
-    """Stands for the optimizer in DeepSpeed's configuration; its numbers fill the "auto" values there."""
+    """Placeholder for the optimizer in DeepSpeed's configuration; its options fill the "auto" values there."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class DummyOptim(Placeholder):
         super().__init__(params, lr=lr, weight_decay=weight_decay, **kwargs)
         self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's own signature
-        """Refuse: nothing would be updated."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
+        """Raise StepError: the placeholder updates nothing."""
         raise StepError(
             "DummyOptim stands for an optimizer that DeepSpeed makes, so a step of its own updates nothing. Prepare it together "
             "with its model under strategy='deepspeed'."
@@ -103,7 +103,7 @@ class DummyOptim(Placeholder):
 
 
 class DummyScheduler:
-    """Stands for the scheduler in DeepSpeed's configuration; its numbers fill the "auto" values there."""
+    """Placeholder for the scheduler in DeepSpeed's configuration; its options fill the "auto" values there."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class DummyScheduler:
         self.optimizer = optimizer
         self.total_num_steps, self.warmup_num_steps, self.kwargs = total_num_steps, warmup_num_steps, kwargs
         self.lr_scheduler_callable = lr_scheduler_callable
-        """Makes the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
+        """Builds the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
         known = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, **kwargs}
         self.options = {key: value for key, value in known.items() if value is not None}
 
     def step(self) -> None:
-        """Refuse: there is no schedule yet."""
+        """Raise StepError: the placeholder has no schedule."""
         raise StepError(
             "DummyScheduler stands for a scheduler that DeepSpeed makes, so a step of its own changes nothing. Prepare it together "
             "with its optimizer under strategy='deepspeed'."

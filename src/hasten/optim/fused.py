@@ -1,4 +1,4 @@
-"""Fused optimizers: one kernel for all parameters, where torch has it."""
+"""Fused optimizers: one kernel for all parameters, where torch provides it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 _KINDS: Final = (Adam, AdamW, SGD)
-"""Those whose fused form updates as the plain one does, except for rounding."""
+"""Optimizers whose fused form updates as the plain one does, except for rounding."""
 
 
 def refusal(optimizer: Optimizer) -> str:
-    """Return why an optimizer cannot be made fused; empty when it can, or is already."""
+    """Return the reason why an optimizer cannot be made fused; empty when it can, or is already."""
     if type(optimizer) not in _KINDS:
         return f"torch has no fused {type(optimizer).__name__}"
     for group in optimizer.param_groups:
@@ -29,15 +29,15 @@ def refusal(optimizer: Optimizer) -> str:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether every group of an optimizer is updated by a fused kernel."""
+    """Return True if every group of an optimizer is updated by a fused kernel."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Make an optimizer fused, one that `refusal` has nothing against."""
+    """Make an optimizer fused; `refusal` must have returned an empty string for it."""
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
         for parameter in group["params"]:
             step = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(step, torch.Tensor) and step.device != parameter.device:  # the kernel reads it there
+            if isinstance(step, torch.Tensor) and step.device != parameter.device:  # the kernel reads it on the device
                 optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)

@@ -1,4 +1,4 @@
-"""Arithmetic on the gradients of many parameters at once."""
+"""Operations on the gradients of many parameters at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that are there."""
+    """Return the gradients that are not None."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
-    """Return each gradient with its version, which any write to it raises."""
+    """Return each gradient with its version counter, which any write increments."""
     return [(p.grad, 0 if p.grad is None else _part(p.grad)._version) for p in parameters]
 
 
@@ -33,7 +33,7 @@ def _part(grad: Tensor) -> Tensor:
 
 
 def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
-    """This rank's parts of the gradients, as dense tensors grouped by device and dtype: what a foreach kernel takes."""
+    """Return this rank's shards of the gradients, as dense tensors grouped by device and dtype for foreach kernels."""
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         part = _part(grad)
@@ -50,7 +50,7 @@ def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> 
 
 
 class SetAside:
-    """Takes the gradients from parameters, so that what a step adds lies alone; costs memory only inside a window."""
+    """Holder of gradients removed from parameters, to separate those of a step; uses memory only inside a window."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -58,12 +58,12 @@ class SetAside:
         self.discard()
 
     def discard(self) -> None:
-        """Drop what the step has added."""
+        """Drop the gradients that the step has added."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def present(self, parameters: Iterable[Tensor]) -> list[int]:
-        """1 for each parameter that has a gradient, set aside or added since; 0 for the others."""
+        """Return 1 for each parameter that has a gradient, set aside or added since; 0 for the others."""
         there = {
             id(parameter)
             for parameter, kept in zip(self._parameters, self._kept, strict=True)
@@ -72,14 +72,14 @@ class SetAside:
         return [int(id(parameter) in there) for parameter in parameters]
 
     def put_back(self) -> None:
-        """Give the parameters the gradients they had, and no others."""
+        """Restore the previous gradients, discarding the new ones."""
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             parameter.grad = kept
         self._kept = []
 
     @torch.no_grad()
     def add(self) -> None:
-        """Give the parameters the gradients they had plus what the step has added."""
+        """Set the gradients to the previous ones plus those that the step has added."""
         old: list[Tensor] = []
         new: list[Tensor] = []
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
@@ -100,18 +100,18 @@ class SetAside:
 
 
 _DEPTH: Final = 4
-"""How far from the loss a division by a count on the device is looked for."""
+"""Distance from the loss up to which a division by a count on the device is looked for."""
 _Gradients = tuple[Tensor | None, ...]
 _LEAF: Final = "AccumulateGrad"
 
 
 def zero_if_weightless(loss: Tensor, weight: float | Tensor, joined: bool = False) -> AbstractContextManager[None]:
-    """Return a block for the backward of `loss`, in which gradients are zeros where `weight` is zero.
+    """Return a context manager for the backward of `loss` in which gradients are zero if `weight` is zero.
 
     Multiplying by zero is not enough: zero times the nan of a mean over nothing is nan. A weight in host memory is
-    looked at, and everything behind a loss of weight zero is set to zero. A weight on a device is not read, which would
-    wait for it; the first operations behind the loss, where means are taken, are guarded on the device. Only they are
-    guarded, too, where the graph is `joined` with those of other ranks, whose gradients pass through the rest of it.
+    read, and everything behind a loss of weight zero is set to zero. A weight on a device is not read, which would
+    synchronize; the first operations behind the loss, where means are taken, are guarded on the device. Only those are
+    guarded, too, if the graph is `joined` with those of other ranks, whose gradients flow through the rest of it.
     """
     if loss.grad_fn is None or (_readable(weight) and float(weight) != 0):
         return nullcontext()
@@ -119,9 +119,9 @@ def zero_if_weightless(loss: Tensor, weight: float | Tensor, joined: bool = Fals
 
 
 def leave_if_weightless(loss: Tensor, weight: float | Tensor) -> None:
-    """Make a backward of `loss` that comes later leave zeros where `weight` is zero."""
+    """Make a later backward of `loss` produce zeros if `weight` is zero."""
     if loss.grad_fn is not None and not (_readable(weight) and float(weight) != 0):
-        _hook(loss.grad_fn, *_change(weight, joined=False))  # the hooks go with the graph
+        _hook(loss.grad_fn, *_change(weight, joined=False))  # the hooks are freed with the graph
 
 
 def _readable(weight: float | Tensor) -> bool:
@@ -129,7 +129,7 @@ def _readable(weight: float | Tensor) -> bool:
 
 
 def _change(weight: float | Tensor, joined: bool) -> tuple[int | None, Callable[[_Gradients], _Gradients]]:
-    """Return how deep gradients are changed, and how."""
+    """Return the depth down to which gradients are changed, and the change."""
     if not isinstance(weight, Tensor) or _readable(weight):
         return _DEPTH if joined else None, _zeros
     counts = weight.detach().reshape(()) != 0
@@ -146,10 +146,10 @@ def _zeros(grads: _Gradients) -> _Gradients:
 
 @contextmanager
 def _hooked(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]) -> Iterator[None]:
-    """Change what every node from the root on hands back, down to some depth, as long as the block runs.
+    """Context manager that changes the gradients returned by every node from the root on, down to some depth.
 
-    Not what parameters receive: their own hooks come in between, and one that averages over ranks brings gradients of
-    ranks whose loss does weigh something.
+    The gradients that parameters receive are not changed: their hooks run in between, and a hook that averages over
+    ranks includes gradients of ranks with a weighted loss.
     """
     handles = _hook(root, depth, change)
     try:
@@ -172,35 +172,35 @@ def _hook(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradien
 
 
 class Unowned:
-    """Keeps the gradients of earlier windows apart from those of the window in progress.
+    """Gradients of parameters without an optimizer; separates those of earlier windows from the window in progress.
 
-    A window's gradients are unscaled and normalised when it ends. Those of earlier windows have been, so that they must not
-    be multiplied again. Where nothing will be multiplied (no accumulation, no weight, no loss scale) they stay in .grad.
+    A window's gradients are unscaled and normalised when it ends. Those of earlier windows are already, so they must
+    not be multiplied again. If nothing will be multiplied (no accumulation, weight or loss scale), they stay in .grad.
     """
 
     def __init__(self, clock: StepClock, precision: Precision, optimizers: list[PreparedOptimizer]) -> None:
         self._clock = clock
         self._precision = precision
         self._optimizers = optimizers
-        self._known: list[Tensor] = []  # of all models; under FSDP2 a model has other ones between forward and backward
+        self._known: list[Tensor] = []  # of all models; under FSDP2 a model has others between forward and backward
         self._open = False
         self._merged = False
         self.earlier: dict[Tensor, Tensor] | None = None
-        """The gradients of earlier windows, while a window is in progress whose own lie in .grad."""
+        """Gradients of earlier windows, while the gradients of a window in progress are in .grad."""
 
     def learn(self, models: Iterable[nn.Module]) -> None:
-        """Note the parameters of the models that are prepared."""
+        """Record the parameters of the prepared models."""
         self._known = list(dict.fromkeys(p for model in models for p in model.parameters()))
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that take gradients and belong to no optimizer."""
         if not all(optimizer.readable for optimizer in self._optimizers):
-            return []  # an engine keeps its gradients elsewhere
+            return []  # an engine stores its gradients elsewhere
         owned = {id(p) for optimizer in self._optimizers for p in optimizer.parameters}
         return [p for p in self._known if p.requires_grad and id(p) not in owned]
 
     def begin(self, changes: bool) -> None:
-        """Say that a loss is about to be backpropagated, whose window may be multiplied by something at its end."""
+        """Prepare for the backward of a loss; `changes` means that its window may be multiplied at its end."""
         if self._open:
             return
         self._open, self._merged = True, False
@@ -208,8 +208,8 @@ class Unowned:
             self.put_aside({p: p.grad for p in self.parameters() if p.grad is not None})
 
     def put_aside(self, earlier: Mapping[Tensor, Tensor]) -> None:
-        """Keep these gradients apart until the window ends."""
-        # A gradient may lie in memory that the next reduction overwrites.
+        """Hold these gradients separately until the window ends."""
+        # A gradient may be in memory that the next reduction overwrites.
         self.earlier = {p: grad.clone() for p, grad in earlier.items()}
         for parameter in self.parameters():
             parameter.grad = None
@@ -239,7 +239,7 @@ class Unowned:
             parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
 
     def close(self, applied: bool) -> None:
-        """End the window. The gradients of one whose update was skipped are dropped. Ranks: every rank."""
+        """End the window. If its update was skipped, its gradients are dropped. Ranks: every rank."""
         self.settle()
         if not applied and self.earlier is not None:
             for parameter in self.parameters():
@@ -247,7 +247,7 @@ class Unowned:
         self.earlier, self._open = None, False
 
     def saved(self) -> dict[int, Tensor]:
-        """Return the gradients that outlive the window in progress, by the identity of their parameters."""
+        """Return the gradients that outlive the window in progress, by parameter id."""
         if self.earlier is not None and not self._merged:
             return {id(parameter): grad for parameter, grad in self.earlier.items()}
         if self._open:
@@ -255,7 +255,7 @@ class Unowned:
         return {id(p): p.grad for p in self.parameters() if p.grad is not None}
 
     def restore(self, gradients: Iterable[tuple[Tensor, Tensor]], open_window: bool) -> None:
-        """Put back what `saved` gave, after .grad was restored."""
+        """Restore the value that `saved` returned, after .grad was restored."""
         self.earlier, self._open, self._merged = None, False, False
         found = dict(gradients)
         if not open_window:

@@ -1,4 +1,4 @@
-"""Where prepared loaders stand, and which of those being iterated a step reads from."""
+"""Progress of prepared loaders, and selection of the loaders that a step reads from."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from hasten.errors import DataError, StepError
 
 @dataclass(slots=True, eq=False)
 class LoaderCursor:
-    """Where one prepared loader stands; moved by the loader, read by everyone else."""
+    """Progress of one prepared loader; written by the loader, read by other modules."""
 
     epoch: int = 0
     batch: int = 0
-    """Batches handed to the user in this epoch."""
+    """Number of batches returned in this epoch."""
     at_end: bool = False
-    """The batch now in the user's hands is the epoch's last."""
+    """True if the current batch is the epoch's last."""
     num_real: int | None = None
-    """Rows of the current batch on this rank that are not padding; None means all of them."""
+    """Number of rows of the current batch on this rank that are not padding; None for all."""
     num_rows: int | None = None
-    """Rows of the current batch on this rank, padding included; None means not known."""
-    given: Any = None  # Any: a batch of the user's
-    """The current batch, which error messages describe; None outside an iteration."""
+    """Number of rows of the current batch on this rank, padding included; None if unknown."""
+    given: Any = None  # Any: a batch of the user
+    """The current batch, for error messages; None outside an iteration."""
     pads_like: tuple[Any, ...] | None = None
-    """Equal for loaders whose batches of the same number are padded alike; None when not known."""
+    """Equal for loaders whose batches of the same number have equal padding; None if unknown."""
     opened: int = 0
-    """When its iteration began, counted in moves of all loaders; 0 when it is not iterated."""
+    """Time at which its iteration started, counted in moves of all loaders; 0 when it is not iterated."""
     moved: int = 0
-    """When it gave its latest batch, counted likewise."""
+    """Time of its latest batch, in the same count."""
     partners: set[int] = field(default_factory=set)
-    """Loaders (by identity) that were being iterated when this one moved: they are read beside it, not inside it."""
+    """Loaders (by id) that were being iterated when this one moved: they are read alongside, not nested."""
     num_ended: int = 0
-    """Passes read to the end since the epoch's body began, but for those inside a pass over another loader."""
+    """Number of complete passes since the start of the epoch's body, except those nested in another loader's pass."""
     num_again: int = 0
-    """The next passes that give no batches: the resumed epoch had read them to the end."""
+    """Number of next passes that yield no batches, because the resumed epoch had completed them."""
     left: bool = False
-    """The latest pass was left by `break` after training on its batches."""
+    """True if the latest pass was left by `break` after training on its batches."""
     cut: bool = False
-    """The latest pass ended because a loader that was read beside it ran out."""
+    """True if the latest pass ended because a loader that was read alongside ran out."""
     nests: bool = False
-    """It is taken to be iterated inside those opened before it, also where they move beside each other."""
+    """True if it counts as nested in the loaders opened before it, even if they move alongside each other."""
 
 
 class CountsPasses(Protocol):
-    """The clock: it counts the backward passes of the run."""
+    """The clock's count of the backward passes of the run."""
 
     num_passes: int
 
@@ -78,39 +78,39 @@ class Watch:
 class Cursors:
     """The loaders being iterated.
 
-    One that was opened after another's latest batch is iterated inside it (an evaluation within a training loop), and
-    the outer one rests meanwhile. Loaders that move beside each other, by `zip` or by `next`, are all active; the one
-    that moves first in a step leads it, and its end is the end of the loop.
+    A loader that was opened after another's latest batch is nested in it (an evaluation within a training loop), and
+    the outer one is inactive meanwhile. Loaders that move alongside each other, by `zip` or by `next`, are all active;
+    the one that moves first in a step leads it, and its end is the end of the loop.
     """
 
     watched: list[LoaderCursor] = field(default_factory=list)
     followed: LoaderCursor | None = None
     """The loader that the caller named for this step."""
     go_back: Callable[[LoaderCursor], None] | None = None
-    """Called with a loader before it gives its next batch, while the run is to go back to a checkpoint."""
+    """Called with a loader before its next batch, while a rollback to a checkpoint is pending."""
     before_next: Callable[[LoaderCursor], None] | None = None
-    """Called with a loader before it gives its next batch, or ends."""
+    """Called with a loader before its next batch, or its end."""
     times_back: int = 0
-    """How often the run has gone back: an iteration that began before goes on from the loader's new position."""
+    """Number of rollbacks: an iteration started before a rollback continues from the loader's new position."""
     num_ended: int = 0
-    """Passes with training that were read to the end."""
+    """Number of complete passes with training."""
     _exhausted: LoaderCursor | None = None
-    """The loader that ran out last, unless another pass has begun since."""
+    """The loader that ran out last, unless another pass has started since."""
     _now: int = 0
     _ticked: int = 0
     _leader: LoaderCursor | None = None
     _cut_short: tuple[LoaderCursor, int] | None = None
-    """A leader that had moved when another loader ran out, and when its iteration began."""
+    """A leader that had moved when another loader ran out, and the time its iteration started."""
 
     def opening(self, cursor: LoaderCursor) -> None:
-        """Note that an iteration begins."""
+        """Record the start of an iteration."""
         self._now += 1
         cursor.opened, cursor.moved, cursor.left, cursor.cut = self._now, 0, False, False
         cursor.partners.clear()
         self._exhausted = None
 
     def moving(self, cursor: LoaderCursor) -> None:
-        """Note that the loader gives its next batch."""
+        """Record that the loader returns its next batch."""
         if cursor.nests:
             return
         self._now += 1
@@ -119,7 +119,7 @@ class Cursors:
             cursor.partners.update(id(other) for other in self.watched if other is not cursor)
 
     def closed(self, cursor: LoaderCursor, exhausted: bool, trained: bool = False) -> None:
-        """Note that an iteration is over, because the loader ran out or the loop was left; with backward passes if `trained`."""
+        """Record the end of an iteration, by exhaustion or by leaving the loop; `trained` if it had backward passes."""
         for index in range(len(self.watched) - 1, -1, -1):
             if self.watched[index] is cursor:
                 del self.watched[index]
@@ -139,7 +139,7 @@ class Cursors:
                 self._cut_short = (leader, leader.opened)
 
     def active(self) -> list[LoaderCursor]:
-        """Return the loaders that the current step reads from, in the order in which they were first moved."""
+        """Return the loaders that the current step reads from, in the order of their first moves."""
         watched = self.watched
         if len(watched) < 2:
             return watched
@@ -154,12 +154,12 @@ class Cursors:
         ]
 
     def innermost(self) -> LoaderCursor | None:
-        """Return the loader that was opened last of those being iterated."""
+        """Return the most recently opened of the active loaders."""
         active = self.active()
         return active[-1] if active else None
 
     def only(self) -> LoaderCursor | None:
-        """Return the loader that the current step reads from, or None outside a loop over one.
+        """Return the loader that the current step reads from; None outside a loop over one.
 
         Raises: DataError when there are several, and their padding may differ.
         """
@@ -175,9 +175,9 @@ class Cursors:
         return active[-1] if active else None
 
     def tick(self, within_window: bool) -> bool:
-        """Begin a micro-step; whether the loader that leads it is at its end.
+        """Start a micro-step; return True if the loader that leads it is at its end.
 
-        Raises: StepError when the loop before this one ended inside a window without anybody having known.
+        Raises: StepError when the previous loop ended undetected inside a window.
         """
         if self._cut_short is not None:
             self._check_cut(within_window)
@@ -209,24 +209,24 @@ class Cursors:
 
 
 class StepMarks(Protocol):
-    """Told where a training step stands; each call takes the time since the one before."""
+    """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
 
     def asked(self) -> None:
-        """The loop asks its loader for the next batch."""
+        """Record that the loop requests the next batch from its loader."""
         ...
 
     def got(self, num_samples: int) -> None:
-        """The loader hands a batch out, of so many samples over all ranks."""
+        """Record that the loader returns a batch of `num_samples` samples over all ranks."""
         ...
 
     def optimizer_begins(self) -> None:
-        """An optimizer begins an update."""
+        """Record that an optimizer starts an update."""
         ...
 
     def optimizer_done(self) -> None:
-        """An optimizer has tried an update."""
+        """Record that an optimizer has attempted an update."""
         ...
 
     def skipped(self) -> None:
-        """The update was skipped: gradients overflowed."""
+        """Record that the update was skipped, because gradients overflowed."""
         ...

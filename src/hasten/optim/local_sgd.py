@@ -1,4 +1,4 @@
-"""Local SGD: ranks train on their own and average their parameters every few updates."""
+"""Local SGD: ranks train independently and average their parameters every few updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.optim.clock import StepClock
 
 
 class Trains(Protocol):
-    """What Local SGD asks of an Accelerator."""
+    """The members of an Accelerator that Local SGD uses."""
 
     @property
     def sync_gradients(self) -> bool: ...
@@ -28,7 +28,7 @@ class Trains(Protocol):
 
 
 class LocalSGD:
-    """A block in which gradients stay local and parameters are averaged every `local_sgd_steps` updates.
+    """Context manager in which gradients stay local and parameters are averaged every `local_sgd_steps` updates.
 
     ```python
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -37,7 +37,7 @@ class LocalSGD:
             optimizer.step()
             local_sgd.step()
     ```
-    Parameters are averaged once more when the block ends without an error, so every rank leaves it with the same model.
+    Parameters are averaged once more when the block ends without an error, so every rank ends with the same model.
     """
 
     def __init__(self, accelerator: Trains, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -53,7 +53,7 @@ class LocalSGD:
             )
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
-        """Updates since the block began."""
+        """Number of updates since the start of the block."""
         self._accelerator = accelerator
         self._model = model
         self._every = local_sgd_steps
@@ -62,7 +62,7 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._accelerator.clock.apart = True  # for good: the optimizer's state is never averaged
+            self._accelerator.clock.apart = True  # permanently: the optimizer's state is never averaged
             self._stack.enter_context(self._accelerator.no_sync(self._model))
         return self
 
@@ -74,7 +74,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an update, and average when it is time; does nothing off the boundary of an accumulation window.
+        """Count an update, and average when due; does nothing off the boundary of an accumulation window.
 
         Ranks: every rank.
         """
@@ -90,7 +90,7 @@ class LocalSGD:
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 by_place.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        for same in by_place.values():  # one collective for each dtype, not one for each parameter
+        for same in by_place.values():  # one collective per dtype, not one per parameter
             flat = self._accelerator.reduce(torch.cat([p.reshape(-1) for p in same]), reduction="mean")
             for old, mean in zip(same, flat.split([p.numel() for p in same]), strict=True):
                 old.copy_(mean.view_as(old))

@@ -1,4 +1,4 @@
-"""The prepared optimizer: a real Optimizer that acts at the boundary of a window and reports what became of it."""
+"""The prepared optimizer: an Optimizer that steps at the boundary of a window and reports the result."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ if TYPE_CHECKING:
 
 
 class Share:
-    """What one optimizer must know to clear what a plain loop would clear, and nothing else.
+    """Record of one optimizer's gradients in a shared window, to clear exactly those that a plain loop would clear.
 
-    In a plain loop, gradients that arrive between `step` and `zero_grad` are thrown away: a generator's loss also
+    In a plain loop, gradients that arrive between `step` and `zero_grad` are discarded: a generator's loss also
     reaches the critic. In a window, `step` before the last micro-step marks the gradients that count, and `zero_grad`
-    takes the parameters back to that mark.
+    restores the parameters' gradients to that mark.
     """
 
     __slots__ = ("_copies", "_first", "_intruded", "_marked", "_noted", "clears_late")
 
     def __init__(self) -> None:
         self.clears_late: bool | None = None
-        """The `set_to_none` of a zero_grad() that waits for the window's end."""
+        """The `set_to_none` of a zero_grad() deferred to the window's end; None if there is none."""
         self._noted: list[tuple[Tensor | None, int]] = []
         self._marked = False
-        self._intruded: bool | None = None  # whether other losses reach these parameters between step and zero_grad
+        self._intruded: bool | None = None  # True if other losses reach these parameters between step and zero_grad
         self._copies: list[Tensor | None] | None = None
-        self._first: list[Tensor | None] | None = None  # what lay there before the run's first zero_grad
+        self._first: list[Tensor | None] | None = None  # the gradients before the run's first zero_grad
 
     def reset(self) -> None:
-        """Forget the marks: the gradients were cleared."""
+        """Drop the marks after the gradients were cleared."""
         self.clears_late = self._copies = self._first = None
         self._noted, self._marked = [], False
 
     def note(self, parameters: Sequence[Tensor]) -> None:
-        """Remember the gradients at the start of a window's last micro-step."""
+        """Record the gradients at the start of a window's last micro-step."""
         if not self._marked:
             self._noted = versions(parameters)
 
     @torch.no_grad()
     def mark(self, parameters: Sequence[Tensor]) -> None:
-        """Remember the gradients as those that count: `step` was called before the window's end."""
-        if self._first is not None:  # the loop clears before its backward: what lay there then does not count
+        """Record the gradients as those that count: `step` was called before the window's end."""
+        if self._first is not None:  # the loop clears before its backward: earlier gradients do not count
             for parameter, first in zip(parameters, self._first, strict=True):
                 if first is not None and parameter.grad is not None:
                     parameter.grad -= first
         self._first, self._marked = None, True
         self._noted = versions(parameters)
-        # The first mark finds out whether copies are needed at all.
+        # The first mark determines whether copies are needed.
         self._copies = None if self._intruded is False else [_copy(p.grad) for p in parameters]
 
     def clear(self, parameters: Sequence[Tensor], set_to_none: bool, clock: StepClock) -> None:
-        """Do what zero_grad() may do while the window still needs this optimizer's gradients."""
+        """Perform zero_grad() as far as possible while the window still needs this optimizer's gradients."""
         changed = self._changed(parameters)
         if not self._marked:
             if clock.boundary:
@@ -78,7 +78,7 @@ class Share:
         self._marked, self._copies = False, None
 
     def _changed(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether a backward has reached one of the parameters since the gradients were noted."""
+        """Return True if a backward has reached one of the parameters since the gradients were recorded."""
         now = versions(parameters)
         return len(now) != len(self._noted) or any(
             a is not b or m != n for (a, m), (b, n) in zip(now, self._noted, strict=True)
@@ -96,7 +96,7 @@ class Share:
             parameter.grad = copy
 
     def refuse_step(self, name: str) -> None:
-        """Raise: zero_grad() came between a backward() that counts and step()."""
+        """Raise StepError: zero_grad() was called between a backward() that counts and step()."""
         raise StepError(
             f"{name}.zero_grad() came between backward() and step() in the last micro-step of a window that several "
             "optimizers share. The gradients of that backward() cannot be cleared without those of the window's "
@@ -110,34 +110,34 @@ def _copy(grad: Tensor | None) -> Tensor | None:
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """Wraps the user's optimizer; it steps and clears gradients only when an accumulation window ends.
+    """Wrapper of the user's optimizer that steps and clears gradients only when an accumulation window ends.
 
-    Everything it holds (groups, state, hooks, options) is the inner optimizer's own.
+    Groups, state, hooks and options are those of the inner optimizer.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, clock: StepClock, precision: Precision) -> None:
-        # Optimizer.__init__ is not called: it would build groups and hooks of its own beside the inner optimizer's.
+        # Optimizer.__init__ is not called: it would build separate groups and hooks beside the inner optimizer's.
         self.optimizer = inner
         self.last: StepResult | None = None
-        """What became of the latest step; None when the latest call was off the boundary."""
+        """Result of the latest step; None when the latest call was off the boundary."""
         self.num_attempts = 0
-        """Calls of `step` at a boundary."""
+        """Number of calls of `step` at a boundary."""
         self.num_updates = 0
-        """Those that were not skipped."""
+        """Number of steps that were not skipped."""
         self._clock = clock
         self._precision = precision
         self._scaled = precision.scaler is not None
         self._engine = inner if isinstance(inner, EngineOptimizer) else None
-        self._marked: int | None = None  # backward passes the engine had seen when step() came before the window's end
+        self._marked: int | None = None  # the engine's backward passes when step() came before the window's end
         self.spent = False
-        """The gradients were used and not cleared since."""
+        """True if the gradients were used and not cleared since."""
         self.called_at = clock.num_updates
         """The clock's number of updates when `step` or `zero_grad` was last called."""
         self._settled = 0
         self._share = Share()
         clock.join(self)
 
-    # -- what the inner optimizer holds ---------------------------------------------------------------------------
+    # -- attributes of the inner optimizer ------------------------------------------------------------------------
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
@@ -147,7 +147,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # Any: the optimizer's business
+    def state(self) -> Any:  # Any: of any type
         return self.optimizer.state
 
     @state.setter
@@ -162,8 +162,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever the inner optimizer has
-        if name == "optimizer":  # not there yet while unpickling or copying
+    def __getattr__(self, name: str) -> Any:  # Any: attributes of the inner optimizer
+        if name == "optimizer":  # absent while unpickling or copying
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -189,35 +189,35 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Tell an optimizer that keeps two sets of weights (schedule-free) to show the training ones."""
+        """Switch an optimizer with two sets of weights (schedule-free) to the training weights."""
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
 
     def eval(self) -> None:
-        """Tell an optimizer that keeps two sets of weights (schedule-free) to show the evaluation ones."""
+        """Switch an optimizer with two sets of weights (schedule-free) to the evaluation weights."""
         if callable(switch := getattr(self.optimizer, "eval", None)):
             switch()
 
     # -- one update -----------------------------------------------------------------------------------------------
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step was skipped because gradients overflowed, or a number was not finite."""
+        """True if the latest step was skipped because gradients overflowed or were not finite."""
         return self.last is not None and not self.last.applied
 
     @property
     def untouched(self) -> bool:
-        """Whether training has not begun: no step was attempted and no backward has run."""
+        """True if training has not started: no step was attempted and no backward has run."""
         return self.num_attempts == 0 and self._clock.boundary and self._clock.in_flight == 0
 
     @property
     def acts_now(self) -> bool:
-        """Whether the current micro-step ends its window."""
+        """True if the current micro-step ends its window."""
         return self._clock.boundary
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the inner one's
-        """Update the parameters if the window ends here; returns what the inner optimizer returns.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the inner optimizer's result
+        """Update the parameters if the window ends here; return the inner optimizer's result.
 
-        Ranks: every rank, like any backward before it.
+        Ranks: every rank, as for the backward before it.
         """
         clock = self._clock
         self.called_at = clock.num_updates
@@ -261,7 +261,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._clock.marks.skipped()
 
     def replayed(self) -> None:
-        """Count an update that a CUDA graph has made, and cleared the gradients of."""
+        """Count an update that a CUDA graph has made, including clearing the gradients."""
         clock = self._clock
         self.called_at = clock.num_updates
         if clock.marks is not None:
@@ -272,15 +272,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.spent = False
 
     def counts(self) -> tuple[StepResult | None, int, int, int, bool]:
-        """What is counted of updates on the host."""
+        """Return the host-side counters of updates."""
         return self.last, self.num_attempts, self.num_updates, self.called_at, self.spent
 
     def restore_counts(self, counts: tuple[StepResult | None, int, int, int, bool]) -> None:
-        """Put the counts back."""
+        """Restore the counters."""
         self.last, self.num_attempts, self.num_updates, self.called_at, self.spent = counts
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless a window that is still open needs them."""
+        """Clear the gradients, unless an open window needs them."""
         clock = self._clock
         self.called_at = clock.num_updates
         if clock.alone and not (self.spent or clock.boundary or clock.interrupted):
@@ -301,7 +301,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._marked = self._engine.num_passes
 
     def _refuse_intruders(self, engine: EngineOptimizer) -> None:
-        """Raise when another optimizer's loss has reached an engine's gradients, which cannot be taken back to before."""
+        """Raise StepError when another optimizer's loss has reached an engine's gradients, which cannot be restored."""
         marked, self._marked = self._marked, None
         if marked is not None and engine.num_passes != marked:
             raise StepError(
@@ -316,7 +316,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._share.reset()
         clear = self.optimizer.zero_grad
         if set_to_none and getattr(clear, "__func__", None) is torch.optim.Optimizer.zero_grad:
-            # what it does, without the mark for profilers, which costs more than the rest
+            # same effect, without the profiler mark, which costs more than the rest
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -327,26 +327,26 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def scaled(self) -> bool:
-        """Whether losses are scaled, so that gradients overflow now and then and the scaler looks after them."""
+        """True if losses are scaled, so that gradients may overflow and the scaler handles it."""
         return self._scaled
 
     @property
     def readable(self) -> bool:
-        """Whether gradients lie in the parameters' .grad, and not in an engine."""
+        """True if gradients are in the parameters' .grad, not in an engine."""
         return self._engine is None
 
-    # -- what the clock asks --------------------------------------------------------------------------------------
+    # -- interface for the clock ----------------------------------------------------------------------------------
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def settled_in(self, serial: int) -> bool:
-        """Return whether the gradients are unscaled and normalised for this window."""
+        """Return True if the gradients are unscaled and normalised for this window."""
         return self._settled == serial
 
     def note_gradients(self) -> None:
-        """Remember the gradients as they are, to tell later whether a backward has changed them."""
+        """Record the gradients, to detect later whether a backward has changed them."""
         if not self.spent:
             self._share.note(self.parameters)
 
@@ -357,7 +357,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def due(self) -> bool:
-        """Whether the gradients may still need unscaling or normalising: the loss is scaled, or the window needs correction."""
+        """True if the gradients may need unscaling or normalising: the loss is scaled, or a correction is pending."""
         return self._scaled or self._clock.pending
 
     def settle(self) -> None:
@@ -387,8 +387,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._engine.multiply_gradients(factor)
 
     def _explain(self, error: Exception) -> None:
-        """Raise a StepError in place of torch's complaint about an operation that shards do not have."""
-        sharded = any(hasattr(parameter, "to_local") for parameter in self.parameters)  # only shards have it
+        """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
+        sharded = any(hasattr(parameter, "to_local") for parameter in self.parameters)  # only sharded tensors have it
         if sharded and any(word in str(error) for word in ("DTensor", "Sharding propagation", "sharding strategy")):
             first = str(error).splitlines()[0]
             raise StepError(
@@ -435,7 +435,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]) -> None:
-    """Settle every optimizer that owns one of `parameters`: their gradients are about to be read or clipped.
+    """Settle every optimizer that owns one of `parameters`, before their gradients are read or clipped.
 
     Ranks: every rank.
     """

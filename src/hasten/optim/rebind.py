@@ -1,4 +1,4 @@
-"""Moving an optimizer from one set of parameters to another by name, with its groups and state."""
+"""Transfer of an optimizer from one set of parameters to another by name, with its groups and state."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Convert = Callable[[str, str, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """What an optimizer holds, with parameter names in the place of parameters."""
+    """Groups and state of an optimizer, with parameter names in place of parameters."""
 
     groups: tuple[tuple[str, ...], ...]
     state: dict[str, dict[str, Any]]
 
     @classmethod
     def write(cls, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> OptimizerRecord:
-        """Return the optimizer's groups and state by the names its parameters have in `models`.
+        """Record the optimizer's groups and state by the names its parameters have in `models`.
 
-        Raises: PrepareError naming the parameters that are in none of them.
+        Raises: PrepareError naming the parameters that are in none of the models.
         """
         names = {parameter: name for name, parameter in reversed(list(named(models)))}  # the first name wins
         if strangers := list(_strangers(optimizer, names)):
@@ -43,10 +43,10 @@ class OptimizerRecord:
     def bind(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], convert: Convert | None = None
     ) -> None:
-        """Give the optimizer the parameters that bear the recorded names in `models` now, with the state they had.
+        """Assign the parameters that have the recorded names in `models` now to the optimizer, with their state.
 
-        The options of its groups stay. When every parameter is still the same object, nothing is touched.
-        Raises: PrepareError naming a parameter that is gone.
+        The options of its groups are unchanged. When every parameter is still the same object, nothing changes.
+        Raises: PrepareError naming a parameter that no longer exists.
         """
         parameters = dict(named(models))
         away = _elsewhere(models, parameters)
@@ -65,12 +65,12 @@ class OptimizerRecord:
                 continue
             parameter = parameters[name]
             optimizer.state[parameter] = _converted(name, values, parameter, convert or convert_state)
-        if "_params" in optimizer.__dict__:  # LBFGS keeps its one group's parameters a second time
+        if "_params" in optimizer.__dict__:  # LBFGS stores its one group's parameters a second time
             optimizer.__dict__["_params"] = optimizer.param_groups[0]["params"]
 
 
 def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter under every name, led by its model's number and free of wrappers' additions."""
+    """Yield every parameter under every name, prefixed with its model's index and without wrappers' prefixes."""
     for index, model in enumerate(models):
         part = stage_part(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,13 +80,13 @@ def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _elsewhere(models: Sequence[nn.Module], here: Mapping[str, Tensor]) -> set[str]:
-    """Return the parameters, by their recorded names, that other pipeline stages hold."""
+    """Return the recorded names of the parameters that other pipeline stages hold."""
     parts = ((index, stage_part(model)) for index, model in enumerate(models))
     return {f"{index}.{name}" for index, part in parts if part is not None for name in part.parameters} - here.keys()
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Bring state to its parameters, which may have been moved in place since it was made."""
+    """Move state to the device of its parameters, which may have been moved in place since."""
     for parameter, values in optimizer.state.items():
         moved = {
             key: _as_its_parameter(value.to(parameter.device) if value.ndim else value, parameter)
@@ -104,9 +104,9 @@ def _converted(name: str, values: Mapping[str, Any], parameter: Tensor, convert:
 
 
 def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a state tensor for the new parameter: spread like it when it has its shape, else as it was.
+    """Return a state tensor for the new parameter: sharded like it if the shapes match, else unchanged.
 
-    Ranks: none; every rank cuts its own part out of the whole value it holds.
+    Ranks: no communication; every rank cuts its shard out of the whole value it holds.
     """
     value = _as_its_parameter(value, parameter)
     if value.shape != parameter.shape or value.ndim == 0:
@@ -119,7 +119,7 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 
 
 def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
-    """State made for half-precision weights, in float32 when its parameter has become a float32 master."""
+    """Return state made for half-precision weights, in float32 if its parameter has become a float32 master."""
     half = value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if half and value.shape == parameter.shape and parameter.dtype == torch.float32 else value
 

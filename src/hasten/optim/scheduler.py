@@ -1,4 +1,4 @@
-"""The prepared scheduler: a real LRScheduler that steps once per applied update."""
+"""The prepared scheduler: an LRScheduler that steps once per applied update."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hasten.optim.optimizer import PreparedOptimizer
 
 
 class PreparedScheduler(LRScheduler):
-    """The user's scheduler, following its optimizer's updates.
+    """Wrapper of the user's scheduler that follows its optimizer's updates.
 
-    A call of `step` counts only when the optimizer was updated since the last one that did, so the schedule is the
-    same on any number of processes, under accumulation, and when fp16 skips an update. Before training
-    begins a call counts as it does in torch.
+    A call of `step` counts only if the optimizer was updated since the last one that counted, so the schedule is the
+    same with any world size, under accumulation, and when fp16 skips an update. Before training starts, a call
+    counts as it does in torch.
     """
 
     def __init__(self, inner: Any, optimizer: PreparedOptimizer | None, follow: bool = True) -> None:
-        # Any: ReduceLROnPlateau and foreign schedulers share no base class with the others.
+        # Any: ReduceLROnPlateau and third-party schedulers share no base class with the others.
         # LRScheduler.__init__ is not called: it would take a first step and write to the optimizer's groups.
         self.scheduler = inner
         self._follows = optimizer if follow else None
         self._seen = 0 if optimizer is None else optimizer.num_updates
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule if the optimizer was updated since it last advanced."""
+        """Advance the schedule if the optimizer was updated since the last advance."""
         optimizer = self._follows
         if optimizer is not None and (optimizer.num_attempts or not optimizer.untouched):
             if optimizer.num_updates == self._seen:
@@ -56,8 +56,8 @@ class PreparedScheduler(LRScheduler):
         """Load the inner scheduler's state."""
         self.scheduler.load_state_dict(state_dict)
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever the inner scheduler has
-        if name == "scheduler":  # not there yet while unpickling or copying
+    def __getattr__(self, name: str) -> Any:  # Any: attributes of the inner scheduler
+        if name == "scheduler":  # absent while unpickling or copying
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -74,7 +74,7 @@ _LENGTHS: Final = (
 
 
 def total_of(scheduler: Any) -> int | None:
-    """Return the number of steps after which a schedule is at its end; None where it has none, or only warms up."""
+    """Return the number of steps after which a schedule ends; None if it has no end, or only warms up."""
     if isinstance(scheduler, torch_schedules.SequentialLR):
         last = total_of(scheduler._schedulers[-1])
         return None if last is None else last + int(scheduler.state_dict()["_milestones"][-1])
@@ -87,7 +87,7 @@ def total_of(scheduler: Any) -> int | None:
 
 
 def _of_function(function: Callable[..., Any]) -> int | None:
-    """The length in a function that transformers or diffusers made: an argument or a variable named num_training_steps."""
+    """Return the length in a function of transformers or diffusers: an argument or variable num_training_steps."""
     if isinstance(function, functools.partial):
         found = function.keywords.get("num_training_steps")
     elif inspect.isfunction(function):
@@ -98,9 +98,10 @@ def _of_function(function: Callable[..., Any]) -> int | None:
 
 
 def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, every: int) -> str | None:
-    """Say that a schedule fits whole epochs of a loader before its batches were divided over processes; None if it does not.
+    """Return a message if a schedule fits whole epochs of a loader before its split over processes; else None.
 
-    `num_whole` and `num_share` are the batches of an epoch before and on one process; `every` is the number of batches of an update.
+    `num_whole` and `num_share` are the batches of an epoch before the split and on one process; `every` is the number
+    of batches per update.
     """
     total = total_of(scheduler)
     if not total or num_share >= num_whole or not num_share:
@@ -121,7 +122,7 @@ def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, 
 
 
 def _epochs(total: int, num_batches: int, every: int) -> int:
-    """Return the whole number of epochs with so many steps; 0 if there is none."""
+    """Return the whole number of epochs that has this many steps; 0 if there is none."""
     epochs = round(total * every / num_batches)
     fits = (num_batches * epochs // every, -(-num_batches * epochs // every), -(-num_batches // every) * epochs)
     return epochs if total in fits else 0

@@ -1,4 +1,4 @@
-"""One training step as one CUDA graph: captured once for inputs of one shape, then replayed on copies of other inputs."""
+"""A training step as one CUDA graph: captured once for inputs of one shape, then replayed on copies of other inputs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hasten.trees import Tree
 
 
 class StepGraph:
-    """The captured work of `function(*inputs)`: forward, backward and updates of `optimizers`, which must be fused.
+    """Captured work of `function(*inputs)`: forward, backward and updates of `optimizers`, which must be fused.
 
-    A graph holds addresses and constants. Learning rates are read anew at every replay; any other change of the optimizers' options,
-    or tensors at other places, make it stale.
+    A graph holds addresses and constants. Learning rates are read anew at every replay; any other change of the
+    optimizers' options, or tensors at other addresses, make it stale.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],  # Any: what the user's step returns
+        function: Callable[..., Any],  # Any: the result of the user's step
         inputs: Tree,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
@@ -47,7 +47,7 @@ class StepGraph:
 
     @property
     def stale(self) -> bool:
-        """Whether what the graph was captured with has changed."""
+        """True if options or addresses have changed since the capture."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return (
             len(self._rates) != len(groups)
@@ -57,7 +57,7 @@ class StepGraph:
         )
 
     def replay(self, inputs: Tree) -> Tree:
-        """Run the step on other inputs of the same shapes; what it returned, in tensors of its own."""
+        """Run the step on other inputs of the same shapes; return its result in new tensors."""
         for own, given in zip(self._inputs, trees.tensors(inputs), strict=True):
             own.copy_(given, non_blocking=True)
         for rate in self._rates:
@@ -67,7 +67,7 @@ class StepGraph:
         return trees.replace_tensors(self._returned, fresh) if fresh else self._returned
 
     def _addresses(self) -> list[int]:
-        """Return where everything lies that a step reads and writes besides its inputs."""
+        """Return the addresses of all tensors that a step reads and writes besides its inputs."""
         held = [tensor.data_ptr() for model in self._models for tensor in (*model.parameters(), *model.buffers())]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
@@ -76,7 +76,7 @@ class StepGraph:
 
 
 class _Rate:
-    """The learning rate of a group: a number for the user and schedulers, a tensor on the device for the graph."""
+    """Learning rate of a group: a number for the user and schedulers, a tensor on the device for the graph."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
@@ -90,7 +90,7 @@ class _Rate:
         return {**kept, "params": len(self.group["params"])}
 
     def follow(self) -> None:
-        """Bring the tensor to the group's present number."""
+        """Copy the group's current learning rate to the tensor."""
         now = float(self.group["lr"])
         if now != self._last:
             self._last = now
@@ -99,7 +99,7 @@ class _Rate:
 
 @contextmanager
 def _capturable(rates: Sequence[_Rate]) -> Iterator[None]:
-    """A block in which optimizers can be captured: they read learning rates from the device."""
+    """Context manager in which optimizers can be captured: they read learning rates from the device."""
     before = [(rate.group["lr"], rate.group.get("capturable")) for rate in rates]
     for rate in rates:
         rate.group["lr"] = rate.tensor

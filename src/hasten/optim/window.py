@@ -1,4 +1,4 @@
-"""One accumulation window: its losses, their weights, and what their gradients must be multiplied by."""
+"""An accumulation window: its losses, their weights, and the correction factors of their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Lanes:
-    """One set of gradients for each loss of a micro-step; the one in use lies in the parameters' own .grad."""
+    """Separate gradients for each loss of a micro-step; those of the current lane are in the parameters' .grad."""
 
     __slots__ = ("_current", "_kept")
 
@@ -29,7 +29,7 @@ class Lanes:
         self._kept: dict[int, dict[Tensor, Tensor]] = {}
 
     def switch(self, lane: int, parameters: Iterable[Tensor]) -> None:
-        """Let the next backward add to the gradients of this lane.
+        """Make the next backward add to the gradients of this lane.
 
         Raises: StepError when the gradients so far are not in the parameters.
         """
@@ -46,14 +46,14 @@ class Lanes:
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None:
-                # A view lies in memory that the next reduction may overwrite.
+                # A view is in memory that the next reduction may overwrite.
                 here[parameter] = grad.clone() if grad._is_view() else grad
             parameter.grad = there.pop(parameter, None)
         self._current = lane
 
     @torch.no_grad()
     def merge(self, parameters: Iterable[Tensor], factors: Mapping[int, float | Tensor]) -> None:
-        """Put the sum of all lanes, each multiplied by its factor, into the parameters' .grad.
+        """Set the parameters' .grad to the sum of all lanes, each multiplied by its factor.
 
         Raises: StepError for a lane without a factor.
         """
@@ -76,13 +76,13 @@ class Lanes:
             parameter.grad = total
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the gradients of these parameters, which are being cleared."""
+        """Drop the gradients of these parameters, which are being cleared."""
         for parameter in parameters:
             for kept in self._kept.values():
                 kept.pop(parameter, None)
 
     def refuse_leftovers(self, parameters: Iterable[Tensor]) -> None:
-        """Raise when a parameter still has gradients in a lane that is not in use."""
+        """Raise StepError when a parameter still has gradients in a lane that is not current."""
         wanted = set(parameters)
         if any(parameter in wanted for kept in self._kept.values() for parameter in kept):
             raise StepError(
@@ -97,36 +97,36 @@ Number = int | float | Tensor
 
 
 class Holder(Protocol):
-    """An optimizer, as the clock sees it: who holds the gradients of a window."""
+    """Protocol of an optimizer for the clock: the holder of a window's gradients."""
 
     spent: bool
-    """Its gradients were used and not cleared since."""
+    """True if the gradients were used and not cleared since."""
     called_at: int
-    """The clock's number of updates when its `step` or `zero_grad` was last called."""
+    """The clock's number of updates when `step` or `zero_grad` was last called."""
 
     @property
     def parameters(self) -> list[Tensor]: ...
 
     @property
     def scaled(self) -> bool:
-        """Whether its losses are scaled, so that gradients overflow now and then."""
+        """True if losses are scaled, so that gradients may overflow."""
         ...
 
     @property
     def readable(self) -> bool:
-        """Whether its gradients lie in the parameters' .grad."""
+        """True if gradients are in the parameters' .grad."""
         ...
 
     def settled_in(self, serial: int) -> bool:
-        """Return whether its gradients are unscaled and normalised for this window."""
+        """Return True if the gradients are unscaled and normalised for this window."""
         ...
 
     def note_gradients(self) -> None:
-        """Remember the gradients as they are, to tell later whether a backward has changed them."""
+        """Record the gradients, to detect later whether a backward has changed them."""
         ...
 
     def clear_late(self) -> None:
-        """Clear the gradients if `zero_grad` was put off until the window's end."""
+        """Clear the gradients if `zero_grad` was deferred to the window's end."""
         ...
 
 
@@ -138,29 +138,29 @@ class Window:
     serial: int
     micro: int = 0
     missing: int = 0
-    """Micro-steps whose gradients were lost with an interrupted run."""
+    """Number of micro-steps whose gradients were lost with an interrupted run."""
     closed: bool = False
     weighted: bool | None = None
     """None until the first backward of the window."""
     losses: int = 0
-    """Losses whose gradients no optimizer has used yet."""
+    """Number of losses whose gradients no optimizer has used yet."""
     before: int = 0
-    """The same number when the current micro-step began."""
+    """The same number at the start of the current micro-step."""
     turn: int = 0
-    """Losses of the current micro-step so far: the place of the next one among them."""
+    """Number of losses of the current micro-step so far: the index of the next one."""
     weights: list[Number] = field(default_factory=list)
-    """The total weight of the first, second, ... loss of the micro-steps, on this rank."""
+    """Total weight of the first, second, ... loss of the micro-steps, on this rank."""
     factors: dict[int, float | Tensor] = field(default_factory=dict)
-    """Their corrections, once the ranks have agreed on them."""
+    """Corrections of these losses, once the ranks have agreed on them."""
     lanes: Lanes | None = None
-    """The gradients of the second and further weighted losses, kept apart until the window's end."""
+    """Gradients of the second and further weighted losses, separate until the window's end."""
 
     def copy(self) -> Window:
-        """Return the window as it is now, for `become`."""
+        """Return a copy of the window, for `become`."""
         return replace(self, weights=list(self.weights), factors=dict(self.factors))
 
     def as_plain(self, key: Key | None, current: bool) -> dict[str, Any]:
-        """Return the window's position as plain JSON values."""
+        """Return the window's progress as plain JSON values."""
         return {
             "key": None if key is None else list(key),
             "current": current,
@@ -173,14 +173,14 @@ class Window:
         }
 
     def become(self, kept: Window) -> None:
-        """Be as `kept` was."""
-        fresh = kept.copy()  # which may be needed again
+        """Restore the state saved in `kept`."""
+        fresh = kept.copy()  # `kept` may be needed again
         for one in fields(fresh):
             setattr(self, one.name, getattr(fresh, one.name))
 
 
 def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, Window]]:
-    """Returns what puts these windows back to where they are now and gives them, by name; it may be called again."""
+    """Return a function that restores these windows to their current state and returns them by name; it is reusable."""
     kept = [(key, window, window.copy()) for key, window in windows.items()]
 
     def put_back() -> dict[Key | None, Window]:
@@ -192,7 +192,7 @@ def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, 
 
 
 def checked_weight(weight: Number) -> Number:
-    """Return the weight as a number or an exact tensor without dimensions. Raises: ConfigError for what is no count."""
+    """Return the weight as a number or an exact scalar tensor. Raises: ConfigError for an invalid count."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ConfigError(
@@ -209,7 +209,7 @@ def checked_weight(weight: Number) -> Number:
 
 
 def times(loss: Tensor, factor: Number) -> Tensor:
-    """Return the loss multiplied by a factor, in the type of the loss, or in float32 if that is wider."""
+    """Return the loss multiplied by a factor, in the dtype of the loss, or in float32 if that is wider."""
     if isinstance(factor, Tensor):
         factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
     return loss * factor
@@ -220,7 +220,7 @@ def _is_count(weight: object) -> bool:
 
 
 def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:
-    """Compute what the gradients of these losses must be multiplied by, from their weights on all ranks."""
+    """Compute the correction factors of these losses from their weights on all ranks."""
     if not places:
         return
     assert unit is not None, "a weighted window has a unit"
@@ -230,7 +230,7 @@ def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, plac
         totals = list(comm.all_reduce(torch.stack([_as_scalar(w, comm.device) for w in totals])))
     scale = ranks * unit * window.every
     for place, total in zip(places, totals, strict=True):
-        if isinstance(total, Tensor):  # a loss that weighs nothing has zero gradients: leave them
+        if isinstance(total, Tensor):  # a loss of weight zero has zero gradients: leave them
             window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
         else:
             window.factors[place] = scale / total if total else 1.0
@@ -245,13 +245,13 @@ def agree_on_unit(weight: Number, comm: Comm | None) -> float:
 
 
 def _as_scalar(value: Number, device: torch.device) -> Tensor:
-    """`value` as a one-element tensor on `device`, in a type that counts exactly."""
+    """Return `value` as a one-element tensor on `device`, in a dtype that counts exactly."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 
 def check_every(every: object) -> None:
-    """Raise unless `every` can be a window's length."""
+    """Raise ConfigError unless `every` is a valid window length."""
     if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= MAX_MICRO_STEPS:
         raise ConfigError(
             f"gradient_accumulation_steps={every!r} is not a whole number of at least 1 and at most {MAX_MICRO_STEPS}; a window of that "
@@ -261,15 +261,15 @@ def check_every(every: object) -> None:
 
 @dataclass(slots=True)
 class Part:
-    """One part of a batch that is run in several passes; a share of zero is a pass that must not count."""
+    """One part of a batch that is run in several passes; a pass with a share of zero does not count."""
 
     share: float
-    """Its rows, divided by those of the batch."""
+    """Number of its rows divided by those of the batch."""
     weight: Number | None = None
-    """The weight its loss was given."""
+    """The weight given to its loss."""
 
     def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
-        """Return the loss and the weight that the window should see.
+        """Return the loss and the weight to add to the window.
 
         Raises: StepError for a second weighted loss.
         """
@@ -291,11 +291,11 @@ def divided(loss: Tensor, parts: int) -> Tensor:
     return loss if parts == 1 else loss / parts
 
 
-def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
+def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: keywords of torch
     """Backpropagate the loss divided by `parts`; `kwargs` are passed to `Tensor.backward`.
 
-    A backward of `loss / parts` begins with the gradient 1 and makes 1 / parts of it. Beginning there saves the division and its
-    backward, which a small micro-step on a GPU would feel; the gradients are the same to the last bit.
+    A backward of `loss / parts` starts with the gradient 1 and turns it into 1 / parts. Starting there saves the
+    division and its backward, noticeable for a small micro-step on a GPU; the gradients are bitwise equal.
     """
     if parts != 1:
         if type(loss) is Tensor and loss.numel() == 1 and kwargs.get("gradient") is None:
@@ -305,7 +305,7 @@ def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: 
     loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-@lru_cache(maxsize=64)  # asked for in every micro-step, and the same few numbers come again
+@lru_cache(maxsize=64)  # called in every micro-step with few distinct arguments
 def _share(parts: int, dtype: torch.dtype) -> float:
-    """Return one divided by the number of parts, rounded as a tensor of this type rounds it."""
+    """Return one divided by the number of parts, rounded as a tensor of this dtype rounds it."""
     return float((torch.ones((), dtype=dtype) / parts).item())

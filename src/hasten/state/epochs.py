@@ -1,4 +1,4 @@
-"""Epoch loops that resume by themselves: their counters, saved and restored with the run."""
+"""Epoch loops that resume automatically: their counters, saved and restored with the run."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class _Loop:
     """One `for epoch in accelerator.epochs(...)`."""
 
     epoch: int = 0
-    """The epoch of the body that runs, or the one to begin with."""
+    """Epoch of the running body, or the one to start with."""
     inside: bool = False
-    """A body of this loop runs, or was left by `break`."""
+    """True if a body of this loop runs, or was left by `break`."""
     trained: bool = False
-    """Earlier processes have trained in this body."""
+    """True if earlier processes have trained in this body."""
     num_passes: int = 0
-    """Backward passes of the run when this body began."""
+    """Number of backward passes of the run at the start of this body."""
     inner: _Level = field(default_factory=lambda: _Level())
     loaded: _Loaded | None = None
 
 
 @dataclass(slots=True)
 class _Level:
-    """The loops of one body, or outside of any, in the order in which they begin."""
+    """The loops inside one body, or outside of any, in the order of their start."""
 
     loops: list[_Loop] = field(default_factory=list)
     num_begun: int = 0
-    """The loops that this process has begun; those behind them were loaded."""
+    """Number of loops that this process has started; the loops after them were loaded."""
 
     def begin(self) -> _Loop:
         if self.num_begun == len(self.loops):
@@ -52,20 +52,20 @@ class _Level:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A state that a loop was given and has not acted on yet."""
+    """A state that was loaded into a loop and has not taken effect yet."""
 
     body: int
-    """The epoch whose body ran meanwhile; -1 for none."""
+    """Epoch of the body that ran meanwhile; -1 for none."""
     times_back: int
     num_ended: int
     epochs: tuple[int, ...]
-    """The epochs of the loaders."""
+    """Epochs of the loaders."""
 
 
 class EpochLoops:
-    """The epoch loops of a run. A loop goes on in the epoch in which its loaders stand.
+    """The epoch loops of a run. A loop resumes in the epoch of its loaders' positions.
 
-    Loops are told apart by the order in which they begin, inside the body of another loop or outside of any.
+    Loops are identified by the order in which they start, inside the body of another loop or outside of any.
     """
 
     def __init__(self, objects: Objects, clock: StepClock) -> None:
@@ -74,10 +74,10 @@ class EpochLoops:
         self._outermost = _Level()
         self._open: list[_Loop] = []
         self._left: tuple[int, list[int]] = 0, []
-        """Backward passes of the run when a loop ended, and the passes over loaders that its last body had read to the end."""
+        """Backward passes of the run when a loop ended, and the complete passes over loaders in its last body."""
 
     def over(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs from 0, or from where the run was resumed, to `num_epochs` - 1."""
+        """Yield the epochs from 0, or from the resumed epoch, to `num_epochs` - 1."""
         loop = self._level().begin()
         self._open.append(loop)
         try:
@@ -92,9 +92,9 @@ class EpochLoops:
         return self._open[-1].inner if self._open else self._outermost
 
     def _next(self, loop: _Loop) -> int:
-        """Begin the next body of the loop; its epoch."""
+        """Start the next body of the loop and return its epoch."""
         loaded, loop.loaded = loop.loaded, None
-        if loaded is not None and not self._caught_up(loaded):  # as the state says
+        if loaded is not None and not self._caught_up(loaded):  # resume from the loaded state
             loop.inner.num_begun = 0
         else:
             if loop.inside or loaded is not None:
@@ -106,27 +106,27 @@ class EpochLoops:
         return loop.epoch
 
     def _caught_up(self, loaded: _Loaded) -> bool:
-        """Return True if the body in which the run has gone back has read its loader to the end since."""
+        """Return True if the rolled-back body has read its loader to the end since."""
         cursors = self._clock.cursors
         went_back = loaded.body >= 0 and cursors.times_back > loaded.times_back
         return went_back and cursors.num_ended > loaded.num_ended and not self._midway()
 
     def _midway(self) -> list[int]:
-        """Return the loaders that stand inside an epoch."""
+        """Return the indices of the loaders that are inside an epoch."""
         return [index for index, loader in enumerate(self._objects.loaders) if midway(loader)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as JSON values: where each loop begins when it is resumed, and the passes its body is over with."""
+        """Return the counters as JSON values: the epoch at which each loop resumes, and its body's complete passes."""
         midway = self._midway()
         return {"loops": self._states(self._outermost, midway), "ended": self._ended() if midway else []}
 
     def _ended(self) -> list[int]:
-        """The passes over each loader that a resume of the body that runs, or was left last, must not give again."""
+        """Return the number of passes over each loader that a resume of the current or last body must not repeat."""
         again = [loader.cursor.num_again for loader in self._objects.loaders]
         num_passes, ended = self._left
         if self._open:
             ended = [loader.cursor.num_ended for loader in self._objects.loaders]
-        elif num_passes != self._clock.num_passes:  # no loop of ours has trained since
+        elif num_passes != self._clock.num_passes:  # the run has since trained outside epoch loops
             ended = []
         return [a + b for a, b in zip(again, [*ended, *[0] * len(again)], strict=False)]
 
@@ -137,7 +137,7 @@ class EpochLoops:
         epoch, trained, loaded = loop.epoch, loop.trained or self._clock.num_passes > loop.num_passes, loop.loaded
         if loaded is not None and loaded.body >= 0 and self._caught_up(loaded):
             return _begin_at(loaded.body + 1)
-        if loaded is not None and loaded.body >= 0 and midway:  # the loader catches up with the body that runs
+        if loaded is not None and loaded.body >= 0 and midway:  # the loader catches up with the running body
             epoch += max(self._objects.loaders[i].epoch - loaded.epochs[i] for i in midway)
             return {"epoch": epoch, "inside": True, "trained": True, "inner": []}
         if not loop.inside:
@@ -147,13 +147,13 @@ class EpochLoops:
         return {"epoch": epoch, "inside": True, "trained": trained, "inner": self._states(loop.inner, midway)}
 
     def _over(self, loop: _Loop, trained: bool, midway: list[int]) -> bool:
-        """Return True if a resume begins behind the body that runs: it has trained, and no loader stands inside an epoch."""
+        """Return True if a resume starts after the running body: it has trained, and no loader is inside an epoch."""
         if midway or loop in self._open[:-1]:
             return False
         return trained if self._objects.optimizers else any(x.cursor.num_ended for x in self._objects.loaders)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the loops go on where `state` was taken, once the loaders have their positions."""
+        """Make the loops continue from `state`, once the loaders have their positions."""
         self._load(self._outermost, state["loops"])
         self._left = 0, []
         ended = [*state["ended"], *[0] * len(self._objects.loaders)]
@@ -161,7 +161,7 @@ class EpochLoops:
             loader.cursor.num_ended, loader.cursor.num_again = 0, num_ended
 
     def _load(self, level: _Level, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give the loops of a level their states; the next one to begin is the first that is not running."""
+        """Load the states of the loops of a level; the next loop to start is the first that is not running."""
         level.num_begun = next((n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0)
         del level.loops[max(len(saved), level.num_begun) :]
         level.loops += [_Loop() for _ in saved[len(level.loops) :]]
@@ -179,8 +179,8 @@ def _begin_at(epoch: int) -> dict[str, Any]:
     return {"epoch": epoch, "inside": False, "trained": False, "inner": []}
 
 
-def checked(saved: Any) -> dict[str, Any]:  # Any: whatever the file holds
-    """The counters of epoch loops as `state_dict` returns them. Raises: TypeError, KeyError or ValueError for anything else."""
+def checked(saved: Any) -> dict[str, Any]:  # Any: content of the file
+    """Return the counters of epoch loops as `state_dict` does. Raises: TypeError, KeyError or ValueError if invalid."""
     return {"loops": [_checked_loop(loop) for loop in saved["loops"]], "ended": [int(x) for x in saved["ended"]]}
 
 

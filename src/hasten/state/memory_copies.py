@@ -1,4 +1,4 @@
-"""The newest state of a run in the memory of its machines: copied after updates, fetched from a neighbour after a failure."""
+"""In-memory copies of a run's newest state: made after updates, fetched from another machine on failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hasten.runtime.mesh_plan import Axis
 log = get_logger(__name__)
 
 Write = Callable[[LocalStore, str, "Machine", Agreement, Callable[[int], None]], None]
-"""Writes the state of the run into a store under a name; the function given is told this rank's bytes before they are written."""
+"""Function that writes the state into a store under a name; its callback gets this rank's bytes before the write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Machine:
 
     @property
     def alone(self) -> bool:
-        """Whether the job has one machine."""
+        """True if the job has one machine."""
         return len(self.all) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A state that goes from one machine to another; files `alike` are there already."""
+    """Transfer of a state from one machine to another; files `alike` are there already."""
 
     source: int
     target: int
@@ -67,12 +67,12 @@ class Order:
     alike: tuple[FileRecord, ...] = ()
 
     def travelling(self) -> list[FileRecord]:
-        """Return the files that are sent."""
+        """Return the files to send."""
         return [file for file in self.manifest.files if file.size and file not in self.alike]
 
 
 class MemoryCopies:
-    """Keeps two steps in memory: the newest that every machine has, and the one that is being copied."""
+    """In-memory copies of two steps: the newest that every machine has, and the one that is being copied."""
 
     def __init__(
         self, ctx: ProcessContext, folder: Path, every: int, updates: Callable[[], int], write: Write, arrival_s: float
@@ -90,7 +90,7 @@ class MemoryCopies:
 
     # -- copying ----------------------------------------------------------------------------------------------------
     def follow(self, cursors: Cursors) -> None:
-        """Copy when the training loop asks its loader for the next batch: nothing of an update is under way there."""
+        """Copy when the training loop requests the next batch from its loader: no update is in progress then."""
 
         def before_batch(cursor: LoaderCursor) -> None:
             outermost = cursors.watched and cursors.watched[0] is cursor
@@ -100,7 +100,7 @@ class MemoryCopies:
         cursors.before_next = before_batch
 
     def copy(self) -> None:
-        """Keep the state as it is now, here and at the neighbour. Ranks: every rank."""
+        """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""
         world, step = self._ctx.world, self._updates()
         with agreeing(world, "checkpoint_in_memory", self._arrival_s) as together:
             machine = self._meet(together)
@@ -130,7 +130,7 @@ class MemoryCopies:
         return self._ctx.rank == machine.ranks[0]
 
     def _room(self, size: int, together: Agreement) -> None:
-        """Refuse what does not fit into memory, at the first copy, when all sizes are known."""
+        """Raise ConfigError if the copies do not fit into memory, at the first copy, when all sizes are known."""
         if self._told_room:
             return
         machine = self._meet(together)
@@ -163,14 +163,14 @@ class MemoryCopies:
 
     # -- moving -----------------------------------------------------------------------------------------------------
     def _carry_out(self, orders: Sequence[Order], machine: Machine, together: Agreement, like: Path) -> None:
-        """Move states between machines. Ranks: every rank."""
+        """Transfer states between machines. Ranks: every rank."""
         mine = [order for order in orders if order.target == machine.index] if self._first(machine) else []
         with ExitStack() as arriving:
             for order in mine:
                 arriving.enter_context(self._folder.receive(order.copy, order.raw, order.alike, like))
-            together.share()  # the folders are there
+            together.share()  # the folders exist
             sends, receives = self._parcels(orders, machine)
-            together.share()  # whoever has failed has said so: nobody waits for a file that does not come
+            together.share()  # failed ranks have reported: no rank waits for a file that never arrives
             self._ctx.world.exchange(sends, receives)
             del sends, receives  # unmap the files
             together.share()
@@ -179,7 +179,7 @@ class MemoryCopies:
     def _parcels(
         self, orders: Sequence[Order], machine: Machine
     ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-        """What this rank sends and receives: the files of a state are dealt out over the ranks of both machines."""
+        """Return the files this rank sends and receives; files of a state are distributed over a machine's ranks."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for order in orders:
@@ -192,9 +192,9 @@ class MemoryCopies:
                     receives.append((sender, _mapped(self._folder.arriving(order.copy) / file.name, file.size, True)))
         return sends, receives
 
-    # -- going on ---------------------------------------------------------------------------------------------------
+    # -- resuming ---------------------------------------------------------------------------------------------------
     def newest(self, together: Agreement) -> Choice | None:
-        """The newest step that all machines can go on from; None, with the reason in the log. Ranks: every rank."""
+        """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
         machine = self._meet(together)
         found: list[list[Copy]] = together.share(self._folder.held() if self._first(machine) else [])
         held = [found[ranks[0]] for ranks in machine.all]
@@ -207,7 +207,7 @@ class MemoryCopies:
         return choice
 
     def fetch(self, choice: Choice, together: Agreement) -> tuple[LocalStore, str]:
-        """The store and name of the state on this machine, after machines without it have received theirs. Ranks: every rank."""
+        """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
         machine, size = self._meet(together), self._ctx.world.size
         together.label = f"fetching the state of update {choice.step} from the memory of other machines"
         moves = [(source, target) for target, source in enumerate(choice.sources) if source != target]
@@ -232,15 +232,15 @@ class MemoryCopies:
         return self._folder.store(machine.ranks), numbered(choice.step)
 
     def loaded(self, step: int | None) -> None:
-        """Forget every state but the one that was loaded (None: one from elsewhere): those behind it are another run's now."""
+        """Delete every state except the loaded one (None: one from elsewhere), since later ones are obsolete."""
         self._folder.keep_only(() if step is None else {step})
         self._kept = step
 
 
 def memory_root(ctx: ProcessContext, every: int) -> Path:
-    """Return the folder in memory that outlives this process.
+    """Return the in-memory folder that outlives this process.
 
-    Raises: ConfigError when there is none, when nobody would start the run again, or when the mesh does not allow copies.
+    Raises: ConfigError when there is none, when no launcher would restart the run, or the mesh does not allow copies.
     """
     variables = env.snapshot()
     said = f"checkpoint_in_memory={every}"
@@ -264,7 +264,7 @@ def memory_root(ctx: ProcessContext, every: int) -> Path:
 
 
 def _mapped(path: Path, size: int, writes: bool) -> Tensor:
-    """Return the bytes of a file, not copied; a new file when written to."""
+    """Return the memory-mapped bytes of a file; `writes` creates the file."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Preemption: a signal that the machine will be taken away becomes a flag all ranks agree on at a step boundary."""
+"""Preemption: a signal that the machine will be reclaimed becomes a flag that all ranks agree on at a step boundary."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from hasten.comm.base import Comm
 log = logging.getLogger(__name__)
 
 PREEMPTED_EXIT_CODE: Final = 85
-"""Exit with this after the checkpoint of a preempted run: launchers and schedulers restart it, nothing has failed."""
+"""Exit code after the checkpoint of a preempted run: launchers and schedulers restart it, as nothing has failed."""
 
 _SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption:
-    """Listens for SIGTERM and SIGUSR1 from the first time anybody asks; until then signals have their default effect."""
+    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._received: int | None = None
         self._agreed = False
-        self._previous: dict[int, Any] = {}  # Any: whatever handler was there
+        self._previous: dict[int, Any] = {}  # Any: any handler
         self._said_deaf = False
 
     @property
     def listening(self) -> bool:
-        """Whether the handlers are in place."""
+        """True if the handlers are installed."""
         return bool(self._previous)
 
     def listen(self, names: Iterable[str] = _SIGNALS) -> None:
-        """Take the signals over; Python allows it on the main thread alone, elsewhere it is said once that none are heard.
+        """Install the signal handlers; off the main thread, where Python forbids it, log once that signals are ignored.
 
-        Ranks: each for itself.
+        Ranks: each independently.
         """
         if self._previous:
             return
@@ -65,20 +65,20 @@ class Preemption:
         self._received = number
 
     def set(self) -> None:
-        """Ask for a stop without a signal. Ranks: any."""
+        """Request a stop without a signal. Ranks: any."""
         self._received = self._received or -1
 
     @property
     def received(self) -> int | None:
-        """The signal this process got; None when it got none."""
+        """The signal this process received; None if it received none."""
         return self._received
 
     def agreed(self) -> bool:
-        """Return whether any rank was told to stop; once true it stays true. Ranks: every rank, once per step."""
+        """Return True if any rank was asked to stop; stays True afterwards. Ranks: every rank, once per step."""
         self.listen()
         if self._agreed:
             return True
-        # Signal and rank in one number, so that the main process can say both and the others need not repeat it.
+        # Signal and rank in one number, so that the main process can log both and the others need not.
         comm, word = self._comm, 0
         if self._received is not None:
             word = (self._received + 2) * comm.size + comm.rank
@@ -95,7 +95,7 @@ class Preemption:
         return True
 
     def close(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the previous handlers."""
         previous, self._previous = self._previous, {}
         if threading.current_thread() is threading.main_thread():
             for number, handler in previous.items():
@@ -103,16 +103,16 @@ class Preemption:
 
 
 class FinishFirst:
-    """While a save is in flight, SIGTERM waits for it and then acts as it would have."""
+    """SIGTERM handler that finishes a save in flight before the default action."""
 
     def __init__(self, busy: Callable[[], bool], join: Callable[[], None]) -> None:
         self._busy = busy
         self._join = join
-        self._previous: Any = None  # Any: whatever handler was there
+        self._previous: Any = None  # Any: any handler
         self._installed = False
 
     def install(self) -> None:
-        """Stand before the default action of SIGTERM; a handler of the user's or of Preemption is left alone."""
+        """Install the handler in place of SIGTERM's default action; a handler of the user or of Preemption stays."""
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -134,5 +134,5 @@ class FinishFirst:
 
 
 def told_by(received: int, rank: int) -> str:
-    """Who asked for the stop, and which rank heard it."""
+    """Return a text that names the source of the stop request and the rank that received it."""
     return f"rank {rank} was told to stop by {'the program itself' if received < 0 else signal.Signals(received).name}"

@@ -1,4 +1,4 @@
-"""State that differs between ranks: found by comparing digests, saved for each rank, equal state saved once."""
+"""State that differs between ranks: found by comparing digests and saved per rank; equal state is saved once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = get_logger(__name__)
 _COMPARED: Final = ("scheduler", "object")
 _OPTIONS: Final = "own_options"
 _BUFFERS: Final = "own_buffers"
-_STRIDE: Final = 1 << 22  # words that are hashed at a time: their products take eight times the memory
+_STRIDE: Final = 1 << 22  # words hashed at a time: their products take eight times the memory
 
 
 def with_own_state(tree: StateTree, parts: RunParts, together: Agreement) -> StateTree:
-    """The tree with what differs between ranks kept for each rank: schedulers, registered objects, options, buffers.
+    """Return the tree with state that differs between ranks saved per rank: schedulers, objects, options, buffers.
 
-    Ranks: every rank. Schedulers and options that differ are logged: replicas then take different steps.
+    Ranks: every rank. Schedulers and options that differ are logged, because replicas then take different steps.
     """
     if together.comm.size == 1:
         return tree
@@ -65,16 +65,16 @@ def _tell(schedulers: Sequence[str], options: bool) -> None:
     )
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # Any: the optimizer's own options
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # Any: options of the optimizer
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def plan_options(
     checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer], rank: int, world_size: int
 ) -> list[list[Mapping[str, Any]]] | None:
-    """Return this rank's own options of every group of every optimizer; None where those of rank 0 are everybody's.
+    """Return this rank's options of every group of every optimizer; None if those of rank 0 apply to all.
 
-    Raises: CorruptCheckpointError when they are no options of these optimizers.
+    Raises: CorruptCheckpointError when they do not match these optimizers.
     """
     if _OPTIONS not in checkpoint.manifest.components:
         return None
@@ -108,13 +108,13 @@ def _digest(component: Component) -> str:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> str:
-    """Return a digest of dtype, shape and every bit, computed where the tensor lies: only two numbers travel.
+    """Return a digest of dtype, shape and every bit, computed on the tensor's device: only two numbers are transferred.
 
-    Two sums of all 32-bit words, one of them weighted by position, modulo 2**64: enough to tell states apart, not to
-    withstand somebody who wants them to look alike.
+    Two sums of all 32-bit words, one of them weighted by position, modulo 2**64: enough to distinguish states, not to
+    withstand deliberate collisions.
     """
     flat = as_bytes(tensor.detach().contiguous())
-    if flat.storage_offset() % 4:  # a slice of bytes, which cannot be seen as words where it lies
+    if flat.storage_offset() % 4:  # an unaligned slice of bytes, which cannot be viewed as words
         flat = flat.clone()
     words = flat[: flat.numel() // 4 * 4].view(torch.int32)
     plain = weighted = torch.zeros((), dtype=torch.int64, device=flat.device)

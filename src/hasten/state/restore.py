@@ -1,4 +1,4 @@
-"""Loading a run's state: everything is checked before anything changes, and a load that fails changes nothing."""
+"""Loading a run's state: everything is checked before anything changes, and a failed load changes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Restore:
-    """All that loading will change, decided and checked, nothing changed yet."""
+    """Planned changes of a load, checked but not applied yet."""
 
     parts: RunParts
     models: list[ModelPlan] = field(default_factory=list)
@@ -51,16 +51,16 @@ class Restore:
     """Gradients of parameters that no optimizer holds, from windows before the one in progress."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     same_world: bool = True
-    """Whether each rank reads the samples that the rank of this number read in the saved run."""
+    """True if each rank reads the samples that the same rank read in the saved run."""
     seed_generators: Callable[[], None] = lambda: None
 
     @property
     def reports(self) -> list[LoadReport]:
-        """What did not match, per model."""
+        """Reports of names that did not match, per model."""
         return [plan.report for plan in self.models]
 
     def apply(self, together: Agreement, undo: Undo) -> None:
-        """Change the run. `undo` can take back every change. Ranks: every rank."""
+        """Apply the changes to the run. `undo` can roll back every change. Ranks: every rank."""
         parts = self.parts
         if self.progress:
             settle_loops(parts, together)
@@ -80,12 +80,12 @@ class Restore:
         self.seed_generators()
         if self.progress and parts.epochs is not None and self.progress["epochs"] is not None:
             parts.epochs.load_state_dict(self.progress["epochs"])
-        together.share()  # what trackers have logged since the checkpoint is removed for good: all else must have succeeded
+        together.share()  # trackers delete the steps logged since the checkpoint for good: all else must have succeeded
         if self.progress and parts.trackers is not None and self.progress["trackers"] is not None:
             parts.trackers.load_state_dict(self.progress["trackers"])
 
     def _keep(self, undo: Undo) -> None:
-        """Keep everything that will change; the memory of new optimizer state need not be kept."""
+        """Save everything that will change, except the memory of new optimizer state."""
         parts = self.parts
         undo.add("random generators", parts.randomness.holding())
         undo.keep_attributes(parts.clock)
@@ -95,7 +95,7 @@ class Restore:
             undo.keep_attributes(optimizer, tensors=False)
             inner = getattr(optimizer, "optimizer", optimizer)
             undo.keep_attributes(inner, tensors=False)
-            if callable(keeping := getattr(inner, "keeping", None)):  # an engine's state lies outside its attributes
+            if callable(keeping := getattr(inner, "keeping", None)):  # an engine's state is outside its attributes
                 undo.add("engine", keeping())
         for scheduler in parts.objects.schedulers:
             undo.keep_attributes(scheduler, tensors=False)
@@ -103,7 +103,7 @@ class Restore:
             undo.keep_attributes(parts.precision.scaler)
         for thing, _ in self.stateful:
             if (track := getattr(getattr(thing, "parts", None), "track", None)) is not None:
-                undo.keep_attributes(track)  # an iteration in progress goes on; after load_state_dict it would not
+                undo.keep_attributes(track)  # an iteration in progress continues; after load_state_dict it would not
             if thing is not parts.precision:
                 undo.keep_stateful(thing)
         undo.keep_targets([copy for plan in self.models for copy in plan.copies])
@@ -141,13 +141,13 @@ class Restore:
             for key, value in counts.items():
                 if hasattr(optimizer, key):
                     setattr(optimizer, key, value)
-            optimizer.spent = False  # the gradients it had used are replaced
+            optimizer.spent = False  # the used gradients are replaced
         for scheduler, seen in zip(parts.objects.schedulers, saved["schedulers"], strict=False):
             if hasattr(scheduler, "_seen"):
                 scheduler._seen = seen
 
     def _loops(self, together: Agreement) -> None:
-        """What wrapped models keep, the gradients of the window in progress, and the clock. Ranks: every rank."""
+        """Restore the wrapped models' loop state, the open window's gradients, and the clock. Ranks: every rank."""
         parts, gradients = self.parts, self.gradients or Gradients()
         plain = parts.plain_models()
         names = parameter_names(plain)
@@ -168,7 +168,7 @@ class Restore:
 
 
 class _PartOf:
-    """The part of a module's state that loading hands to its load_state_dict, as an object with state."""
+    """The subset of a module's state that is loaded by its load_state_dict, as an object with state."""
 
     def __init__(self, module: nn.Module, keys: Mapping[str, Any]) -> None:
         self._module = module
@@ -182,7 +182,7 @@ class _PartOf:
 
 
 def _into_live_state(plan: OptimizerPlan) -> Iterator[Copy]:
-    """The copies that overwrite what the optimizer holds now; on a lazy device, where no address tells, all of them."""
+    """Return the copies that overwrite existing optimizer state; on a lazy device, without addresses, all of them."""
     held = {
         _address(local_tensor(value))
         for state in plan.optimizer.state.values()
@@ -206,9 +206,9 @@ def plan_restore(
     strict: bool,
     mesh: Mapping[str, int] | None = None,
 ) -> Restore:
-    """Check the whole checkpoint against the run. Ranks: every rank for itself; changes nothing.
+    """Check the whole checkpoint against the run. Ranks: each rank independently; changes nothing.
 
-    `models` are the user's own modules; None stands for one that a load hook takes care of.
+    `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
     here = Layout(rank, world_size, mesh or checkpoint.manifest.mesh, {})
@@ -225,7 +225,7 @@ def plan_restore(
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
         log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)
         return plan
-    # a rank that was not there before continues from one that was
+    # a new rank continues from one that existed
     plan.progress = checked_progress(load_packed(checkpoint, "progress", rank % saved_world))
     plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
     if "gradients" in checkpoint.manifest.components:
@@ -280,9 +280,9 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size:
 
 
 def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
-    """Return the old rank whose state this rank loads, when states differed and the number of processes is another.
+    """Return the old rank whose state this rank loads, when states differed and the world size has changed.
 
-    Raises: CheckpointError for a registered object, when strict: nobody but its owner knows how to share it out.
+    Raises: CheckpointError for a registered object, when strict: hasten cannot redistribute its state.
     """
     saved_world = checkpoint.manifest.world_size
     if name.startswith("scheduler"):
@@ -306,7 +306,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
 
 
 def _plan_window(plan: Restore, checkpoint: Checkpoint, here: Layout, strict: bool) -> None:
-    """The gradients of the window in progress, and the clock that counts them."""
+    """Plan the gradients of the window in progress, and the clock that counts them."""
     parts = plan.parts
     models = parts.plain_models()
     names = parameter_names(models)
@@ -328,10 +328,10 @@ def _plan_window(plan: Restore, checkpoint: Checkpoint, here: Layout, strict: bo
         plan.progress = {**plan.progress, "clock": _mean_clock(checkpoint, here, plan.progress["clock"])}
 
 
-def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file holds
-    """Return the counters of a run, tried out on a clock that nobody uses.
+def checked_progress(saved: Any) -> dict[str, Any]:  # Any: content of the file
+    """Return the counters of a run, after testing them on an unused clock.
 
-    Raises: CorruptCheckpointError when they are not what `collect` wrote.
+    Raises: CorruptCheckpointError when `collect` did not write them.
     """
     try:
         StepClock().load_state_dict(saved["clock"], gradients=True)
@@ -353,7 +353,7 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file ho
 def _loops_of(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if "loops" in saved:
         return list(saved["loops"])
-    pairs = zip(saved["bucket_order"], saved["buffer_sync"], strict=True)  # as hasten wrote them at first
+    pairs = zip(saved["bucket_order"], saved["buffer_sync"], strict=True)  # the format of early versions
     return [{"bucket_order": order, "buffer_sync": flag} for order, flag in pairs]
 
 

@@ -1,4 +1,4 @@
-"""The state of a run as a StateTree: every part as a component."""
+"""State of a run as a StateTree, with one component per object."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ log = logging.getLogger(__name__)
 
 
 class Randomness:
-    """Captures and restores python's, numpy's, torch's and the device's generators."""
+    """Capture and restoration of the generators of Python, numpy, torch and the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def capture(self) -> dict[str, Any]:  # Any: tensors and numbers
-        """Return the state of all generators, and the seed the run was started with."""
+        """Return the state of all generators, and the seed of the run."""
         return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
 
     def holding(self) -> Callable[[], None]:
-        """Returns what puts the generators back to where they are now."""
+        """Return a function that restores the current states of the generators."""
         state = RngState.capture(self._device)
         return lambda: state.restore(self._device)
 
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
-        """Checks a saved state and returns what puts it in place.
+        """Check a saved state and return a function that restores it.
 
-        Raises: CorruptCheckpointError when it is not one.
+        Raises: CorruptCheckpointError when it is invalid.
         """
         state = RngState.from_tree(_checked(saved)["generators"])
         _try_out(state)
         return lambda: state.restore(self._device, "error" if strict else "warn")
 
     def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], None]:
-        """Returns what seeds the generators by (seed of the run, rank, step), for another number of processes."""
+        """Return a function that seeds the generators by (seed of the run, rank, step), for another world size."""
         digest = hashlib.sha256(f"{_checked(saved)['seed']}/{rank}/{step}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little")
 
@@ -76,7 +76,7 @@ def _checked(saved: Any) -> Mapping[str, Any]:
 
 
 def _try_out(state: RngState) -> None:
-    """Set generators that nobody uses, so that an impossible state is found before any real one changes."""
+    """Set unused generators, so that an invalid state is found before any real one changes."""
     try:
         words = tuple(state.python["words"].tolist())
         random.Random().setstate((state.python["version"], words, state.python["gauss"]))
@@ -91,7 +91,7 @@ def _try_out(state: RngState) -> None:
 
 
 class Objects(Protocol):
-    """What an Accelerator has prepared."""
+    """The objects that an Accelerator has prepared."""
 
     @property
     def models(self) -> Sequence[nn.Module]: ...
@@ -105,7 +105,7 @@ class Objects(Protocol):
 
 @dataclass(slots=True)
 class RunParts:
-    """Everything a checkpoint is made from. The lists grow as the run goes on."""
+    """All objects that a checkpoint is made from. The lists grow during the run."""
 
     objects: Objects
     unwrap: Callable[[nn.Module], nn.Module]
@@ -118,22 +118,22 @@ class RunParts:
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
 
     def plain_models(self) -> list[nn.Module]:
-        """Return the user's own modules."""
+        """Return the user's modules, without wrappers."""
         return [self.unwrap(model) for model in self.objects.models]
 
 
 def numbered_name(stem: str, index: int) -> str:
-    """`model`, `model_1`, `model_2`: the familiar way to count."""
+    """Return `model`, `model_1`, `model_2`: the first name has no number."""
     return stem if index == 0 else f"{stem}_{index}"
 
 
 def num_updates(parts: RunParts) -> int:
-    """Optimizer updates of the run so far."""
+    """Return the number of optimizer updates of the run so far."""
     return max((int(getattr(optimizer, "num_updates", 0)) for optimizer in parts.objects.optimizers), default=0)
 
 
 def settle_loops(parts: RunParts, together: Agreement) -> None:
-    """Let wrapped models finish what the next forward would do first, together. Ranks: every rank."""
+    """Run the work that wrapped models postpone to the next forward, on all ranks together. Ranks: every rank."""
     waiting = [parts.loops.unsettled(model) for model in parts.objects.models]
     ready: list[list[bool]] = together.share([action is not None for action in waiting])
     for index, action in enumerate(waiting):
@@ -142,9 +142,9 @@ def settle_loops(parts: RunParts, together: Agreement) -> None:
 
 
 def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | None]) -> StateTree:
-    """Return the run's state; `weights` per model are what save hooks left of the state dicts (None: untouched).
+    """Return the run's state; `weights` per model are the state dicts edited by save hooks (None: not edited).
 
-    Local: every rank for itself.
+    Local: each rank independently.
     """
     models = parts.plain_models()
     names = parameter_names(models)
@@ -208,7 +208,7 @@ def _progress(parts: RunParts, loops: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # Any: the stored value
-    """Return a component that is not tensors alone, as it was given; its tensors are copies, free of the files."""
+    """Return a component that is not tensors alone, unpacked; its tensors are copies, independent of the files."""
     found = checkpoint.component(name, rank)
     tensors = {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()}
     tensors |= {alias: tensors[key] for alias, key in found.aliases.items()}
@@ -222,24 +222,24 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 
 class HookHandle:
-    """Takes a hook off again."""
+    """Handle that removes a hook."""
 
     def __init__(self, hooks: dict[int, Any], key: int) -> None:  # Any: hooks of either kind
         self._hooks = hooks
         self._key = key
 
     def remove(self) -> None:
-        """Take the hook off; harmless to repeat."""
+        """Remove the hook; safe to call repeatedly."""
         self._hooks.pop(self._key, None)
 
 
 def run_save_hooks(
     hooks: Mapping[int, SaveHook], parts: RunParts, folder: str, together: Agreement
 ) -> list[Mapping[str, Any] | None]:
-    """What hooks left of each model's weights; None where there was none to ask. Ranks: every rank.
+    """Run the save hooks and return each model's edited weights; None where there is no hook. Ranks: every rank.
 
-    Scripts write models in a format of their own, and take the weights out, on the main process alone: what is taken out
-    there is taken out on every rank, and nothing else is.
+    Scripts write models in custom formats, and remove the weights, on the main process only: weights that are removed
+    there are removed on every rank, and no others.
     """
     models = list(parts.plain_models())
     given: list[dict[str, Any]] = [dict(model.state_dict()) for model in models] if hooks else []
@@ -254,13 +254,13 @@ def run_save_hooks(
         left = {id(weight) for weight in weights}
         own, kept = list(given), [id(weight) in left for weight in given]
     on_main: list[bool] = together.share(kept)[0]
-    if len(on_main) != len(own):  # ranks hold different models: refused, by name, when the state is compared
+    if len(on_main) != len(own):  # ranks hold different models: refused by name when the state is compared
         return own
     return [weight if stays else {} for weight, stays in zip(own, on_main, strict=True)]
 
 
 def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) -> list[nn.Module | None]:
-    """Return the models that hooks left to be loaded, None in place of the others."""
+    """Run the load hooks and return the models that remain to be loaded, None in place of the others."""
     given = list(parts.plain_models())
     models = list(given)
     for hook in list(hooks.values()):
@@ -269,9 +269,9 @@ def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) 
     return [model if id(model) in left else None for model in given]
 
 
-def _call(hook: Callable[..., None], *given: Any) -> None:  # Any: what hooks of either kind are given
+def _call(hook: Callable[..., None], *given: Any) -> None:  # Any: arguments of hooks of either kind
     try:
         hook(*given)
-    except Exception as error:  # of any type: other ranks must hear of it
+    except Exception as error:  # of any type: other ranks must learn of it
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise HookError(f"the hook {name} raised {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""A batch of a saved run: its dataset indices from the checkpoint, and its samples from the user's dataset."""
+"""Inspection of a saved run's batch: its dataset indices from the checkpoint, its samples from the user's dataset."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec
 from hasten.state.run_state import load_packed, numbered_name
 
 
-def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the user's own function
-    """Return the function or class that `module:function` names; `instead` says what else may be given.
+def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the user's function
+    """Return the function or class that `module:function` names; `instead` describes the alternative in errors.
 
     Raises: ConfigError when there is no such module or function.
     """
@@ -50,7 +50,7 @@ _SHOWN: Final = 200
 
 
 def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> Found:
-    """Return the batch that this rank of the saved run was given.
+    """Return a batch that this rank of the saved run read.
 
     Raises: CheckpointError when there is no such checkpoint; DataError when there is no such loader, rank or batch.
     """
@@ -70,7 +70,7 @@ def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> F
     return lookup.find(state, mesh.index(rank, *BATCH), batch, epoch)
 
 
-def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's own samples
+def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's samples
     """Return the samples of the batch, from the dataset that `module:function` returns.
 
     Raises: ConfigError when there is no such function.
@@ -85,7 +85,7 @@ def as_json(found: Found, samples: list[Any] | None) -> dict[str, Any]:  # Any: 
 
 
 def in_words(found: Found, rank: int, samples: list[Any] | None) -> Iterator[str]:
-    """Lines for a terminal."""
+    """Yield the lines that describe the batch for a terminal."""
     notes = [
         "" if found.given else "not yet given when the checkpoint was saved",
         "left out by the run" * found.left_out,
@@ -99,7 +99,7 @@ def in_words(found: Found, rank: int, samples: list[Any] | None) -> Iterator[str
 
 
 def describe(sample: Any, name: str = "") -> Iterator[str]:
-    """One line for each part of a sample: shape, range and what is not finite of tensors, the text of other values."""
+    """Yield one line for each value in a sample: shape, range and non-finite counts of tensors, the text of others."""
     label = f"{name}: " if name else ""
     if isinstance(sample, Tensor):
         yield f"{label}{_tensor(sample)}"

@@ -1,4 +1,4 @@
-"""Saving and loading the state of a run, as the Accelerator offers it."""
+"""Saving and loading the state of a run, as methods for the Accelerator."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def find_source(
     input_dir: str | Path | None,
     must: bool,
 ) -> tuple[CheckpointStore, str, bool] | None:
-    """Store and name of what is loaded, and whether it is a copy in memory; None if there is nothing and nothing `must` be.
+    """Return store and name of the state to load, and whether it is in memory; None if not found and not `must`.
 
     Ranks: every rank.
     """
@@ -104,7 +104,7 @@ def find_source(
 
 
 class Saving:
-    """Writes and reads checkpoints of one run; an Accelerator's collaborator."""
+    """Saving and loading of one run's checkpoints; a component of the Accelerator."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Saving:
         self._notes = dict(notes or {})
         self._sizes = sizes
         self.whole = whole
-        """Whether rank 0 writes whole weights instead of every rank its shards."""
+        """True if rank 0 writes whole weights instead of every rank its shards."""
         self._iteration = project.iteration
         self._save_hooks: dict[int, SaveHook] = {}
         self.load_hooks: dict[int, LoadHook] = {}
@@ -134,19 +134,19 @@ class Saving:
         self._newest: str | None = None
         """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
-        """Copies of the newest state in the memory of machines, if they are kept."""
+        """Copies of the newest state in the memory of machines, if enabled."""
         self._machine_owners = MachineOwners()
 
-    # -- what is saved --------------------------------------------------------------------------------------------
+    # -- objects to save ------------------------------------------------------------------------------------------
     @property
     def iteration(self) -> int:
-        """The number the next automatic checkpoint gets, unless higher ones exist."""
+        """Number of the next automatic checkpoint, unless higher ones exist."""
         return self._iteration
 
     def reserve(self) -> None:
-        """Take the host memory for background saves now, while training goes on, so that the first one is fast too.
+        """Allocate the host memory for background saves now, during training, so that the first save is fast too.
 
-        To be called when the optimizers have their state: after the first step.
+        Call it when the optimizers have their state: after the first step.
         """
         state = collect(self._parts, "safetensors", [None] * len(self._parts.objects.models))
         size = sum(component.num_bytes for component in state.components.values())
@@ -154,11 +154,11 @@ class Saving:
         self._writer.reserve(size, None if device.type == "cpu" or kind_of(device).lazy else device)
 
     def wait_for_memory(self) -> None:
-        """Return when the memory that `reserve` asked for is there."""
+        """Block until the memory that `reserve` requested is allocated."""
         self._writer.wait_for_memory()
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
-        """Save and load these objects too, in this order. Ranks: every rank, the same objects."""
+        """Save and load these objects too, in this order. Ranks: every rank, with the same objects."""
         for thing in objects:
             if not callable(getattr(thing, "state_dict", None)) or not callable(
                 getattr(thing, "load_state_dict", None)
@@ -176,7 +176,7 @@ class Saving:
         return HookHandle(self._save_hooks, self._hook_count)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
-        """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
+        """Call `hook(models, folder)` before each load; models that it removes from the list are its to load."""
         self._hook_count += 1
         self.load_hooks[self._hook_count] = hook
         return HookHandle(self.load_hooks, self._hook_count)
@@ -189,11 +189,11 @@ class Saving:
         blocking: bool = True,
         metrics: Mapping[str, float] | None = None,
     ) -> str:
-        """Save the whole state of the run; where it lies (or will lie, when not blocking).
+        """Save the whole state of the run and return its path (complete later, when not blocking).
 
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
-        goes on while it is written; a failure is raised by the next save, `wait_for_saves` or `close`.
-        Ranks: every rank. Raises: MissingRanksError when some ranks do not come; CheckpointError when one failed.
+        continues during the write; a failure is raised by the next save, `wait_for_saves` or `close`.
+        Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
         with agreeing(self._ctx.world, "save_state", self._project.checkpoint_arrival_s) as together:
             self.wait_for_saves()
@@ -222,7 +222,7 @@ class Saving:
                 return place
 
     def keep_in_memory(self, every: int) -> None:
-        """Copy the state into the memory of this machine and its neighbour, every so many updates."""
+        """Copy the state into the memory of this machine and its neighbour, every `every` updates."""
         project, updates = self._project, partial(num_updates, self._parts)
         root = memory_root(self._ctx, every)
         self.memory = MemoryCopies(self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s)
@@ -231,7 +231,7 @@ class Saving:
     def _write_copy(
         self, store: LocalStore, name: str, machine: Machine, together: Agreement, told: Callable[[int], None]
     ) -> None:
-        """Write the state of this machine's ranks; `told` hears this rank's bytes before. Ranks: every rank."""
+        """Write the state of this machine's ranks; `told` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
         settle_loops(self._parts, together)
         group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
@@ -249,7 +249,7 @@ class Saving:
         tree = collect(self._parts, fmt, weights)
         if group.ranks == self._ctx.world.ranks:
             tree = owned_by_axes(tree, self._is_first)
-        else:  # disks of their own: each machine writes all that its ranks hold
+        else:  # separate disks: each machine writes everything that its ranks hold
             tree = self._machine_owners.owned(tree, group.ranks, together)
         tree = divided(tree, self._parts.plain_models(), self._ctx)
         if self.whole:
@@ -257,10 +257,10 @@ class Saving:
         return with_own_state(tree, self._parts, together)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:
-        """Return whether this rank is the first along all axes but `own`; stages hold different parameters."""
+        """Return True if this rank is the first along all axes except `own` and `pp` (stages hold other parameters)."""
         among = {Axis(name) for name in own} | {Axis.PP}
         if Axis.DP_SHARD in among:
-            among.add(Axis.CP)  # torch's mesh takes it in
+            among.add(Axis.CP)  # torch's mesh includes it
         return self._ctx.mesh.index(self._ctx.rank, *(axis for axis in AXES if axis not in among)) == 0
 
     def _write(
@@ -282,7 +282,7 @@ class Saving:
         self._guard.install()
         try:
             go = self._writer.submit(partial(work, prepared, self._writer.comm, place), group.draft.name)
-            together.share()  # every rank has its thread: none will wait for one that never comes
+            together.share()  # every rank has its thread, so none waits for a missing one
         except BaseException:
             self._writer.cancel()
             raise
@@ -341,7 +341,7 @@ class Saving:
 
     # -- saves in flight ------------------------------------------------------------------------------------------
     def wait_for_saves(self) -> None:
-        """Return when no save is in flight. Raises: the error of a save that failed in the background."""
+        """Block until no save is in flight. Raises: the error of a save that failed in the background."""
         try:
             self._writer.wait()
         finally:
@@ -350,11 +350,11 @@ class Saving:
     def _join_quietly(self) -> None:
         try:
             self._writer.wait()
-        except Exception as error:  # the process is about to end; the error has no caller any more
+        except Exception as error:  # the process is about to end, so no caller can handle the error
             log.error("the save in flight failed: %s", error, main_process_only=False)
 
     def close(self) -> None:
-        """Finish the save in flight, give memory and signal handlers back. Raises: the error of that save."""
+        """Finish the save in flight, free memory and restore signal handlers. Raises: the error of that save."""
         self.preemption.close()
         try:
             self.wait_for_saves()
@@ -369,16 +369,16 @@ class Saving:
         allow_pickle: bool = False,
         verify: bool = True,
     ) -> list[LoadReport]:
-        """Put the run back to where a checkpoint was saved; what did not match, per model, when not strict.
+        """Restore the run from a checkpoint; return the names that did not match, per model, when not strict.
 
-        Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is taken, or the copy that
-        `checkpoint_in_memory` has kept if that is newer. All is verified on every rank before anything in memory changes.
-        Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
+        Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is loaded, or the copy of
+        `checkpoint_in_memory` if that is newer. Everything is verified on every rank before anything in memory changes.
+        Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
         return self._load(input_dir, strict, allow_pickle, verify) or []
 
     def resume(self) -> bool:
-        """Load the newest state there is, in memory or on the disk, as load_state does; False when there is none yet.
+        """Load the newest state, in memory or on the disk, as load_state does; return False when there is none yet.
 
         Ranks: every rank. Raises: CheckpointError, as load_state.
         """
@@ -399,7 +399,7 @@ class Saving:
             if (source := find_source(self._project, self.memory, together, input_dir, must)) is None:
                 return None
             store, name, from_memory = source
-            verify = verify and not from_memory  # then it is verified already
+            verify = verify and not from_memory  # memory copies are verified already
             with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
                 together.label = f"checking {name!r} against this run"
                 models = run_load_hooks(self.load_hooks, self._parts, str(checkpoint.folder))
@@ -422,19 +422,19 @@ class Saving:
         return reports
 
     def newest(self, wait: bool = False) -> str | None:
-        """Return the checkpoint this run has saved or loaded last; `wait` (on every rank) counts a save in flight."""
+        """Return the checkpoint that this run saved or loaded last; `wait` (every rank) includes a save in flight."""
         if wait:
             self.wait_for_saves()
         return self._newest
 
     def reconfigure(self, strategy: Strategy) -> None:
-        """Save and load what another strategy prepares."""
+        """Save and load the objects that another strategy prepares."""
         self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
 
     # -- preemption -----------------------------------------------------------------------------------------------
     @property
     def preempted(self) -> bool:
-        """Whether this run was told to stop (SIGTERM, SIGUSR1) on any rank. Ranks: every rank, once per step."""
+        """True if any rank was asked to stop (SIGTERM, SIGUSR1). Ranks: every rank, once per step."""
         return self.preemption.agreed()
 
 

@@ -1,4 +1,4 @@
-"""Undoing a load that failed: what each part was before, put back in reverse order."""
+"""Rollback of a failed load: previous values, restored in reverse order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hasten.runtime.logs import get_logger
 log = get_logger(__name__)
 
 _SPARE_BYTES = 1024**3
-"""Device memory that keeping old values leaves free for what else loading allocates."""
+"""Device memory that saving old values leaves free for other allocations of the load."""
 
 
 class Stateful(Protocol):
-    """Anything with state: registered objects, loaders, schedulers, trackers."""
+    """Object with state: registered objects, loaders, schedulers, trackers."""
 
     def state_dict(self) -> Any: ...  # Any: plain values and tensors
 
@@ -34,7 +34,7 @@ class Stateful(Protocol):
 
 
 class Undo:
-    """A block whose changes are taken back when it fails: each `keep_...` is called before its part is changed."""
+    """Context manager that rolls back changes when its block fails; call `keep_...` before changing an object."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Callable[[], object]]] = []
@@ -51,13 +51,13 @@ class Undo:
         if error is None:
             steps.clear()
             for device in devices:
-                empty_cache(device)  # the old values were in memory that training has no use for
+                empty_cache(device)  # the old values were in memory that training does not use
             return
         for what, step in reversed(steps):
             try:
                 with torch.no_grad():
                     step()
-            except Exception as problem:  # the other parts must be put back all the same
+            except Exception as problem:  # the other objects must be restored nevertheless
                 text = (
                     f"{what} could not be put back to what it was before loading: {type(problem).__name__}: {problem}"
                 )
@@ -69,16 +69,16 @@ class Undo:
         self._steps.append((what, step))
 
     def keep_stateful(self, thing: Stateful) -> None:
-        """Keep an object by its own state_dict; tensors are copied to host memory."""
+        """Save an object by its state_dict; tensors are copied to host memory."""
         before = trees.map_leaves(_kept, thing.state_dict())
         self.add(type(thing).__name__, lambda: thing.load_state_dict(trees.map_leaves(_thawed, before)))
 
     def keep_attributes(self, thing: object, tensors: bool = True) -> None:
-        """Keep an object's attributes and what is in their containers; `tensors` copies those they hold as well."""
+        """Save an object's attributes and the content of their containers; `tensors` also copies their tensors."""
         self.add(type(thing).__name__, _keep_attributes(thing, tensors))
 
     def keep_targets(self, copies: Sequence[Copy]) -> None:
-        """Save the memory that these copies will overwrite: on its device where there is room, else on the host."""
+        """Save the memory that these copies will overwrite: on its device if there is space, else on the host."""
         back = [Copy(one.target, self._memory_like(one.target)) for one in copies]
         run_copies([Copy(one.source, one.target) for one in back])
         self.add("tensors", lambda: run_copies(back))
@@ -86,7 +86,7 @@ class Undo:
     def _memory_like(self, target: Tensor) -> Tensor:
         """Allocate memory for a tensor's old values."""
         if type(target) is not Tensor and not isinstance(target, torch.nn.Parameter):
-            return target.detach().clone()  # subclasses know best how they are copied
+            return target.detach().clone()  # subclasses define how they are copied
         if target.device.type != "cpu":
             if target.device not in self._room:
                 self._room[target.device] = free_memory(target.device) - _SPARE_BYTES
@@ -101,7 +101,7 @@ class Undo:
 
 
 class _Kept:
-    """A copy of a tensor in host memory, which knows the device it came from."""
+    """A copy of a tensor in host memory, with the device it came from."""
 
     def __init__(self, tensor: Tensor) -> None:
         spread = is_dtensor(tensor)
@@ -109,7 +109,7 @@ class _Kept:
         self.copy = tensor.detach().clone() if spread else tensor.detach().to("cpu", copy=True)
 
     def thawed(self) -> Tensor:
-        """Return the tensor on its device; a copy of its own for whoever loads it."""
+        """Return a separate copy of the tensor on its device."""
         return self.copy.clone() if is_dtensor(self.copy) else self.copy.to(self.device, copy=True)
 
 
@@ -140,7 +140,7 @@ def _keep_attributes(thing: object, tensors: bool) -> Callable[[], None]:
 
 
 def _keep_inside(value: Any, tensors: bool) -> Callable[[], None]:
-    """What restores the contents of a container (and of those in it), or the numbers of a tensor, in place."""
+    """Return a function that restores the content of a container (recursively), or the values of a tensor, in place."""
     if isinstance(value, Tensor):
         return _keep_tensor(value) if tensors else _nothing
     if isinstance(value, (dict, collections.UserDict)):
@@ -170,4 +170,4 @@ def _keep_tensor(value: Tensor) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Nothing to put back: the value cannot change, or is kept elsewhere."""
+    """Do nothing: the value cannot change, or is saved elsewhere."""

@@ -1,4 +1,4 @@
-"""The gradients of an accumulation window in progress: saved as they are, or shared out over another layout."""
+"""Gradients of an accumulation window in progress: restored unchanged, or redistributed over another layout."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _SHARDED: Final = "sharded/"
-"""Prefix of gradients that are reduced already, of which each rank holds a slice. Without a prefix: whole, its own."""
-_FORMAT: Final = 2  # before, slices did not say where they lie
+"""Prefix of gradients that are reduced already, of which each rank holds a slice. Without a prefix: whole and local."""
+_FORMAT: Final = 2  # earlier, slices had no offsets
 
 
 def gradients_component(
     models: Sequence[nn.Module], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
 ) -> Component:
-    """What a window in progress has gathered on this rank; `held` is what wrapped models keep besides .grad."""
+    """Return the window's gradients accumulated on this rank; `held` are those of wrapped models besides .grad."""
     grads = {id(p): p.grad for model in models for p in model.parameters() if p.grad is not None}
     return _component(grads, names, held, groups)
 
 
 def unowned_component(grads: Mapping[int, Tensor], names: Mapping[int, str]) -> Component:
-    """The gradients, by the identity of their parameters, that stay when a window ends, because no optimizer clears them."""
+    """Return the gradients, by parameter id, that remain when a window ends, because no optimizer clears them."""
     return _component(grads, names, {}, {})
 
 
@@ -55,7 +55,7 @@ def _component(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the run that loads is laid out: what decides whether saved gradients fit as they are."""
+    """Layout of the loading run, which decides whether saved gradients fit unchanged."""
 
     rank: int
     world_size: int
@@ -69,7 +69,7 @@ def loss_ranks(mesh: Mapping[str, int], world_size: int) -> int:
 
 
 def same_data(checkpoint: Checkpoint, here: Layout) -> bool:
-    """Return whether each rank reads the samples that the rank of this number read in the run that saved."""
+    """Return True if each rank reads the samples that the same rank read in the saved run."""
     saved = checkpoint.manifest.mesh
     apart = [str(axis) for axis in AXES if axis not in BATCH]
     alike = not saved or not here.mesh or all(saved.get(axis, 1) == here.mesh.get(axis, 1) for axis in apart)
@@ -78,7 +78,7 @@ def same_data(checkpoint: Checkpoint, here: Layout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What each parameter's .grad will be on this rank, by name, and what wrapped models will hold besides."""
+    """The .grad of each parameter on this rank, by name, and the gradients that wrapped models hold besides."""
 
     of: dict[str, Tensor] = field(default_factory=dict)
     held: dict[str, Tensor] = field(default_factory=dict)
@@ -94,12 +94,12 @@ def plan_gradients(
     strict: bool,
     component: str = "gradients",
 ) -> Gradients:
-    """Return the gradients of the saved window for this rank. Changes nothing; every rank for itself.
+    """Return the gradients of the saved window for this rank. Changes nothing; each rank independently.
 
-    On the layout they were saved from they come back bit for bit. On any other, each parameter gets the mean over the
-    ranks that saved (slices of it are read as they are), whose mean over any number of ranks is the same: the update at
-    the end of the window is that of the uninterrupted one, up to the rounding of a mean.
-    Raises: CheckpointError when that cannot be done.
+    With the layout they were saved from, they are restored bit for bit. With any other, each parameter gets the mean
+    over the saving ranks (slices are read unchanged), whose mean over any number of ranks is the same: the update at
+    the end of the window equals that of the uninterrupted run, up to the rounding of a mean.
+    Raises: CheckpointError when that is impossible.
     """
     live = {names[id(p)]: p for model in models for p in model.parameters()}
     saved_world = checkpoint.manifest.world_size
@@ -115,7 +115,7 @@ def plan_gradients(
             f"{checkpoint.folder}: the accumulation window in progress has gradients of {strangers[:4]}, which no model "
             "here holds. Nothing was loaded. Prepare the models that were saved, or load with strict=False."
         )
-    # A weighted window is divided by the number of ranks at its end: the sum over ranks must stay, not the mean.
+    # A weighted window is divided by the number of ranks at its end: preserve the sum over ranks, not the mean.
     saved_ranks = loss_ranks(checkpoint.manifest.mesh, saved_world)
     factor = saved_ranks / loss_ranks(here.mesh, here.world_size) if weighted else 1.0
     moved = ((name, _moved(name, parameter, everyone, strict)) for name, parameter in live.items())
@@ -136,7 +136,7 @@ def _as_they_are(mine: Found) -> Gradients:
 
 
 def _fits(mine: Found, live: Mapping[str, Tensor], checkpoint: Checkpoint, here: Layout) -> bool:
-    """Return whether this rank's own gradients can be put back as they are."""
+    """Return True if this rank's gradients can be restored unchanged."""
     notes: Mapping[str, Any] = mine.data if isinstance(mine.data, dict) else {}
     for key in mine.keys():  # noqa: SIM118 - names of the same tensor count too
         pieces, parameter = mine.of(key) or [], live.get(_plain(key))
@@ -186,7 +186,7 @@ def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
 
 
 def _moved(name: str, parameter: Tensor, everyone: Sequence[Found], strict: bool) -> Tensor | None:
-    """Return this rank's part of the mean gradient of one parameter; None when no rank had one."""
+    """Return this rank's shard of the mean gradient of one parameter; None when no rank had one."""
     own = as_stored(parameter)
     target = own if isinstance(own, Slice) else Slice(own, tuple(own.shape), (0,) * own.dim())
     reduced = _distinct(piece for found in everyone for piece in found.of(_SHARDED + name) or [])
@@ -203,7 +203,7 @@ def _moved(name: str, parameter: Tensor, everyone: Sequence[Found], strict: bool
 
 
 def _distinct(pieces: Any) -> list[Piece]:  # Any: an iterator of pieces
-    """Pieces without the copies that replicas keep, and without empty ones."""
+    """Return the pieces without duplicates of replicas, and without empty ones."""
     found: dict[tuple[int, ...], Piece] = {}
     for piece in pieces:
         if piece.data.numel():
@@ -212,7 +212,7 @@ def _distinct(pieces: Any) -> list[Piece]:  # Any: an iterator of pieces
 
 
 def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
-    """Return the target's part of a gradient, read from the pieces that hold it; halves are summed in float32."""
+    """Return the target's slice of a gradient, read from the pieces with it; half precision is summed in float32."""
     dtype = pieces[0].data.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     part = torch.empty(target.data.shape, dtype=wide)
@@ -222,7 +222,7 @@ def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
 
 
 def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: Mapping[str, Tensor]) -> None:
-    """Give parameters the gradients of the window in progress, and no others."""
+    """Set the parameters' gradients to those of the window in progress, and clear all others."""
     for model in models:
         for parameter in model.parameters():
             gradient = saved.get(names[id(parameter)])
@@ -230,7 +230,7 @@ def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: 
 
 
 def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as the gradient of the parameter."""
+    """Return this rank's shard of a gradient as the gradient of the parameter."""
     if not is_dtensor(parameter):
         return part.to(parameter.device, parameter.dtype, copy=True)
     room = torch.empty_like(parameter, requires_grad=False)

@@ -1,5 +1,5 @@
-"""The files of a checkpoint: manifest, safetensors and torch files, checksums.
+"""File formats of a checkpoint: manifest, safetensors and torch files, checksums.
 
-Start with `manifest.py` (what a checkpoint says of itself) and `formats.py` (reading and writing tensors of either kind).
-`layout.py` and `packing.py` decide which tensor goes into which file.
+Start with `manifest.py` (the table of contents of a checkpoint) and `formats.py` (reading and writing both tensor formats).
+`layout.py` assigns tensors to files, `packing.py` turns nested state into JSON plus tensors.
 """

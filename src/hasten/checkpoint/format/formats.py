@@ -1,4 +1,4 @@
-"""File formats: tensors as safetensors or as torch files, both written from one list of segments and read by mapping."""
+"""File formats: tensors as safetensors or torch files, both written as segments and read by memory-mapping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hasten.runtime.devices import kind_of
 _METADATA = "__metadata__"
 _OURS = "hasten"
 _ZIP: Final = b"PK\x03\x04"
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+_MAX_HEADER_BYTES = 100_000_000  # the limit set by the safetensors format
 DTYPES: Final = MappingProxyType(
     {
         "BOOL": torch.bool,
@@ -53,7 +53,7 @@ DTYPE_NAMES: Final = MappingProxyType({dtype: name for name, dtype in DTYPES.ite
 
 
 class MappedFile:
-    """A file whose bytes are read when they are looked at, also after it was deleted."""
+    """A memory-mapped file, readable also after it was deleted."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -62,15 +62,15 @@ class MappedFile:
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def place(self, part: Tensor) -> int | None:
-        """Return where in the file a tensor begins; None when it is a copy."""
+        """Return the offset in the file at which a tensor begins; None when the tensor is a copy."""
         start = part.data_ptr() - self.data.data_ptr()
         return start if 0 <= start < self.data.numel() else None
 
     def open(self) -> int | None:
-        """Return a descriptor of the same file; None when it is no longer there under its name."""
+        """Return a descriptor of the same file; None when the file is no longer there under its name."""
         try:
             fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError:  # the mapping stays good, and tells of a broken disk in its own way
+        except OSError:  # the mapping stays valid, and reports a broken disk itself
             return None
         if _identity(os.fstat(fd)) == self._identity:
             return fd
@@ -84,7 +84,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor found in a file: the mapped bytes, and where they lie in the global tensor."""
+    """A tensor found in a file: the mapped bytes, and their position in the global tensor."""
 
     data: Tensor
     shape: tuple[int, ...]
@@ -102,9 +102,9 @@ class TensorFile:
 
 
 def dense(tensor: Tensor, key: str) -> Tensor:
-    """Return the tensor as consecutive plain memory; a copy only when it is laid out in another way.
+    """Return the tensor as contiguous plain memory, copied only if it has another layout.
 
-    Raises: CheckpointError for tensors that are not plain memory.
+    Raises: CheckpointError for tensors without plain memory.
     """
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
@@ -120,14 +120,14 @@ def dense(tensor: Tensor, key: str) -> Tensor:
 
 
 def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
-    """Other names of the same memory: alias -> the first name it appears under."""
+    """Return the other names of tensors that share memory: alias -> the first name of the tensor."""
     first: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for key, value in tensors.items():
         data = local_data(value)
         if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
             continue
-        if kind_of(data.device).lazy:  # no address tells; a tie is then written twice, with the same numbers
+        if kind_of(data.device).lazy:  # no address to compare; tied tensors are then written twice
             continue
         where = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
         if (earlier := first.setdefault(where, key)) != key:
@@ -138,10 +138,10 @@ def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
 def encode_safetensors(
     tensors: Mapping[str, Tensor | Slice], data: Json = None, metadata: Mapping[str, str] | None = None
 ) -> Blob:
-    """Return one safetensors file: every tensor once (tied names are noted), `data` in its metadata."""
+    """Return one safetensors file: every tensor once (tied names are recorded), `data` in its metadata."""
     aliases = tied(tensors)
     own = {key: value for key, value in tensors.items() if key not in aliases}
-    # Wide elements first keeps every tensor aligned without holes, which the format forbids.
+    # Sorting by element size keeps every tensor aligned without padding, which the format forbids.
     order = sorted(own, key=lambda key: (-local_data(own[key]).element_size(), key))
     header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     ours: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def encode_safetensors(
 def read_safetensors(path: Path) -> TensorFile:
     """Map a safetensors file into memory; only the header is read.
 
-    Raises: CorruptCheckpointError naming the file and what is wrong.
+    Raises: CorruptCheckpointError naming the file and the problem.
     """
     try:
         return _read_safetensors(path)
@@ -226,7 +226,7 @@ def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) 
 
 
 def dims(values: Any) -> tuple[int, ...]:
-    """Return a shape that a file claims, if it is one."""
+    """Return the shape stored in a file. Raises: ValueError if it is not a shape."""
     shape = tuple(values)
     if any(type(value) is not int or not 0 <= value < 2**62 for value in shape):
         raise ValueError(f"{values!r} is not a shape")
@@ -234,7 +234,7 @@ def dims(values: Any) -> tuple[int, ...]:
 
 
 def check_piece(key: str, piece: Piece) -> None:
-    """Raise unless the piece lies inside its tensor."""
+    """Raise ValueError unless the piece fits inside its tensor."""
     local = piece.data.shape
     fits = len(piece.shape) == len(piece.offset) == len(local) and all(
         start + length <= total for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
@@ -244,14 +244,14 @@ def check_piece(key: str, piece: Piece) -> None:
 
 
 def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
-    """Return one torch file, as `torch.save` writes it, holding the state in its natural nesting."""
+    """Return one torch file as `torch.save` writes it, with the state in its original nesting."""
     return lay_out_torch(tensors, data)[0]
 
 
 def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> tuple[Blob, dict[str, int]]:
-    """Return one torch file, and where in it the bytes of each tensor begin.
+    """Return one torch file, and the offset at which the bytes of each tensor begin.
 
-    `torch.save` lays the file out with the bytes left blank; the tensors themselves follow as segments, so that they
+    `torch.save` lays the file out with the tensor bytes left blank; the tensors follow as segments, so that they
     can be written in parallel and copied from a device piece by piece.
     """
     owned: list[Tensor] = []
@@ -269,7 +269,7 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
         owned.append(tensor)
     order = {id(blank): n for n, blank in enumerate(by_memory.values())}
     nested: Any = dict(blanks) if data is None else to_native(data, blanks)
-    archive: Any = _BlankArchive()  # Any: it has of a file what torch.save asks for
+    archive: Any = _BlankArchive()  # Any: it implements the methods of a file that torch.save calls
     with skip_data():
         torch.save(nested, archive)
     blob, begins = archive.fill(owned, [order[id(blank)] for blank in _storages(nested)])
@@ -277,7 +277,7 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
 
 
 def _storages(value: Any) -> list[Tensor]:
-    """Tensors of a nested value in the order in which pickle meets their storages."""
+    """Return the tensors of a nested value in the order in which pickle meets their storages."""
     found: dict[int, Tensor] = {}
 
     def visit(item: Any) -> None:
@@ -296,14 +296,14 @@ def _storages(value: Any) -> list[Tensor]:
 
 
 class _BlankArchive:
-    """Takes down what `torch.save` writes: the archive without the bytes of the tensors, which it skips."""
+    """File object that records what `torch.save` writes, without the bytes of the tensors, which are skipped."""
 
     def __init__(self) -> None:
         self._parts: list[bytearray | int] = [bytearray()]
         self._size = 0
 
     def write(self, data: memoryview) -> int:
-        """Add bytes of the archive itself."""
+        """Append bytes of the archive."""
         if not isinstance(self._parts[-1], bytearray):
             self._parts.append(bytearray())
         last = self._parts[-1]
@@ -313,7 +313,7 @@ class _BlankArchive:
         return len(data)
 
     def seek(self, num_bytes: int, whence: int) -> int:
-        """Leave room for the bytes of the next tensor."""
+        """Reserve space for the bytes of the next tensor."""
         assert whence == os.SEEK_CUR, f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
         if num_bytes:
             self._parts.append(num_bytes)
@@ -321,10 +321,10 @@ class _BlankArchive:
         return self._size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no buffer to flush."""
 
     def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
-        """The file with the tensors where room was left for them, and where that was; `order` is theirs in the archive."""
+        """Return the file with the tensors in their reserved space, and their offsets; `order` is the archive order."""
         begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
         tensors = iter([index for index in order if owned[index].numel()])
         for part in self._parts:
@@ -344,7 +344,7 @@ class _BlankArchive:
 def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     """Map a torch file into memory with the restricted loader, which builds plain values and runs no code.
 
-    Raises: UnsafeCheckpointError when it holds anything else; CorruptCheckpointError when it is damaged.
+    Raises: UnsafeCheckpointError when it holds any other type; CorruptCheckpointError when it is damaged.
     """
     try:
         value = load_torch(path, allow_pickle)
@@ -359,20 +359,20 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     return TensorFile(pieces, {}, None if flat else data)
 
 
-def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
-    """What `torch.save` wrote, on the CPU and mapped where possible; unrestricted only on the user's explicit word."""
+def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
+    """Load what `torch.save` wrote, on the CPU, mapped where possible; unrestricted only if `allow_pickle`."""
     begins = b""
     try:
         with open_outside(path) as file:
             begins = file.read(4)
         mapped = begins == _ZIP  # files older than torch 1.6 are no archives and cannot be mapped
         with warnings.catch_warnings():
-            # torch warns of pickles it does not know well; they end in an error below or in plain values
+            # torch warns about unfamiliar pickle protocols; they end in an error below or in plain values
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
             return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:
         if begins != _ZIP and not begins.startswith(pickle.PROTO) and "GLOBAL" not in str(error):
-            raise _no_torch_file(path, error) from error  # text, a picture, ...: no pickle either
+            raise _no_torch_file(path, error) from error  # text, an image, ...: not a pickle either
         raise UnsafeCheckpointError(
             f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "
             f"whoever wrote the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
@@ -402,21 +402,21 @@ def read_tensors(path: Path, allow_pickle: bool = False) -> TensorFile:
 
 SUFFIX: Final = ".layout.json"
 WORTH_IT: Final = 64
-"""Tensors in a file from which on unpickling it takes longer than reading one more."""
+"""Number of tensors from which unpickling a file takes longer than reading a sidecar."""
 
 
 class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a torch file but for the bytes of its tensors."""
+    """Description of a torch file without the bytes of its tensors."""
 
     size: int
-    """Of the torch file: a sidecar belongs to one file only."""
+    """Size of the torch file: a sidecar belongs to one file only."""
     tensors: dict[str, tuple[str, tuple[int, ...], int]]
-    """dtype, shape and first byte, by name."""
+    """Dtype, shape and offset of the first byte, by name."""
     data: Any  # Any: JSON
 
 
 def encode_with_sidecar(tensors: Mapping[str, Tensor | Slice], data: Json) -> tuple[Blob, Blob | None]:
-    """Return a torch file, and its sidecar where that is worth a file."""
+    """Return a torch file, and a sidecar if the file has enough tensors to need one."""
     blob, begins = lay_out_torch(tensors, data)
     kinds = {key: local_data(tensor) for key, tensor in tensors.items()}
     if len(tensors) < WORTH_IT or any(tensor.dtype not in DTYPE_NAMES for tensor in kinds.values()):
@@ -427,9 +427,9 @@ def encode_with_sidecar(tensors: Mapping[str, Tensor | Slice], data: Json) -> tu
 
 
 def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
-    """Map a torch file into memory as its sidecar says; nothing of it is interpreted.
+    """Map a torch file into memory as described by its sidecar; the file itself is not unpickled.
 
-    Raises: CorruptCheckpointError naming the sidecar and what is wrong.
+    Raises: CorruptCheckpointError naming the sidecar and the problem.
     """
     try:
         found = msgspec.json.decode(read_outside(sidecar), type=Sidecar)
@@ -451,6 +451,6 @@ def _piece(file: MappedFile, key: str, name: str, shape: tuple[int, ...], start:
     if start < 0 or end > raw.numel():
         raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
     part = raw[start:end]
-    if start % dtype.itemsize:  # as it is written, every tensor is aligned
+    if start % dtype.itemsize:  # files written by hasten are aligned
         part = part.clone()
     return Piece(part.view(dtype).reshape(shape), shape, (0,) * len(shape), file)

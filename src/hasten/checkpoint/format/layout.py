@@ -1,4 +1,4 @@
-"""Which rank writes which file: a pure decision from names and sizes."""
+"""File layout of a component: a pure function of names and sizes assigns tensors to files and files to ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hasten.checkpoint.base import Component, Format, Slice, num_bytes
 from hasten.checkpoint.format.formats import tied
 
 SINGLE_FILE_BYTES = 2 * 1024**3
-"""A component up to this size is one file under its familiar name."""
+"""A component up to this size is written as one file under its usual name."""
 SHARD_BYTES = 1024**3
-"""A larger one is cut into files of this size, which are written side by side."""
+"""A larger component is split into files of this size, which are written in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file of a component: its name, who writes it, which tensors it holds, whether the JSON goes along."""
+    """One file of a component: its name, the rank that writes it, its tensors, and whether it holds the JSON."""
 
     name: str
     component: str
@@ -28,19 +28,19 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Where to cut."""
+    """Size limits above which a component is split into several files."""
 
     single: int = SINGLE_FILE_BYTES
     shard: int = SHARD_BYTES
 
 
 def file_stem(component: str, kind: str, fmt: Format) -> str:
-    """Return the familiar beginning of a file name: torch files of models are called pytorch_model."""
+    """Return the usual beginning of a file name: torch files of models are called pytorch_model."""
     return f"pytorch_{component}" if kind == "model" and fmt == "torch" else component
 
 
 def suffix(kind: str, fmt: Format) -> str:
-    """`.safetensors`, `.bin`, or `.pt` for the loss scaler."""
+    """Return the file suffix: `.safetensors`, `.bin`, or `.pt` for the loss scaler."""
     if fmt == "safetensors":
         return ".safetensors"
     return ".pt" if kind == "scaler" else ".bin"
@@ -51,11 +51,11 @@ def plan_component(
 ) -> list[FilePlan]:
     """Return the files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
 
-    For whole components the answer is the same on every rank; for per-rank and sliced ones it lists this rank's file.
+    For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
     kind, fmt = component.kind, component.format
     if component.per_rank:
-        # what is usually saved once has numbers of its own in its name: scheduler_1 is the second scheduler
+        # a number after the name of a scheduler or object is its index: scheduler_1 is the second scheduler
         which = f"rank_{rank}" if kind in ("scheduler", "object") else str(rank)
         file = f"{file_stem(name, kind, fmt)}_{which}{suffix(kind, fmt)}"
         return [FilePlan(file, name, rank, tuple(component.tensors), fmt, True)]
@@ -65,7 +65,7 @@ def plan_component(
     stem, end = file_stem(name, kind, fmt), suffix(kind, fmt)
     if component.num_bytes <= limits.single:
         return [FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)]
-    if component.data is not None and fmt == "torch":  # nested state cannot be cut; flat tensors can
+    if component.data is not None and fmt == "torch":  # nested state cannot be split; flat tensors can
         fmt, end = "safetensors", ".safetensors"
     shards = cut(component, limits.shard)
     return [
@@ -90,9 +90,9 @@ def _sliced(name: str, component: Component, rank: int, ranks: Sequence[int]) ->
 
 
 def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
-    """Keys in files of at most `limit` bytes (a larger tensor has a file of its own); main's own keys come first.
+    """Split the keys into files of at most `limit` bytes (a larger tensor fills one file); main-only keys come first.
 
-    Names of one memory stay together, so that it is stored once.
+    Names that share memory stay together, so that the tensor is stored once.
     """
     owners = tied(component.tensors)
     names: dict[str, list[str]] = {}
@@ -114,7 +114,7 @@ def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
 
 
 def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, object]:
-    """Return the index that Hub tools read beside several weight files."""
+    """Return the index that Hub tools read next to sharded weight files."""
     return {
         "metadata": {"total_size": component.num_bytes},
         "weight_map": {key: plan.name for plan in plans for key in plan.keys},
@@ -122,7 +122,7 @@ def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, obje
 
 
 def check_names(plans: Sequence[FilePlan]) -> Mapping[str, FilePlan]:
-    """Plans by file name; two components must never claim one file."""
+    """Return the plans by file name; assert that no two components claim the same file."""
     by_name: dict[str, FilePlan] = {}
     for plan in plans:
         assert plan.name not in by_name, (

@@ -1,4 +1,4 @@
-"""The manifest: what a complete checkpoint consists of, decoded strictly and never trusted."""
+"""The manifest: the table of contents of a complete checkpoint, strictly decoded and validated; checksums of chunks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hasten.errors import CheckpointVersionError, CorruptCheckpointError, Unsafe
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 4
 READ_VERSIONS = (3, 4)
-"""Format 3 differs in its checksums: column sums of 8 hex digits where format 4 has XXH3 of 16."""
+"""Readable format versions. Format 3 has column checksums of 8 hex digits, format 4 XXH3 checksums of 16."""
 MAX_MANIFEST_BYTES = 256 * 1024**2
 _LAST_SECOND = 253_000_000_000.0
-"""Since 1970: somewhat before the year 10000, after which there are no dates to show."""
+"""Latest accepted time stamp, in seconds since 1970: shortly before the year 10000, the end of `datetime`."""
 CHUNK_BYTES = 16 * 1024**2
 """Checksums are taken over chunks of this size, so that many threads can write and verify one file."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file: its path inside the checkpoint, its size and the checksum of each chunk (`checksum.py`), as hex digits."""
+    """One file: its path inside the checkpoint, its size and the checksum of each chunk, as hex digits."""
 
     name: str
     size: int
@@ -34,7 +34,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One component: what it is, how its files are encoded, and whether each rank has its own."""
+    """One component: its kind, the format of its files, and whether each rank has separate files."""
 
     kind: str
     format: Literal["safetensors", "torch"]
@@ -42,7 +42,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table of contents; its presence is what makes a checkpoint complete."""
+    """Table of contents of a checkpoint; a checkpoint is complete when its manifest exists."""
 
     version: int = FORMAT_VERSION
     number: int | None = None
@@ -55,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics: dict[str, float | None] = {}
     components: dict[str, ComponentRecord] = {}
     files: tuple[FileRecord, ...] = ()
-    # Any: JSON written by the run (settings, tracker run ids); shown and handed back, never interpreted here.
+    # Any: JSON written by the run (settings, tracker run ids); shown and returned, never interpreted here.
     notes: dict[str, Any] = {}
     chunk_bytes: int = CHUNK_BYTES
 
@@ -79,13 +79,13 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON, sealed with its own checksum."""
+    """Return the manifest as JSON, with its checksum."""
     body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return b'{"crc32":"%08x","manifest":' % zlib.crc32(body) + body + b"}\n"
 
 
 def decode(raw: bytes, where: str) -> Manifest:
-    """Return the manifest, checked from end to end.
+    """Decode and validate a manifest.
 
     Raises: CorruptCheckpointError, CheckpointVersionError or UnsafeCheckpointError, naming `where`.
     """
@@ -162,7 +162,7 @@ def _missing_files(manifest: Manifest) -> str | None:
 
 
 def safe_name(name: str, where: str) -> str:
-    """Return the file name, if it stays inside the checkpoint's folder on every system.
+    """Return the file name if it stays inside the checkpoint's folder on every operating system.
 
     Raises: UnsafeCheckpointError otherwise.
     """
@@ -185,15 +185,13 @@ def safe_name(name: str, where: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file of the checkpoint, refused when a link leads out of the folder.
+    """Return the path of a file of the checkpoint; links that lead out of the folder are refused.
 
     Raises: UnsafeCheckpointError.
     """
     path = folder / safe_name(name, str(folder))
     roots = [folder.resolve()]
-    if (
-        folder.parent.name == "snapshots"
-    ):  # the Hub's cache: files of a snapshot are links to those it shares with others
+    if folder.parent.name == "snapshots":  # the Hub's cache: files of a snapshot are links to shared files
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(path.resolve().is_relative_to(root) for root in roots):
         raise UnsafeCheckpointError(
@@ -203,19 +201,19 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-_WORDS: Final = 1021  # in a row; a prime, so that nothing that is moved by sectors or pages stays in its columns
-_ROWS: Final = 17  # odd, so that a bit stuck in a whole column does not add up to nothing
+_WORDS: Final = 1021  # per row; a prime, so that data shifted by sectors or pages changes columns
+_ROWS: Final = 17  # odd, so that a bit stuck in a whole column does not cancel out
 BLOCK_BYTES: Final = _ROWS * _WORDS * 8
-"""Format 3 lays a chunk out in blocks of rows of 64-bit words."""
+"""Format 3 splits a chunk into blocks of rows of 64-bit words."""
 _COLUMN_DIGITS: Final = 8
 Bytes = bytes | bytearray | memoryview
 
 
 class Summing(Protocol):
-    """A checksum in the making."""
+    """Protocol of an incremental checksum."""
 
     def update(self, piece: Bytes) -> None:
-        """Add bytes, of any number. Long pieces are best: threads wait for each other between calls."""
+        """Add bytes, any number. Long pieces are best: threads wait for each other between calls."""
         ...
 
     def digest(self) -> str:
@@ -224,10 +222,10 @@ class Summing(Protocol):
 
 
 class Checksum:
-    """The 64-bit XXH3 of one chunk, fed piece by piece.
+    """The 64-bit XXH3 of one chunk, computed incrementally.
 
-    It sees every kind of damage alike, at the speed of memory. Like a CRC it guards against damage, not against
-    somebody who forges it.
+    It detects every kind of damage equally, at the speed of memory. Like a CRC it guards against damage, not against
+    deliberate forgery.
     """
 
     def __init__(self) -> None:
@@ -237,24 +235,24 @@ class Checksum:
         self._state.update(piece)
 
     def digest(self) -> str:
-        """16 hex digits."""
+        """Return the checksum as 16 hex digits."""
         return self._state.hexdigest()
 
 
 class ColumnChecksum:
     """The checksum of format 3, which is read and no longer written.
 
-    In every block each column of words is added up; a CRC-32 over these sums, in order, is the checksum. A changed bit
-    changes a column; bytes that are lost, shifted or trade places land in other columns or other blocks. Unseen stay
-    changes that cancel out within one column of a block, as two words that trade places a multiple of 8168 bytes apart.
+    In every block each column of words is summed; a CRC-32 over these sums, in order, is the checksum. A changed bit
+    changes a column; bytes that are lost, shifted or swapped land in other columns or other blocks. Undetected are
+    changes that cancel out within one column of a block, such as two words swapped a multiple of 8168 bytes apart.
     """
 
     def __init__(self) -> None:
         self._crc = 0
-        self._begun = b""  # of a block whose end has not come yet
+        self._begun = b""  # bytes of an incomplete block
 
     def update(self, piece: Bytes) -> None:
-        """Add bytes, of any number. Long pieces are best: threads wait for each other between calls."""
+        """Add bytes, any number. Long pieces are best: threads wait for each other between calls."""
         view = memoryview(piece).cast("B")
         if self._begun:
             missing = BLOCK_BYTES - len(self._begun)
@@ -272,19 +270,19 @@ class ColumnChecksum:
         self._crc = zlib.crc32(sums.data, self._crc)
 
     def digest(self) -> str:
-        """8 hex digits; nothing can be added after it."""
+        """Return the checksum as 8 hex digits; nothing can be added afterwards."""
         if self._begun:
             self.update(bytes(BLOCK_BYTES - len(self._begun)))
         return f"{self._crc:08x}"
 
 
 def summing_like(known: str) -> type[Checksum | ColumnChecksum]:
-    """Return the kind of checksum that `known` is one of, told by its length."""
+    """Return the checksum class that produced `known`, judged by its length."""
     return ColumnChecksum if len(known) == _COLUMN_DIGITS else Checksum
 
 
 def checksum(chunk: Bytes, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
-    """Return the checksum of a chunk that lies in memory."""
+    """Return the checksum of a chunk in memory."""
     total: Summing = kind()
     total.update(chunk)
     return total.digest()

@@ -1,4 +1,4 @@
-"""Turn nested state into JSON plus named tensors and back, without pickle."""
+"""Conversion of nested state into JSON plus named tensors and back, without pickle."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import Tensor
 from hasten.checkpoint.base import Json, Slice
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
-TAG = "$"  # a JSON object with this key stands for a value JSON does not have
+TAG = "$"  # a JSON object with this key represents a value that JSON does not have
 
 
 class _Packer:
-    """Collects the tensors of one tree; `keep_tags` leaves dicts that are tagged already as they are."""
+    """Collector of the tensors of one tree; `keep_tags` leaves dicts that are tagged already unchanged."""
 
     def __init__(self, keep_tags: bool = False) -> None:
         self._keep_tags = keep_tags
@@ -98,16 +98,16 @@ class _Packer:
 
 
 def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:
-    """JSON that describes the value, and the tensors in it by name.
+    """Return JSON that describes the value, and the tensors in it by name.
 
-    Raises: CheckpointError naming the place of a value that cannot be stored without pickle.
+    Raises: CheckpointError naming the path of a value that cannot be stored without pickle.
     """
     packer = _Packer()
     return packer.pack(value, path), packer.tensors
 
 
 def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: the user's state
-    """Return the value `pack` was given.
+    """Return the value that was given to `pack`.
 
     Raises: CorruptCheckpointError when the JSON was not written by `pack`.
     """
@@ -121,7 +121,7 @@ def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: th
 
 
 def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
-    """Return the value as torch's restricted loader can read it: kinds it does not know stay tagged dicts."""
+    """Return the value in types that torch's restricted loader can read; other types stay tagged dicts."""
     if isinstance(data, list):
         return [to_native(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -138,7 +138,7 @@ def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
 
 
 def from_native(value: Any) -> tuple[Json, dict[str, Tensor | Slice]]:
-    """Return the inverse of `to_native`, also for state that other tools saved."""
+    """Return JSON and tensors for a value made by `to_native`, or for state that other tools saved."""
     packer = _Packer(keep_tags=True)
     return packer.pack(value, ""), packer.tensors
 

@@ -1,6 +1,6 @@
 """Folders in the format of torch.distributed.checkpoint, read without running code.
 
-Torch itself unpickles the folder's table and single objects in it; here anything but plain values and tensors is refused.
+Torch itself unpickles the folder's metadata and single objects in it; here anything but plain values and tensors is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hasten.checkpoint.format.manifest import inside
 from hasten.checkpoint.store.outside_files import FORGED, MAX_TABLE_BYTES, open_outside, size_of
 from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, UnsafeCheckpointError
 
-# Any in this file: pickled values, and torch's own arguments.
+# Any in this file: pickled values, and arguments of torch's methods.
 _RECORDS: Final = (
     "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta "
     "_MEM_FORMAT_ENCODING"
@@ -52,7 +52,7 @@ _ALLOWED: Final = frozenset(
 
 
 class _Table(pickle.Unpickler):
-    """Reads the table of a folder: torch's own records, sizes and dtypes, nothing that could run."""
+    """Restricted unpickler for the metadata of a folder: torch's records, sizes and dtypes, no executable code."""
 
     def __init__(self, file: Any, place: Path) -> None:
         super().__init__(file)
@@ -69,7 +69,7 @@ class _Table(pickle.Unpickler):
 
 
 class PlainReader(FileSystemReader):
-    """Torch's reader with a table that cannot run code and is compared with the files before anything is read."""
+    """Torch's reader with restricted unpickling of the metadata, which is checked against the files before any read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
@@ -91,7 +91,7 @@ class PlainReader(FileSystemReader):
 
 
 def check_table(table: Any, folder: Path) -> None:
-    """Raise unless the table describes tensors that the files in the folder can hold.
+    """Raise unless the metadata describes tensors that the files in the folder can hold.
 
     Raises: UnsafeCheckpointError for files outside the folder, and for pipes; one of FORGED for everything else.
     """
@@ -146,7 +146,7 @@ def _expect(value: Any, kind: Any, what: str) -> None:
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Torch's planner, which lets no object through that only pickle can read."""
+    """Torch's load planner that refuses objects only pickle can read."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
@@ -161,12 +161,12 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def is_torch_folder(folder: Path) -> bool:
-    """Return whether torch.distributed.checkpoint wrote this folder."""
+    """Return True if torch.distributed.checkpoint wrote this folder."""
     return (folder / ".metadata").is_file()
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of a folder, whole, by its name. Ranks: any one process."""
+    """Return every tensor of a folder by name, unsharded. Ranks: any one process."""
     reader = PlainReader(folder)
     table = reader.read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in table.items() if isinstance(entry, TensorStorageMetadata)}
@@ -182,16 +182,16 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def fill(state: Mapping[str, Any], folder: Path) -> None:
-    """Read a folder into tensors and values of the same names, each rank what it holds. Ranks: every rank."""
+    """Read a folder into tensors and values of the same names, each rank its shards. Ranks: every rank."""
     _load(state, PlainReader(folder), no_dist=False)
 
 
 def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
             dcp.load(dict(state), storage_reader=reader, planner=PlainPlanner(), no_dist=no_dist)
-    except CheckpointException as error:  # torch's, with what was raised on each rank
+    except CheckpointException as error:  # torch's error, with the exceptions raised on each rank
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         typed = next((cause for cause in causes.values() if isinstance(cause, HastenError)), None)
         if typed is not None:
@@ -204,5 +204,5 @@ def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names of everything in a folder."""
+    """Return the names of all entries in a folder."""
     return set(PlainReader(folder).read_metadata().state_dict_metadata)

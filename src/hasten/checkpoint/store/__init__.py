@@ -1,5 +1,5 @@
-"""Where checkpoints lie: local folders and remote stores, drafts, locks, retention.
+"""Storage of checkpoints: local folders and remote stores, drafts, locks, retention.
 
-Start with `local_store.py`; a draft becomes visible in `local_draft.py`. `writer_lock.py` and `ownership.py` keep two writers apart,
-`retention.py` decides what is deleted, `disk.py` holds every system call of a save.
+Start with `local_store.py`; `local_draft.py` makes a draft visible, `writer_lock.py` and `locks.py` exclude other writers,
+`retention.py` decides which checkpoints are deleted, `disk.py` holds every system call of a save.
 """

@@ -1,4 +1,4 @@
-"""The system calls a local save is made of, in one place so that tests can cut the power at each of them."""
+"""System calls of a local save, in one file so that tests can simulate a crash at each of them."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return a flat byte tensor on the host as Python sees memory."""
+    """Return a flat byte tensor on the host as a memoryview."""
     return memoryview(tensor.numpy().data)
 
 
 def host_memory(tensor: Tensor, low: int, high: int) -> memoryview:
-    """Return bytes low..high of a dense tensor on the host, good for as long as the tensor is."""
+    """Return bytes low..high of a dense tensor on the host as a view, valid as long as the tensor exists."""
     return memoryview((ctypes.c_char * (high - low)).from_address(tensor.data_ptr() + low)).cast("B")
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copy flat bytes on the host on this thread alone; torch would call on all cores from every thread."""
+    """Copy flat bytes on the host on the calling thread only; torch would use all cores from every thread."""
     np.copyto(target.numpy(), source.numpy())
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is consecutive memory that holds its numbers as they are, so that it can be copied as bytes."""
+    """Return True if the tensor is contiguous memory with its values unmodified, so that it can be copied as bytes."""
     dense = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.is_contiguous()
     return dense and not (tensor.is_conj() or tensor.is_neg() or kind_of(tensor.device).lazy)
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """Return the accelerators with streams that the tensors lie on; none when all are on the host."""
+    """Return the accelerators with streams that hold any of the tensors; empty when all are on the host."""
     found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     return [device for device in found if not kind_of(device).lazy]
 
 
 def worker_pool(threads: int, devices: Sequence[torch.device], name: str) -> ThreadPoolExecutor:
-    """Threads that copy, after all work queued so far is done; each has a stream of its own on the first device."""
+    """Return a thread pool for copies after synchronizing the devices; threads have separate streams on the first."""
     for device in devices:
         torch.accelerator.synchronize(device)
     if not devices:
@@ -88,7 +88,7 @@ def _own_stream(device: torch.device) -> None:
 
 
 class HostBuffer(threading.local):
-    """One buffer per thread, through which tensors pass chunk by chunk; page-locked where a device takes part."""
+    """One buffer per thread for copying tensors chunk by chunk; page-locked if a device is involved."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -100,7 +100,7 @@ class HostBuffer(threading.local):
         return self._buffer[:size]
 
     def to_host(self, parts: Sequence[bytes | Tensor]) -> memoryview:
-        """Return the parts one after another, in this thread's buffer."""
+        """Copy the parts one after another into this thread's buffer and return it."""
         sizes = [len(part) if isinstance(part, bytes) else part.numel() for part in parts]
         devices = devices_of(part for part in parts if isinstance(part, Tensor))
         buffer, at = self.take(sum(sizes), bool(devices)), 0
@@ -117,37 +117,37 @@ class HostBuffer(threading.local):
 
 
 SUM_BYTES = 2 * 1024**2
-"""What is summed before it is written: little enough to be in the processor's cache still, and enough that threads
-seldom wait for each other between calls."""
+"""Bytes checksummed before they are written: few enough to stay in the processor's cache, and enough that threads
+rarely wait for each other between calls."""
 WRITE_BYTES = 512 * 1024
-"""What is written at once, which makes pages of this size in the system's cache. Large pages cost little to map when
-they are read again; still larger ones are what a virtual machine gives back to its host when they are free, and must
-ask for again at several times the cost of writing."""
+"""Bytes per write call, which is the page size in the system's cache. Large pages are cheap to map when they are
+read again; still larger ones are returned by a virtual machine to its host when they are free, and requesting
+them again costs several times as much as writing."""
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says when there is no room: on the disk, in the user's quota, or within the limit for a file."""
+"""Error codes for lack of space: on the disk, in the user's quota, or within the limit for a file."""
 _OWN_WRITE_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
 
 def default_threads() -> int:
-    """Threads for reading and writing: enough to keep a fast disk busy, few enough to stay polite."""
+    """Return the number of threads for reading and writing: one per core, at least 2 and at most 16."""
     return max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
 
 
 class Disk:
-    """Thin, overridable calls of the operating system; every change of the disk goes through here."""
+    """Thin, overridable wrappers of system calls; every change of the disk goes through this class."""
 
     def create(self, path: Path) -> int:
         """Return a descriptor of a new, empty file."""
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
-        """Return bytes written, which may be fewer than given."""
+        """Write data at an offset and return the number of bytes written, which may be fewer than given."""
         return os.pwritev(fd, data, offset)
 
     def sync(self, fd: int) -> None:
-        """Return when the file's bytes are on the disk."""
+        """Block until the file's bytes are on the disk."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
@@ -159,11 +159,11 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name, at once."""
+        """Rename a file or folder atomically."""
         old.rename(new)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the folder's list of names is on the disk."""
+        """Block until the folder's entries are on the disk."""
         fd = os.open(path, os.O_RDONLY)
         try:
             self.sync(fd)
@@ -171,25 +171,25 @@ class Disk:
             self.close(fd)
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder with all it holds; what others have deleted meanwhile is no error. A link goes, not its target."""
+        """Delete a folder recursively, ignoring files deleted concurrently. A link is removed, not its target."""
         if path.is_symlink():
             path.unlink(missing_ok=True)
         while path.exists():
             try:
                 shutil.rmtree(path)
-            except FileNotFoundError:  # somebody else is clearing up too
+            except FileNotFoundError:  # another process is deleting too
                 continue
 
     def remove_file(self, path: Path) -> None:
-        """Delete a file, if it is still there."""
+        """Delete a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def link(self, old: Path, new: Path) -> None:
-        """Give a file a second name."""
+        """Create a hard link to a file."""
         os.link(old, new, follow_symlinks=False)
 
     def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
-        """Return a descriptor of a new lock file, which appears when it is written and, where the system can, locked."""
+        """Return a descriptor of a new lock file, which appears after it is written and, if supported, locked."""
         fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
             os.write(fd, content(_flock(fd)))
@@ -202,16 +202,16 @@ class Disk:
 
 
 def _flock(fd: int) -> bool:
-    """Return whether the file system gave the lock."""
+    """Return True if the file system granted the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # no locks here: signs of life have to do
+    except OSError:  # no flock here: heartbeats are used instead
         return False
     return True
 
 
 def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> list[bytes | Tensor]:
-    """Return the parts of the segments that make up bytes start..stop of the file."""
+    """Return the pieces of the segments that make up bytes start..stop of the file."""
     parts: list[bytes | Tensor] = []
     index = max(bisect.bisect_right(starts, start) - 1, 0)
     while index < len(blob.segments) and starts[index] < stop:
@@ -225,7 +225,7 @@ def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> lis
 
 
 def segment_starts(blob: Blob) -> list[int]:
-    """Offset of every segment in the file."""
+    """Return the offset of every segment in the file."""
     starts, at = [], 0
     for segment in blob.segments:
         starts.append(at)
@@ -235,7 +235,7 @@ def segment_starts(blob: Blob) -> list[int]:
 
 
 def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
-    """Return the parts in host memory: large ones that are there already stay, all others are gathered in the buffer."""
+    """Return the parts in host memory: large host tensors are used directly, all others are copied to the buffer."""
     scattered = [part for part in parts if not _stays(part)]
     gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
     views: list[memoryview] = []
@@ -251,7 +251,7 @@ def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memo
 
 
 def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of the views after their first `count` bytes."""
+    """Return the rest of the views after their first `count` bytes."""
     left = []
     for view in views:
         if count < len(view):
@@ -261,7 +261,7 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Yield the views cut into pieces of `size` bytes, the last one shorter."""
+    """Yield the views split into pieces of `size` bytes, the last one shorter."""
     piece: list[memoryview] = []
     room = size
     for view in views:
@@ -278,19 +278,19 @@ def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]
 
 
 def _stays(part: bytes | Tensor) -> bool:
-    """Return whether a part is worth a write of its own."""
+    """Return True if a part is large enough for a separate write."""
     return isinstance(part, Tensor) and part.device.type == "cpu" and part.numel() >= _OWN_WRITE_BYTES
 
 
 class BlobWriter:
-    """Writes files chunk by chunk on several threads, taking the checksums on the way."""
+    """Writer of files, chunk by chunk on several threads, computing checksums along the way."""
 
     def __init__(self, disk: Disk, threads: int | None = None) -> None:
         self._disk = disk
         self._threads = threads or default_threads()
 
     def write(self, folder: Path, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Write and sync files; they are whole and on the disk when this returns."""
+        """Write and sync files; they are complete and on the disk when this returns."""
         buffer = HostBuffer()
         opened: dict[str, int] = {}
         try:
@@ -317,7 +317,7 @@ class BlobWriter:
     def _jobs(
         self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: HostBuffer
     ) -> list[Callable[[], tuple[tuple[str, int], str]]]:
-        """Return one job per chunk, round-robin over the files, since the system locks a file while it is written to."""
+        """Return one job per chunk, round-robin over the files, because the system locks a file during a write."""
         numbered = []
         for name, blob in files.items():
             starts = segment_starts(blob)
@@ -351,22 +351,22 @@ class BlobWriter:
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Ask Linux to start writing these bytes out now, so that the sync at the end finds little left."""
+    """Ask Linux to start writing these bytes to disk now, so that the final sync has little left to do."""
     if sys.platform == "linux" and length >= CHUNK_BYTES:
         call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-        if call is not None:  # a hint only: its failure changes nothing
+        if call is not None:  # a hint only, so a failure is harmless
             call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _START_WRITEBACK)
 
 
 class ChunkReader(threading.local):
-    """Takes checksums of what lies on the disk, through one small buffer per thread that stays in the cache."""
+    """Reader that computes checksums of files, through one small buffer per thread that stays in the cache."""
 
     def __init__(self) -> None:
-        # not a bytearray: clearing it first would hold the other threads up
+        # not a bytearray: zeroing it would hold the interpreter lock
         self._view = memoryview(np.empty(16 * BLOCK_BYTES, np.uint8).data)
 
     def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
-        """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
+        """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot read them."""
         with open_outside(path) as file:
             found = _checksum_mapped(file.fileno(), start, stop, kind)
             return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
@@ -382,9 +382,9 @@ class ChunkReader(threading.local):
 
 
 def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | ColumnChecksum]) -> str | None:
-    """Return the checksum without a copy of the bytes; None where the system or the disk does not play along.
+    """Return the checksum without copying the bytes; None where the system or the disk does not support it.
 
-    The kernel is asked to bring the bytes first: an error of the disk is then an answer, not the end of the process.
+    The kernel is asked to load the pages first: a disk error is then a return code instead of a signal.
     """
     if sys.platform != "linux" or stop - start < SUM_BYTES or start % mmap.ALLOCATIONGRANULARITY:
         return None
@@ -400,7 +400,7 @@ def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | Colum
 
 
 def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill the views one after another; bytes read: all that were asked for, unless the file ends before."""
+    """Fill the views one after another and return the number of bytes read, fewer only at the end of the file."""
     done = 0
     while views:
         count = os.preadv(fd, views, offset + done)
@@ -411,7 +411,7 @@ def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
 
 
 def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> CheckpointError:
-    """Return the error of a write that failed; of one for which there is no room, it names the disk."""
+    """Return the error for a failed write; if there is no space left, the error names the disk."""
     if error.errno not in FULL:
         return CheckpointError(
             f"{what} could not be written to {folder}: {error}. Nothing was saved, and what was there before stays. Give a folder that can "
@@ -423,7 +423,7 @@ def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> Che
     try:
         usage = shutil.disk_usage(folder)
         room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
-    except OSError:  # the folder went away, or the file system does not say
+    except OSError:  # the folder was removed, or the file system does not report free space
         room = "how much is free cannot be found out"
     needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     why = "allows no larger file (ulimit -f)" if error.errno == errno.EFBIG else "is full"

@@ -1,4 +1,4 @@
-"""A checkpoint being written to a folder: hidden until one rename makes it visible."""
+"""Drafts of checkpoints in a folder: hidden until one rename makes them visible."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SPARE = "link"
 
 
 def absent(folder: Path, files: Iterable[FileRecord]) -> list[str]:
-    """Return names of files that are not in the folder with their size."""
+    """Return the names of files that are not in the folder with their size."""
     return [file.name for file in files if _size(folder / file.name) != file.size]
 
 
@@ -50,7 +50,7 @@ def _size(path: Path) -> int | None:
 
 
 def missing(place: Path, names: Sequence[str]) -> CheckpointError:
-    """Return the error of a commit that does not find what it lists."""
+    """Return the error for a commit that does not find the files it lists."""
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return CheckpointError(
         f"{place}: {listed} disappeared while the checkpoint was being committed, so it was withdrawn. What was saved there "
@@ -59,7 +59,7 @@ def missing(place: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Return the manifest in a file; None when there is none that can be read."""
+    """Return the manifest in a file; None when it is missing or unreadable."""
     try:
         return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
     except (OSError, CheckpointError):
@@ -67,7 +67,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def draft_of(manifest: Manifest | None) -> str | None:
-    """Return where in its folder a checkpoint lies whose files have not got their own names yet."""
+    """Return the path of the draft that a manifest's files are still in; None if they have their final names."""
     parts = manifest.files[0].name.split("/") if manifest is not None and manifest.files else []
     found = parse_hidden(parts[0]) if len(parts) > 2 else None
     if manifest is None or found is None or found.what != "draft":
@@ -77,13 +77,13 @@ def draft_of(manifest: Manifest | None) -> str | None:
 
 
 def points_to(folder: Path, draft: Path) -> bool:
-    """Return whether the checkpoint in a folder is the one whose files lie in the draft."""
+    """Return True if the checkpoint in a folder is the one whose files are in the draft."""
     prefix = draft_of(read_manifest(folder / MANIFEST_NAME))
     return prefix is not None and prefix.startswith(f"{draft.name}/")
 
 
 def home(folder: Path) -> Path:
-    """Return where the files of the checkpoint in a folder are under their own names: the folder, or the draft in it."""
+    """Return the folder that holds the checkpoint's files under their final names: `folder`, or the draft in it."""
     if not any(entry.what == "draft" for _, entry in hidden_entries(folder)):
         return folder
     prefix = draft_of(read_manifest(folder / MANIFEST_NAME))
@@ -91,7 +91,7 @@ def home(folder: Path) -> Path:
 
 
 class Switch:
-    """Puts the content of a draft inside a folder in the place of what the folder holds."""
+    """Replacement of a folder's content by the content of a draft inside it."""
 
     def __init__(self, folder: Path, draft: Path, content: Path, disk: Disk) -> None:
         self._folder = folder
@@ -100,9 +100,9 @@ class Switch:
         self._disk = disk
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the new checkpoint the one that is there; its manifest is in the draft already.
+        """Make the draft the checkpoint of the folder; its manifest is in the draft already.
 
-        Raises: CheckpointError when files have disappeared, or when a name is taken by a file or folder of the user.
+        Raises: CheckpointError when files have disappeared, or when a file or folder of the user has one of the names.
         """
         self._check_names(manifest)
         prefix = self._content.relative_to(self._folder).as_posix()
@@ -114,7 +114,7 @@ class Switch:
             self._replace_manifest(msgspec.structs.replace(manifest, files=tuple(moved)))
             if names := absent(self._content, manifest.files):
                 raise missing(self._folder, names)
-        except BaseException:  # the draft is thrown away now, so nothing may point to it
+        except BaseException:  # the draft is deleted now, so no manifest may point to it
             if points_to(self._folder, self._draft):
                 self._withdraw()
             raise
@@ -160,9 +160,9 @@ class Switch:
         self._disk.sync_folder(self._folder)
 
     def tidy(self) -> None:
-        """Give the files their own names, and remove the old checkpoint and the draft.
+        """Link the files under their final names, and remove the old checkpoint and the draft.
 
-        The checkpoint is whole before, after and at every point between, also when this fails.
+        The checkpoint is complete before, after and at every point between, also when this fails.
         """
         manifest = read_manifest(self._content / MANIFEST_NAME)
         assert manifest is not None, f"{self._content} is committed and has its manifest"
@@ -177,7 +177,7 @@ class Switch:
             )
             self._remove_outdated(manifest)
             return
-        if absent(self._folder, manifest.files):  # removed by somebody else: the draft still has them
+        if absent(self._folder, manifest.files):  # removed by another process: the draft still has them
             return
         self._replace_manifest(manifest)
         self._disk.remove_tree(self._draft)
@@ -195,29 +195,29 @@ class Switch:
                 self._disk.remove_tree(path)
 
     def _remove_outdated(self, manifest: Manifest) -> None:
-        """Leave no file of the old checkpoint, and no part of the new one, under names that say they are the new one."""
+        """Remove files of the old checkpoint, and partly linked ones of the new, under names that the new one uses."""
         old = read_manifest(self._draft / _PREVIOUS)
         names = {file.name for file in old.files} if old is not None else set()
         for file in manifest.files:
             path = self._folder / file.name
             if file.name in names or _same(self._content / file.name, path):
-                with suppress(OSError):  # it is listed nowhere, and the next save tries again
+                with suppress(OSError):  # no manifest lists it, and the next save tries again
                     self._disk.remove_file(path)
             self._remove_empty(path)
 
     def _remove_empty(self, path: Path) -> None:
-        """Remove the folders a removed file leaves empty."""
+        """Remove the folders that a removed file leaves empty."""
         for parent in path.parents:
             if parent == self._folder or not parent.is_relative_to(self._folder):
                 return
             try:
                 parent.rmdir()
-            except OSError:  # not empty, or gone
+            except OSError:  # not empty, or already removed
                 return
 
     def _link_all(self, manifest: Manifest) -> None:
         folders = {self._folder}
-        for root, names, _ in os.walk(self._content):  # empty ones too, as a rename of the whole would keep them
+        for root, names, _ in os.walk(self._content):  # also empty folders, as a rename of the whole would
             made = [self._folder / (Path(root) / name).relative_to(self._content) for name in names]
             for path in made:
                 self._disk.make_folder(path)
@@ -242,10 +242,10 @@ def _same(source: Path, target: Path) -> bool:
 
 
 class LocalDraft:
-    """A hidden folder, beside the checkpoint it will become or inside the folder whose content it will replace.
+    """Hidden folder, next to the checkpoint it will become or inside the folder whose content it will replace.
 
-    The files lie in a folder of it that has the checkpoint's own name already, which is what hooks see. The process that
-    began the draft holds the `claim`; those that join it have none.
+    The files are in a subfolder that already has the checkpoint's name, which is the folder hooks see. The process
+    that started the draft holds the `claim`; processes that join it have none.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class LocalDraft:
             return BlobWriter(self._disk, self._threads).write(self.folder, files)
 
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:
-        """Records of files that hooks left in the draft, synced."""
+        """Return the records of files that hooks created in the draft, after syncing them."""
         records, ours = [], set(known)
         with self._naming_the_disk(0):
             for path in sorted(self.folder.rglob("*")):
@@ -311,7 +311,7 @@ class LocalDraft:
         return records
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, sync, and give the folder its final name, or its content to the folder that is there."""
+        """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
         raw = encode(manifest)
         with self._naming_the_disk(len(raw)):
             BlobWriter(self._disk, 1).write(self.folder, {MANIFEST_NAME: Blob([raw], len(raw))})
@@ -332,8 +332,8 @@ class LocalDraft:
         return self._base == self._target
 
     def _become(self, manifest: Manifest) -> bool:
-        """Turn the draft into the checkpoint; False when a folder of its name has appeared meanwhile."""
-        # Whoever finds the folder there looks for locks inside it, so a lock comes along.
+        """Rename the draft to the checkpoint; return False when a folder of that name has appeared meanwhile."""
+        # A process that finds the folder looks for locks inside it, so the draft contains a lock.
         lock = hidden("lock", self.name, self._token)
         inner = self._locks(self.folder).put(self.name, self._token)
         try:
@@ -360,7 +360,7 @@ class LocalDraft:
         return True
 
     def _move_within(self) -> None:
-        """Go on inside the folder whose content will be replaced, under its lock."""
+        """Move the draft into the folder whose content it will replace, and take that folder's lock."""
         if self._within:
             return
         claim = take(self._locks(self._target), self.name, str(self._target))
@@ -386,7 +386,7 @@ class LocalDraft:
             self._claim.release()
 
     def abort(self) -> None:
-        """Throw the draft away, unless it has become the checkpoint: then the next save brings the rest to its end."""
+        """Delete the draft, unless it has become the checkpoint: then the next save completes the replacement."""
         try:
             if not (self._within and points_to(self._target, self._draft)):
                 self._disk.remove_tree(self._draft)
@@ -404,7 +404,7 @@ class LocalDraft:
 
 
 def check_hooked(folder: Path, name: str) -> Path:
-    """Return the path of a file that a hook left in the draft, if it can be part of a checkpoint.
+    """Return the path of a file that a hook created in the draft, if it can be part of a checkpoint.
 
     Raises: CheckpointError otherwise.
     """
@@ -423,7 +423,7 @@ def check_hooked(folder: Path, name: str) -> Path:
 
 
 def described(path: Path, name: str, threads: int | None = None) -> FileRecord:
-    """Return the record of a file that is there."""
+    """Return the record of an existing file."""
     size = path.stat().st_size
     reader, starts = ChunkReader(), range(0, size, CHUNK_BYTES)
     with ThreadPoolExecutor(threads or default_threads()) as pool:

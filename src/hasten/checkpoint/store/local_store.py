@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: drafts have an owner, become visible at once, and a crash at any point loses nothing."""
+"""Checkpoints in a folder: drafts have an owner, become visible atomically, and a crash at any point loses nothing."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _AUTOMATIC = re.compile(r"checkpoint_\d+")
 
 
 def is_automatic(name: str) -> bool:
-    """Return whether a name is one that save_state gives by itself, so that its folder belongs to hasten alone."""
+    """Return True if save_state generated the name, so that its folder belongs to hasten alone."""
     return _AUTOMATIC.fullmatch(name) is not None
 
 
 def same_family(name: str, other: str) -> bool:
-    """Whether a save of `name` clears up what a crash left of `other`: the same, or both numbered automatically."""
+    """Return True if a save of `name` removes leftovers of `other`: the same name, or both numbered automatically."""
     return name == other or (is_automatic(name) and is_automatic(other))
 
 
 class LocalStore:
-    """Checkpoints as folders of `root`, which all ranks of a machine see.
+    """Checkpoints as folders of `root`, which all ranks of a machine share.
 
-    Hidden entries belong to the process that holds the lock with their token; without a live one they are leftovers.
+    Hidden entries belong to the process that holds the lock with their token; if it is dead, they are leftovers.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class LocalStore:
         return LocalLocks(folder, self._disk, self._patience, self._here)
 
     def begin(self, name: str) -> LocalDraft:
-        """Return a new draft, after clearing away what dead processes left of this checkpoint.
+        """Return a new draft, after removing leftovers of dead processes for this checkpoint.
 
-        A folder that is there already is never moved: the draft begins inside it, and its content is replaced.
+        An existing folder is never moved: the draft is created inside it, and its content is replaced.
         Raises: CheckpointBusyError when another process writes this checkpoint.
         """
         try:
@@ -90,7 +90,7 @@ class LocalStore:
             self._disk.make_folder(self._root)
         claim = take(self._locks(target if within else self._root), name, str(target))
         try:
-            if target.is_dir() != within:  # it appeared, or went, while the lock was being taken
+            if target.is_dir() != within:  # the folder appeared or disappeared while the lock was being taken
                 claim.release()
                 return self._begin(name)
             self.recover(name)
@@ -104,7 +104,7 @@ class LocalStore:
         return draft
 
     def join(self, name: str, token: str) -> LocalDraft | None:
-        """Return the draft main began; None when this process does not see it."""
+        """Return the draft that main started; None when this process does not see it."""
         for within in (False, True):
             draft = LocalDraft(self.path(name), token, self._disk, self._threads, within=within, locks=self._locks)
             if draft.folder.is_dir():
@@ -112,14 +112,14 @@ class LocalStore:
         return None
 
     def recover(self, name: str) -> None:
-        """Finish or undo what dead processes left of this checkpoint, and of others that are numbered like it.
+        """Finish or undo interrupted saves of dead processes, for this checkpoint and for others numbered like it.
 
-        What belongs to a process that runs is left alone. Ranks: main only, with the claim on `name`.
+        Entries of a running process are not touched. Ranks: main only, with the claim on `name`.
         """
         self._recover_within(self.path(name))
         try:
             leftovers = [(path, entry) for path, entry in hidden_entries(self._root) if self._may_clear(name, entry)]
-        except PermissionError:  # a folder of its own inside one that belongs to others
+        except PermissionError:  # the checkpoint's folder is inside a folder of another user
             return
         for path, entry in leftovers:
             if not self._owned(self._root, entry):
@@ -129,9 +129,9 @@ class LocalStore:
         return entry.tag == tag_of(name) or same_family(name, entry.tag)
 
     def _owned(self, folder: Path, entry: Hidden) -> bool:
-        """Return whether a hidden entry belongs to a process that may still run."""
+        """Return True if a hidden entry belongs to a process that may still run."""
         locks = self._locks(folder)
-        if entry.what == "claim":  # there for a moment only, before it becomes a lock
+        if entry.what == "claim":  # exists only briefly, before it becomes a lock
             claim = locks.lock_at(folder / hidden("claim", entry.tag, entry.token), entry.token)
             return claim is not None and time.time() - claim.signature[0] < locks.patience.stale_s
         lock = locks.lock_at(folder / hidden("lock", entry.tag, entry.token), entry.token)
@@ -143,7 +143,7 @@ class LocalStore:
                 self._disk.remove_file(path)
             else:
                 self._disk.remove_tree(path)
-        except OSError as error:  # of another user; it is in nobody's way
+        except OSError as error:  # of another user, and harmless
             log.warning("%s, which a crash left, could not be removed: %s", path, error)
 
     def _recover_within(self, target: Path) -> None:
@@ -157,7 +157,7 @@ class LocalStore:
                 self._clear(path, entry)
 
     def names(self) -> list[str]:
-        """Folders with a manifest."""
+        """Return the names of the folders with a manifest."""
         found = set()
         for entry in self._root.iterdir() if self._root.is_dir() else []:
             if not entry.name.startswith(".hasten-") and (entry / MANIFEST_NAME).is_file():
@@ -165,7 +165,7 @@ class LocalStore:
         return sorted(found)
 
     def folder(self, name: str) -> Path:
-        """Return where the files of the checkpoint are, also when a crash came while its content was being replaced."""
+        """Return the folder with the checkpoint's files, also after a crash while its content was being replaced."""
         return home(self.path(name))
 
     def manifest(self, name: str) -> Manifest:
@@ -182,17 +182,17 @@ class LocalStore:
             raise CheckpointError(f"{path} cannot be read: {error}. Check the folder's permissions.") from error
 
     def complete(self, name: str) -> bool:
-        """Return whether the manifest is readable and every file is there with its size."""
+        """Return True if the manifest is readable and every file exists with its size."""
         try:
             manifest = self.manifest(name)
             folder = self.folder(name)
             return all(inside(folder, file.name).stat().st_size == file.size for file in manifest.files)
-        except (CheckpointError, OSError):  # what is wrong is said when it is loaded by name
+        except (CheckpointError, OSError):  # loading it by name reports the problem
             return False
 
     @contextmanager
     def fetch(self, name: str, files: Sequence[FileRecord]) -> Iterator[Path]:
-        """The checkpoint's own folder: local files are read where they are."""
+        """The checkpoint's folder: local files are read in place."""
         folder = self.folder(name)
         for file in files:
             inside(folder, file.name)

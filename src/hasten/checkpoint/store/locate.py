@@ -1,4 +1,4 @@
-"""Where a checkpoint goes or comes from: paths and URLs become a store and a name."""
+"""Resolution of paths and URLs to a store and a checkpoint name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.errors import ArgumentError, CheckpointError, ConfigError, Incomplet
 
 
 def check_path(path: object, what: str) -> None:
-    """Return if `path` can name a file or folder.
+    """Check that `path` can name a file or folder.
 
     Raises: ArgumentError for another type, for empty text, or text that no file system accepts.
     """
@@ -39,7 +39,7 @@ def check_path(path: object, what: str) -> None:
 
 
 def check_local(path: str | os.PathLike[str], what: str) -> Path:
-    """Return the path of something that is written to a local disk.
+    """Return the path of a target on a local disk.
 
     Raises: ArgumentError as `check_path`, and for a URL.
     """
@@ -69,7 +69,7 @@ def open_store(place: str | Path) -> CheckpointStore:
 
 
 def locate(place: str | Path) -> tuple[CheckpointStore, str]:
-    """Return the store and name of one checkpoint given by its own path or URL."""
+    """Return the store and name of one checkpoint, given its path or URL."""
     check_path(place, "the checkpoint folder")
     text = str(place).rstrip("/")
     if text.startswith("file://"):
@@ -88,7 +88,7 @@ def locate(place: str | Path) -> tuple[CheckpointStore, str]:
 def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
     """Return the store and name of a checkpoint to be read.
 
-    Raises: IncompleteCheckpointError when there is nothing, or a file, where its folder should be.
+    Raises: IncompleteCheckpointError when its folder does not exist or is a file.
     """
     store, name = locate(place)
     if isinstance(store, LocalStore):
@@ -108,7 +108,7 @@ def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
 
 
 def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
-    """Numbered checkpoints that are newer than `chosen` and not complete, oldest first: what a crash left, or a copy."""
+    """Return numbered checkpoints newer than `chosen` that are incomplete (after a crash or a copy), oldest first."""
     names = set(store.names())
     root = Path(store.address)
     if isinstance(store, LocalStore) and root.is_dir():
@@ -119,7 +119,7 @@ def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
 
 
 def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
-    """Say in the log which newer checkpoints are not taken."""
+    """Log a warning that names the newer, incomplete checkpoints that are skipped."""
     if skipped := passed_over(store, chosen):
         log.warning(
             "using %s in %s and skipping newer ones: %s (no manifest, or not all files, as after a crash or a copy "
@@ -131,9 +131,9 @@ def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
 
 
 def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
-    """Return if `automatic_checkpoint_naming` allows this target of save_state.
+    """Check that `automatic_checkpoint_naming` allows this target of save_state.
 
-    Raises: ConfigError if it asks for numbers and a folder is named, or forbids them and none is.
+    Raises: ConfigError if naming is automatic and a folder is given, or not automatic and none is given.
     """
     if output_dir is not None and automatic:
         raise ConfigError(
@@ -159,14 +159,14 @@ def number_of(name: str) -> int | None:
 
 
 def next_number(names: Sequence[str], at_least: int) -> int:
-    """Return a number above all that were ever used here."""
+    """Return a number above all numbers in use, and not below `at_least`."""
     return max([at_least, *(n + 1 for name in names if (n := number_of(name)) is not None)])
 
 
 def newest(store: CheckpointStore) -> str:
     """Return the name of the newest complete checkpoint.
 
-    Raises: IncompleteCheckpointError when there is none, naming what is there.
+    Raises: IncompleteCheckpointError when there is none, naming the incomplete ones.
     """
     found = sorted(((n, name) for name in store.names() if (n := number_of(name)) is not None), reverse=True)
     for _, name in found:
@@ -179,7 +179,7 @@ def newest(store: CheckpointStore) -> str:
 
 
 def join_place(place: str, *parts: str) -> str:
-    """Return a path or URL below another."""
+    """Return a path or URL with further parts appended."""
     return "/".join((place.rstrip("/"), *parts)) if is_url(place) else str(Path(place).joinpath(*parts))
 
 
@@ -191,7 +191,7 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
     name = newest(store)
     seen: list[str] = together.share(name)
     is_main = together.comm.rank == 0
-    if len(set(seen)) > 1:  # machines with disks of their own: take the newest that all of them have
+    if len(set(seen)) > 1:  # machines with separate disks: take the newest checkpoint that all of them have
         name = min(seen, key=lambda item: number_of(item) or 0)
         if not all(together.share(store.complete(name))):
             raise CheckpointError(
@@ -208,9 +208,9 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
 
 
 def newest_step(root: str) -> int | None:
-    """The updates behind the newest complete checkpoint in a folder, as this rank sees it; None when there is none."""
+    """Return the step of the newest complete checkpoint in a folder, as this rank sees it; None when there is none."""
     try:
         store = open_store(root)
         return store.manifest(newest(store)).step or 0
-    except (CheckpointError, OSError):  # said when it is the disk that is loaded from
+    except (CheckpointError, OSError):  # reported when the checkpoint is loaded
         return None

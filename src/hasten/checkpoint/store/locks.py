@@ -33,7 +33,7 @@ _LONGEST = 150
 
 
 class Hidden(NamedTuple):
-    """What the name of a hidden entry says: its purpose, the checkpoint, and the save it belongs to."""
+    """The parts of a hidden entry's name: its purpose, the checkpoint, and the token of the save it belongs to."""
 
     what: str
     tag: str
@@ -46,20 +46,20 @@ def hidden(what: str, name: str, token: str) -> str:
 
 
 def tag_of(name: str) -> str:
-    """Return the checkpoint's name as it stands in hidden names: shortened when the file system would not take it."""
+    """Return the checkpoint's name as used in hidden names: shortened when it is too long for a file name."""
     if len(name.encode()) <= _LONGEST:
         return name
     return f"{name[: _LONGEST // 4]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def parse_hidden(entry: str) -> Hidden | None:
-    """What a name in a folder says; None when it is no hidden entry of hasten."""
+    """Return the parts of a name in a folder; None when it is not a hidden entry of hasten."""
     found = _HIDDEN.fullmatch(entry)
     return Hidden(found[1], found[2], found[3]) if found else None
 
 
 def hidden_entries(folder: Path) -> Iterator[tuple[Path, Hidden]]:
-    """Hidden entries of a folder, in order; none when there is no folder."""
+    """Yield the hidden entries of a folder, in order; none when the folder does not exist."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.name.startswith(".hasten-"))
     except (FileNotFoundError, NotADirectoryError):
@@ -70,7 +70,7 @@ def hidden_entries(folder: Path) -> Iterator[tuple[Path, Hidden]]:
 
 
 class LocalLocks:
-    """The locks of one folder."""
+    """Lock files of one folder."""
 
     def __init__(self, folder: Path, disk: Disk, patience: Patience | None = None, here: Owner | None = None) -> None:
         self._folder = folder
@@ -79,7 +79,7 @@ class LocalLocks:
         self.here = here or this_process()
 
     def put(self, name: str, token: str) -> Claim:
-        """Add a lock of this process: it appears under its name when it is written and held."""
+        """Create a lock of this process; the file appears under its name once it is written and locked."""
         path = self._folder / hidden("lock", name, token)
         fd = self._disk.put_lock(self._folder / hidden("claim", name, token), path, self._content)
 
@@ -88,7 +88,7 @@ class LocalLocks:
                 os.utime(path)
             return there
 
-        held = [fd]  # emptied when it is given back: a number that is closed may be somebody else's by then
+        held = [fd]  # emptied on release: the number of a closed descriptor may be in use for another file
 
         def let_go() -> None:
             try:
@@ -114,35 +114,35 @@ class LocalLocks:
         return [lock for lock in locks if lock is not None]
 
     def lock_at(self, path: Path, token: str) -> Lock | None:
-        """Return the lock in a file; None when it is gone."""
+        """Return the lock in a file; None when the file does not exist."""
         try:
             with open_outside(path) as file:
                 return Lock(token, decode_owner(file.read(MAX_OWNER_BYTES)), (os.fstat(file.fileno()).st_mtime, 0))
         except FileNotFoundError:
             return None
-        except OSError:  # it is there and cannot be read: of another user
+        except OSError:  # exists but cannot be read: it belongs to another user
             return Lock(token, Owner(), (path.stat().st_mtime, 0))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs and holds the lock: by its process id, and by its flock where there is one."""
+        """Return the liveness of the owner, judged by its process id and, where supported, by its flock."""
         verdict = liveness(lock.owner, self.here)
         if verdict is Liveness.DEAD or not lock.owner.locked:
             return verdict
         free = lock_is_free(self._folder / hidden("lock", name, lock.token))
         if free is False:
             return Liveness.RUNNING
-        # some network file systems keep flocks within one machine
+        # some network file systems apply flocks within one machine only
         if free and lock.owner.same_machine(self.here):
-            return Liveness.DEAD  # also one that a running process has given back and could not remove
+            return Liveness.DEAD  # also a lock that a running process released and could not delete
         return verdict
 
     def remove(self, name: str, token: str) -> None:
-        """Take a dead owner's lock away."""
+        """Delete the lock of a dead owner."""
         self._disk.remove_file(self._folder / hidden("lock", name, token))
 
 
 def lock_is_free(path: Path) -> bool | None:
-    """Return whether nobody holds an flock on a file; None when the file system does not say."""
+    """Return True if no process holds an flock on a file; None when the file system cannot tell."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def lock_is_free(path: Path) -> bool | None:
 
 
 def unlock(fd: int) -> None:
-    """Give an flock back and close; children that were forked meanwhile hold the descriptor too, but no lock any more."""
+    """Release an flock and close; forked children keep the descriptor, but no longer the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError:  # a file system without flock
@@ -171,7 +171,7 @@ def unlock(fd: int) -> None:
 
 
 class RemoteLocks:
-    """The locks under one URL."""
+    """Lock files under one URL."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class RemoteLocks:
         return f"{self._root}/{hidden('lock', name, token)}"
 
     def put(self, name: str, token: str) -> Claim:
-        """Add a lock of this process."""
+        """Create a lock of this process."""
         fs, path, beats = self._fs, self._path(name, token), iter(range(1, 2**62))
         owner = self.here
         fs.pipe_file(path, encode_owner(owner))
@@ -199,7 +199,7 @@ class RemoteLocks:
             return bool(fs.exists(path))
 
         def beat() -> bool:
-            if not there():  # taken for dead: to write it again would bring two owners about
+            if not there():  # considered dead by another process: writing it again would make two owners
                 return False
             fs.pipe_file(path, encode_owner(msgspec.structs.replace(owner, beat=next(beats), beat_s=time.time())))
             return True
@@ -211,7 +211,7 @@ class RemoteLocks:
         return Claim(token, there, let_go, beat)
 
     def entries(self) -> list[Hidden]:
-        """Return all locks under the URL, in one listing."""
+        """Return all locks under the URL, from one listing."""
         self._fs.invalidate_cache()
         try:
             names = [str(entry["name"]).rpartition("/")[2] for entry in self._fs.ls(self._root, detail=True)]
@@ -226,7 +226,7 @@ class RemoteLocks:
         return [lock for lock in locks if lock is not None]
 
     def lock_at(self, name: str, token: str) -> Lock | None:
-        """Return the lock of one save; None when it is gone."""
+        """Return the lock of one save; None when it does not exist."""
         try:
             owner = decode_owner(self._fs.cat_file(self._path(name, token)))
         except FileNotFoundError:
@@ -234,12 +234,12 @@ class RemoteLocks:
         return Lock(token, owner, (owner.beat_s, owner.beat))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs, if it is a process of this machine."""
+        """Return the liveness of the owner, which is unknown unless it is a process of this machine."""
         return liveness(lock.owner, self.here)
 
     def remove(self, name: str, token: str) -> None:
-        """Take a dead owner's lock away."""
+        """Delete the lock of a dead owner."""
         try:
             self._fs.rm_file(self._path(name, token))
-        except FileNotFoundError:  # somebody else was faster
+        except FileNotFoundError:  # another process deleted it first
             return

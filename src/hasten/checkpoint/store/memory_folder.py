@@ -1,4 +1,4 @@
-"""A machine's folder in memory (/dev/shm): the newest states of its own ranks, and of those of another machine."""
+"""In-memory folder of a machine (/dev/shm): the newest states of its ranks and of the ranks of another machine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The newest step of which the state of every machine is held somewhere."""
+    """The newest step for which the state of every machine is available on some machine."""
 
     step: int
     sources: tuple[int, ...]
-    """For each machine the one that has its state: itself, or the neighbour that kept a copy."""
+    """For each machine, the machine that has its state: itself, or the neighbour with a copy."""
 
 
 Machines = Sequence[tuple[int, ...]]
@@ -41,7 +41,7 @@ Machines = Sequence[tuple[int, ...]]
 
 
 def group_by_folder(folders: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of each machine, told by the folder in memory that each rank has; in order of their first ranks."""
+    """Return the ranks of each machine, identified by the rank's in-memory folder, in order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, folder in enumerate(folders):
         found.setdefault(folder, []).append(rank)
@@ -49,12 +49,12 @@ def group_by_folder(folders: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def neighbour(machine: int, count: int) -> int:
-    """Return the machine that keeps a copy of this one's state."""
+    """Return the machine that stores a copy of this machine's state."""
     return (machine + 1) % count
 
 
 def newest_common(held: Sequence[Collection[Copy]], machines: Machines) -> Choice | None:
-    """What a restarted run goes on from, given the copies that each machine holds; None when some state is lost."""
+    """Return the step to resume from, given the copies that each machine holds; None when some state is lost."""
     world_size = sum(map(len, machines))
     for step in sorted({copy.step for copies in held for copy in copies}, reverse=True):
         sources = []
@@ -68,7 +68,7 @@ def newest_common(held: Sequence[Collection[Copy]], machines: Machines) -> Choic
 
 
 def why_none(held: Sequence[Collection[Copy]], machines: Machines) -> str:
-    """Return why there is no step that all can go on from, in words."""
+    """Return the reason why no step is available to resume from, as text."""
     everything = {copy for copies in held for copy in copies}
     if not everything:
         return "no machine holds a copy of it"
@@ -90,20 +90,20 @@ _ARRIVING: Final = ".arriving"
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """States by the ranks they belong to; each is a checkpoint of its own, complete or not there."""
+    """States by the ranks they belong to; each is a separate checkpoint, either complete or absent."""
 
     root: Path
 
     @classmethod
     def claimed(cls, root: Path) -> MemoryFolder:
-        """The folder of the n-th Accelerator of this process, which is the n-th on every rank and after every restart."""
+        """Return the folder of this process's n-th Accelerator, the n-th on every rank and after every restart."""
         here = this_process()
         for number in range(1 << 10):
             folder = root / str(number)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 (folder / f".user-{here.pid}-{here.started}").touch(mode=0o600, exist_ok=False)
-            except FileExistsError:  # of an earlier Accelerator
+            except FileExistsError:  # taken by an earlier Accelerator
                 continue
             return cls(folder)
         raise ConfigError(
@@ -112,7 +112,7 @@ class MemoryFolder:
         )
 
     def store(self, ranks: Sequence[int]) -> LocalStore:
-        """Return where the states of these ranks are."""
+        """Return the store with the states of these ranks."""
         return LocalStore(self._of(ranks))
 
     def _of(self, ranks: Sequence[int]) -> Path:
@@ -123,7 +123,7 @@ class MemoryFolder:
         return self._of(copy.ranks) / numbered(copy.step)
 
     def held(self) -> list[Copy]:
-        """Return the states that are complete and undamaged: every file is read and compared with its checksums."""
+        """Return the states that are complete and undamaged: every file is read and its checksums are verified."""
         found = []
         for place in sorted(self.root.glob("ranks_*")):
             store = LocalStore(place)
@@ -131,7 +131,7 @@ class MemoryFolder:
                 try:
                     manifest, folder = store.manifest(name), store.folder(name)
                     sound = not verify_files(folder, manifest.files, manifest.chunk_bytes)
-                except (CheckpointError, OSError):  # cut off by the kill that this restart follows
+                except (CheckpointError, OSError):  # interrupted by the kill that preceded this restart
                     continue
                 step = number_of(name)
                 if sound and step is not None:
@@ -139,7 +139,7 @@ class MemoryFolder:
         return found
 
     def manifest(self, copy: Copy) -> bytes:
-        """Return the manifest of a state, as it is stored."""
+        """Return the encoded manifest of a state."""
         return (self.folder(copy) / MANIFEST_NAME).read_bytes()
 
     def keep_only(self, steps: Collection[int]) -> None:
@@ -147,23 +147,23 @@ class MemoryFolder:
         for place in self.root.glob("ranks_*"):
             for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
                 if (step := number_of(folder.name)) is not None and step not in steps:
-                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is none, whatever happens
+                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # incomplete from now on
                     shutil.rmtree(folder, ignore_errors=True)
 
     def free_bytes(self) -> int:
-        """Room left."""
+        """Return the number of free bytes."""
         return shutil.disk_usage(self.root).free
 
     # -- states of other machines ---------------------------------------------------------------------------------
     def arriving(self, copy: Copy) -> Path:
-        """Return where the files of a state lie that is being received."""
+        """Return the folder with the files of a state that is being received."""
         return self._of(copy.ranks) / _ARRIVING / numbered(copy.step)
 
     @contextmanager
     def receive(self, copy: Copy, raw: bytes, alike: Sequence[FileRecord], like: Path) -> Iterator[Manifest]:
-        """Take in a state: its files come within the block, but for those `alike`, which are linked from `like`.
+        """Context manager for receiving a state: files arrive in the block, except `alike`, linked from `like`.
 
-        It becomes visible at the end, if every file is what the manifest says. Ranks: the first of the machine.
+        It becomes visible at the end, if every file matches the manifest. Ranks: the first of the machine.
         """
         draft = self.arriving(copy)
         shutil.rmtree(draft.parent, ignore_errors=True)

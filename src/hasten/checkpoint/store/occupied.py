@@ -1,4 +1,4 @@
-"""The complete things a folder may hold, and how they are kept from being overwritten by another kind."""
+"""Protection of complete checkpoints and exported models in a folder from being overwritten by the other kind."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hasten.checkpoint.store.outside_files import read_outside, size_of
 from hasten.errors import CheckpointError, CheckpointVersionError, ConfigError
 
 WEIGHTS: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-"""Weight files in the Hub layout, which a checkpoint's model and an exported one share."""
+"""Weight files in the Hub layout, with the same names in a checkpoint and in an exported model."""
 FOREIGN: Final = re.compile(r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt")
-"""Further files of a checkpoint by Hugging Face Accelerate."""
+"""Other files of a checkpoint by Hugging Face Accelerate."""
 TORCH_TABLE: Final = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a folder holds, in words, and the files it consists of, the one that makes it complete first."""
+    """Description of a folder's content, and its files, starting with the one that makes the content complete."""
 
     what: str
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ def _manifest(folder: Path) -> Manifest | None:
         return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
     except CheckpointVersionError:
         raise
-    except (OSError, CheckpointError):  # none, or damaged: then it lists nothing
+    except (OSError, CheckpointError):  # missing or damaged: it lists nothing
         return None
 
 
@@ -58,7 +58,7 @@ def listed(folder: Path) -> Mapping[str, FileRecord]:
 
 
 def check_unlisted(folder: Path, names: Sequence[str]) -> None:
-    """Return if no file called one of `names` is part of a checkpoint in the folder.
+    """Check that no file in `names` belongs to a checkpoint in the folder.
 
     Raises: CheckpointError otherwise.
     """
@@ -67,7 +67,7 @@ def check_unlisted(folder: Path, names: Sequence[str]) -> None:
 
 
 def check_no_weights(folder: Path) -> None:
-    """Return if the folder holds no checkpoint with weights in the Hub layout.
+    """Check that the folder holds no checkpoint with weights in the Hub layout.
 
     Raises: CheckpointError otherwise.
     """
@@ -76,7 +76,7 @@ def check_no_weights(folder: Path) -> None:
 
 
 def part_of_checkpoint(folder: Path, names: Sequence[str]) -> CheckpointError:
-    """Return the error of a write that would replace files of a checkpoint."""
+    """Return the error for a write that would replace files of a checkpoint."""
     return CheckpointError(
         f"{folder} holds a checkpoint, and {', '.join(names[:3])} {'is a part' if len(names) == 1 else 'are parts'} of it: with other "
         "content there, load_state would find the checkpoint damaged. Nothing was changed. Write to another folder, such as "
@@ -85,9 +85,9 @@ def part_of_checkpoint(folder: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def unchanged(folder: Path, records: Mapping[str, FileRecord]) -> set[str]:
-    """Return which of the files are part of the checkpoint in the folder, with this very content.
+    """Return the names of the files that belong to the checkpoint in the folder with identical content.
 
-    Raises: CheckpointError when the checkpoint has weights in the Hub layout that are not among `records` as they are.
+    Raises: CheckpointError when the checkpoint has weights in the Hub layout that differ from `records`.
     """
     theirs = {name: file for name, file in listed(folder).items() if WEIGHTS.fullmatch(name) or name in records}
     same = {n for n, f in theirs.items() if n in records and (records[n].size, records[n].sums) == (f.size, f.sums)}
@@ -97,9 +97,9 @@ def unchanged(folder: Path, records: Mapping[str, FileRecord]) -> set[str]:
 
 
 def check_export(folder: Path, manifest: Manifest) -> None:
-    """Return if a checkpoint that is about to be put into the folder leaves a model that was exported there as it is.
+    """Check that a checkpoint to be saved into the folder leaves a model exported there unchanged.
 
-    Raises: CheckpointError when its weights would replace others, or hide them under another name.
+    Raises: CheckpointError when the checkpoint's weights would replace or hide the model's.
     """
     new = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
     there = sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)) if new else []
@@ -119,7 +119,7 @@ def _is_same(path: Path, file: FileRecord) -> bool:
 
 
 def holding(folder: Path) -> Holding | None:
-    """Return what a folder holds: a checkpoint of any tool, an exported model, or several of them."""
+    """Return the content of a folder: a checkpoint of any tool, an exported model, or several; None for neither."""
     if not folder.is_dir():
         return None
     names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
@@ -146,10 +146,10 @@ def holding(folder: Path) -> Holding | None:
 
 @contextmanager
 def free_target(target: Path, sources: Sequence[Path], overwrite: bool) -> Iterator[None]:
-    """Run the block with a target folder that holds nothing; what it held is deleted after the block if `overwrite`.
+    """Run the block with an empty target folder; the previous content is deleted after the block if `overwrite`.
 
-    A failing block leaves the folder as it was.
-    Raises: ConfigError when the target is also a source; CheckpointError when it holds something and must not be overwritten.
+    A failing block leaves the folder unchanged.
+    Raises: ConfigError when the target is also a source; CheckpointError when it is not empty and `overwrite` is False.
     """
     if any(target.resolve() == source.resolve() for source in sources):
         raise ConfigError(
@@ -171,7 +171,7 @@ def free_target(target: Path, sources: Sequence[Path], overwrite: bool) -> Itera
 
 @contextmanager
 def _aside(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Move files into a hidden folder for the time of the block, then delete them; a failing block gets them back."""
+    """Move files into a hidden folder during the block, then delete them; if the block fails, they are restored."""
     hidden = folder / f".hasten-aside.{secrets.token_hex(6)}"
     moved: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""Opening files that somebody else may have made: regular files of a plausible size, never a pipe or a device."""
+"""Opening untrusted files: regular files of a plausible size, never a pipe or a device."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import BinaryIO, Final
 from hasten.errors import CorruptCheckpointError, UnsafeCheckpointError
 
 MAX_TABLE_BYTES: Final = 1024**3
-"""No manifest, index or table of a checkpoint is larger; those of a model over ten thousand ranks have some 100 MB."""
+"""Upper limit of a manifest, index or table; those of a model over ten thousand ranks have some 100 MB."""
 FORGED: Final = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OSError),
     *(RuntimeError, TypeError, ValueError, pickle.PickleError, struct.error),
 )
-"""Errors that readers of structured files raise when the content is not what it claims to be."""
+"""Errors that readers of structured files raise for invalid content."""
 _KINDS: Final = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 def size_of(path: Path, most_bytes: int | None = None) -> int:
-    """Return the size of a file that another reader is about to open by its path.
+    """Return the size of a file that other code is about to open by its path.
 
-    Raises: OSError when there is none; UnsafeCheckpointError for a pipe, socket, device or folder, which could block the
-    reader or never end; CorruptCheckpointError above `most_bytes`.
+    Raises: OSError when it does not exist; UnsafeCheckpointError for a pipe, socket, device or folder, which could
+    block the reader or never end; CorruptCheckpointError above `most_bytes`.
     """
     return _checked(path, path.stat(), most_bytes)
 

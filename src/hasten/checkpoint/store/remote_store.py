@@ -1,4 +1,4 @@
-"""Checkpoints at any fsspec URL: files first, the manifest last, and nothing counts before it is there."""
+"""Checkpoints at any fsspec URL: files first, the manifest last; a checkpoint exists once its manifest does."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from hasten.optional import need
 
 log = logging.getLogger(__name__)
 _VERSION: Final = re.compile(r"v-[0-9a-f]{12}/")
-"""Where a save puts its files when others lie in the folder already."""
+"""Subfolder for the files of a save when the folder is not empty."""
 _OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"})
-"""Object stores have no folders; making one there could create a bucket by a slip of the pen."""
+"""Object stores have no folders; making one there could accidentally create a bucket."""
 
 
 def is_url(place: str) -> bool:
-    """Return whether a place is a URL rather than a path."""
+    """Return True if `place` is a URL rather than a path."""
     scheme, mark, _ = place.partition("://")
     return bool(mark) and len(scheme) > 1
 
 
 class RemoteDraft:
-    """A checkpoint being uploaded; a second save under one name uploads beside the first and replaces its manifest.
+    """A checkpoint being uploaded; a second save under one name uploads next to the first and replaces its manifest.
 
-    The process that began the draft holds the `claim`; those that join it have none.
+    The process that started the draft holds the `claim`; processes that join it have none.
     """
 
     def __init__(self, store: RemoteStore, name: str, token: str, claim: Claim | None = None) -> None:
@@ -69,7 +69,7 @@ class RemoteDraft:
 
     @property
     def folder(self) -> Path:
-        """A local folder for hooks; its files are uploaded by `put`."""
+        """Local folder for hooks; its files are uploaded by `put`."""
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="hasten-hooks-")
         folder = Path(self._scratch.name) / self._name
@@ -84,7 +84,7 @@ class RemoteDraft:
         return self._store.join_path(self._name, self._placed(file))
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Upload files, and what hooks left in this rank's local folder, side by side, taking the checksums on the way."""
+        """Upload files, and those of hooks in this rank's local folder, in parallel; return records with checksums."""
         own = self._hooked(files)
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-upload") as pool:
             records = dict(zip(files, pool.map(lambda item: self._upload(*item), files.items()), strict=True))
@@ -105,7 +105,7 @@ class RemoteDraft:
         return FileRecord(name=self._placed(file), size=blob.size, sums=tuple(sums))
 
     def _hooked(self, files: Mapping[str, Blob]) -> dict[str, Path]:
-        """Files of hooks in the local folder, by name."""
+        """Return the files of hooks in the local folder, by name."""
         found: dict[str, Path] = {}
         for path in sorted(self.folder.rglob("*")) if self._scratch is not None else ():
             name = path.relative_to(self.folder).as_posix()
@@ -121,11 +121,11 @@ class RemoteDraft:
         return record
 
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:
-        """Return nothing more: every rank's `put` has uploaded what its hooks left."""
+        """Return an empty list: every rank's `put` has uploaded the files of its hooks."""
         return []
 
     def commit(self, manifest: Manifest) -> None:
-        """Upload the manifest: from then on, and not before, the checkpoint is there."""
+        """Upload the manifest, which makes the checkpoint visible."""
         self._check_arrived(manifest)
         if self._claim is not None:
             self._claim.check(f"{self._store.address}/{self._name}")
@@ -163,18 +163,18 @@ class RemoteDraft:
             self._claim.release()
 
     def abort(self) -> None:
-        """Remove what was uploaded, unless somebody else owns the checkpoint by now."""
+        """Remove the uploaded files, unless another process owns the checkpoint by now."""
         self._drop_scratch()
         try:
             if self._claim is None or self._claim.held():
-                prefix = self._token.partition(":")[2]  # without one, the folder was empty when the draft began
+                prefix = self._token.partition(":")[2]  # empty if the folder was empty when the draft was started
                 self._store.sweep(self._name, re.compile(re.escape(prefix) + "/") if prefix else None)
         finally:
             self._release()
 
 
 class RemoteStore:
-    """Checkpoints as folders under one URL of any file system fsspec knows."""
+    """Checkpoints as folders under one URL of any file system that fsspec supports."""
 
     def __init__(
         self,
@@ -199,13 +199,13 @@ class RemoteStore:
         return True
 
     def join_path(self, *parts: str) -> str:
-        """Return a path inside the store, as the file system spells it."""
+        """Return a path inside the store, in the file system's notation."""
         return "/".join((self._root.rstrip("/"), *parts))
 
     def begin(self, name: str) -> RemoteDraft:
-        """A new draft. Files that lie there already are never touched, whoever wrote them: new ones go beside them.
+        """Return a new draft. Existing files are never touched; new ones are stored next to them.
 
-        Only a folder with an automatic number belongs to hasten alone, and is swept of what no manifest lists.
+        Only an automatically numbered folder belongs to hasten alone; files in it that no manifest lists are removed.
 
         Raises: CheckpointBusyError when another process writes this checkpoint.
         """
@@ -234,7 +234,7 @@ class RemoteStore:
         return not _OBJECTS.intersection((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
 
     def _clear_dead(self, name: str) -> None:
-        """Remove what dead processes left of this checkpoint, and of others that are numbered like it."""
+        """Remove leftovers of dead processes, for this checkpoint and for others numbered like it."""
         locks, claimed = self._locks(), set[str]()
         for entry in locks.entries():
             lock = locks.lock_at(entry.tag, entry.token) if same_family(name, entry.tag) else None
@@ -250,7 +250,7 @@ class RemoteStore:
     def _sweep_claimed(self, name: str) -> None:
         try:
             claim = take(self._locks(), name, f"{self._url}/{name}")
-        except CheckpointBusyError:  # somebody has begun to write it this moment
+        except CheckpointBusyError:  # another process has just started to write it
             return
         try:
             self.sweep(name)
@@ -258,7 +258,7 @@ class RemoteStore:
             claim.release()
 
     def join(self, name: str, token: str) -> RemoteDraft:
-        """Return the draft main began: every process sees a URL."""
+        """Return the draft that main started: a URL is visible to every process."""
         return RemoteDraft(self, name, token)
 
     def _folders(self) -> list[str]:
@@ -269,7 +269,7 @@ class RemoteStore:
         return [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return bytes of everything that lies in the folder of a checkpoint, by name, in one listing."""
+        """Return the sizes of all files in the folder of a checkpoint, by name, from one listing."""
         self.fs.invalidate_cache()
         base = self.join_path(name)
         if not self.fs.exists(base):
@@ -278,21 +278,21 @@ class RemoteStore:
         return {str(p).removeprefix(prefix): int(e["size"]) for p, e in self.fs.find(base, detail=True).items()}
 
     def raw_manifest(self, name: str) -> bytes | None:
-        """Return the manifest as it lies there; None when there is none."""
+        """Return the encoded manifest; None when there is none."""
         try:
             return bytes(self.fs.cat_file(self.join_path(name, MANIFEST_NAME)))
         except FileNotFoundError:
             return None
 
     def listed_files(self, name: str) -> list[str]:
-        """Files of the committed checkpoint of this name; none when there is none that can be read."""
+        """Return the files of the committed checkpoint of this name; empty when there is no readable manifest."""
         try:
             return [file.name for file in self.manifest(name).files]
-        except CheckpointError:  # absent or damaged: then nothing is known to be part of it
+        except CheckpointError:  # missing or damaged: no file is known to belong to it
             return []
 
     def sweep(self, name: str, which: re.Pattern[str] | None = None) -> None:
-        """Remove what no manifest lists, all of it or the files that match: leftovers of saves that never came to their end."""
+        """Remove files that no manifest lists, all or those matching `which`: leftovers of interrupted saves."""
         listed = {*self.listed_files(name), MANIFEST_NAME}
         unlisted = [file for file in self.sizes(name) if file not in listed]
         self.remove(name, [file for file in unlisted if which is None or which.match(file)])
@@ -303,7 +303,7 @@ class RemoteStore:
             self.fs.rm([self.join_path(name, file) for file in files])
 
     def names(self) -> list[str]:
-        """Folders with a manifest."""
+        """Return the names of the folders with a manifest."""
         return sorted(n for n in self._folders() if self.fs.exists(self.join_path(n, MANIFEST_NAME)))
 
     def manifest(self, name: str) -> Manifest:
@@ -322,16 +322,16 @@ class RemoteStore:
             raise CheckpointError(f"{where} cannot be read: {error}. Check the URL and the credentials.") from error
 
     def complete(self, name: str) -> bool:
-        """Return whether the manifest is readable and every file is there with its size."""
+        """Return True if the manifest is readable and every file exists with its size."""
         try:
             manifest = self.manifest(name)
             return all(self.fs.size(self.join_path(name, file.name)) == file.size for file in manifest.files)
-        except (CheckpointError, OSError):  # what is wrong is said when it is loaded by name
+        except (CheckpointError, OSError):  # loading it by name reports the problem
             return False
 
     @contextmanager
     def fetch(self, name: str, files: Sequence[FileRecord]) -> Iterator[Path]:
-        """Download the files into a temporary folder, several at a time."""
+        """Context manager that downloads the files into a temporary folder, several at a time."""
         with tempfile.TemporaryDirectory(prefix="hasten-fetch-") as scratch:
             folder = Path(scratch)
             self._check_room(name, folder, sum(file.size for file in files))
@@ -367,7 +367,7 @@ class RemoteStore:
             )
 
     def delete(self, name: str) -> None:
-        """Remove the manifest first, so that no reader sees a part of the checkpoint, then the rest.
+        """Remove the manifest first, so that no reader sees an incomplete checkpoint, then the other files.
 
         Raises: CheckpointBusyError when another process writes it.
         """

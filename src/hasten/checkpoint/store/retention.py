@@ -1,4 +1,4 @@
-"""Which checkpoints may go: a pure decision over what is there."""
+"""Retention policy: a pure function that selects the checkpoints to delete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What retention needs to know of a committed checkpoint."""
+    """Name, number and metrics of a committed checkpoint."""
 
     name: str
     number: int
@@ -18,7 +18,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep the newest `total_limit`, the `keep_best` by a metric, and every `keep_every`-th; None = no such rule."""
+    """Retention rules: newest `total_limit`, `keep_best` by a metric, every `keep_every`-th; None = no such rule."""
 
     total_limit: int | None = None
     keep_best: int | None = None
@@ -28,7 +28,7 @@ class Retention:
 
 
 def expired(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
-    """Return names to delete, oldest first. The newest is never among them; without `total_limit` nothing is."""
+    """Return the names to delete, oldest first. The newest is never deleted; without `total_limit` none is."""
     if policy.total_limit is None:
         return []
     ordered = sorted(checkpoints, key=lambda item: item.number)
@@ -40,7 +40,7 @@ def expired(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
 
 
 def best(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
-    """Return names of the best by the metric, best first; of two equal ones the newer is better."""
+    """Return the names of the best checkpoints by the metric, best first; of two equal ones the newer is better."""
     if policy.keep_best is None or policy.best_metric is None:
         return []
     sign = 1.0 if policy.best_mode == "min" else -1.0

@@ -1,8 +1,8 @@
-"""Claims: one writer at a time for each checkpoint, with a lock that names it and shows that it is alive.
+"""Claims: one writer at a time for each checkpoint, with a lock file that identifies it and shows that it is alive.
 
-Every writer puts a lock of its own beside the others and then looks: whoever finds another live lock takes its own away
-again. Two that come at the same moment may both give way and try once more, but never do both go on. Nothing is taken
-over and nothing is overwritten, so that this needs no more of a file system than that a new file is seen at once.
+Every writer adds a separate lock file and then lists all of them: if it finds another live lock, it removes its
+lock again. Two writers at the same moment may both back off and retry, but never do both continue. Locks are neither
+transferred nor overwritten, so the file system only has to make a new file visible immediately.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ MAX_OWNER_BYTES = 64 * 1024
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a lock file: the process that wrote it.
 
-    Process ids repeat, also at the same time in two containers of one machine, so that a process is told by its start
-    time, the machine's boot and its process namespace as well.
+    Process ids repeat, even at the same time in two containers of one machine, so a process is also identified by its
+    start time, the machine's boot id and its process namespace.
     """
 
     host: str = ""
     pid: int = 0
     started: int = 0
-    """Clock ticks between the machine's boot and the start of the process; 0 where the system does not say."""
+    """Clock ticks between the machine's boot and the start of the process; 0 where the system does not report it."""
     boot: str = ""
     namespace: str = ""
     since_s: float = 0.0
     locked: bool = False
-    """Whether the process holds an flock on the lock file."""
+    """True if the process holds an flock on the lock file."""
     beat: int = 0
     beat_s: float = 0.0
 
     @property
     def since(self) -> str:
-        """When the save began, as text."""
+        """Start time of the save, as text."""
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
 
     def same_machine(self, other: Owner) -> bool:
-        """Return whether both run under one kernel, in whatever containers."""
+        """Return True if both run under one kernel, in any container."""
         return self.boot == other.boot and (bool(self.boot) or self.host == other.host)
 
     def same_processes(self, other: Owner) -> bool:
-        """Return whether a process id means the same to both."""
+        """Return True if a process id means the same process to both."""
         return self.same_machine(other) and self.namespace == other.namespace
 
 
 class Liveness(StrEnum):
-    """What is known of an owner."""
+    """Liveness of a lock's owner, as far as it is known."""
 
     RUNNING = "running"
     DEAD = "dead"
@@ -71,9 +71,9 @@ class Liveness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often an owner renews its lock, and after how long without renewal it counts as dead.
+    """Renewal interval of a lock, and the time without renewal after which its owner counts as dead.
 
-    Only owners on other machines, or in other containers on file systems without flock, are judged by this.
+    It applies only to owners on other machines, or in other containers on file systems without flock.
     """
 
     beat_s: float = 5.0
@@ -81,7 +81,7 @@ class Patience:
 
 
 def this_process() -> Owner:
-    """Return the identity of the calling process, now."""
+    """Return the identity of the calling process, with the current time."""
     return Owner(
         host=platform.node(),
         pid=os.getpid(),
@@ -94,7 +94,7 @@ def this_process() -> Owner:
 
 
 def liveness(owner: Owner, here: Owner) -> Liveness:
-    """Return whether the process runs, as far as its process id tells."""
+    """Return the liveness of a process, judged by its process id."""
     if not owner.pid or not owner.same_processes(here):
         return Liveness.UNKNOWN
     try:
@@ -115,7 +115,7 @@ def encode_owner(owner: Owner) -> bytes:
 
 
 def decode_owner(raw: bytes) -> Owner:
-    """Return the owner a lock file names; an unknown one when the file is not (yet) what it should be."""
+    """Return the owner in a lock file; an unknown owner when the file is invalid or not yet complete."""
     try:
         return msgspec.json.decode(raw[:MAX_OWNER_BYTES], type=Owner)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -138,7 +138,7 @@ def busy(place: str, owner: Owner, here: Owner) -> CheckpointBusyError:
 
 
 def lost(place: str) -> CheckpointBusyError:
-    """Return the error of a writer whose lock was taken over."""
+    """Return the error for a writer whose lock was removed."""
     return CheckpointBusyError(
         f"the lock of this save of {place} is gone: this process gave no sign of life for so long that another one took "
         "it for dead (a suspended machine, a stalled disk), or somebody removed it. The checkpoint was not "
@@ -147,7 +147,7 @@ def lost(place: str) -> CheckpointBusyError:
 
 
 def _started(pid: int) -> tuple[str, int]:
-    """State and start time of a process; unknown where there is no /proc."""
+    """Return the state and start time of a process; unknown where there is no /proc."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (fields[0], int(fields[19])) if len(fields) > 19 else ("", 0)
 
@@ -169,12 +169,12 @@ def _read(path: Path) -> str:
 log = logging.getLogger(__name__)
 _TRIES = 6
 _OLD = 5
-"""Times the patience after which a lock is dead at first sight, without waiting for a sign of life."""
+"""Multiple of the patience after which a lock is dead immediately, without waiting for a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A lock as it was found: whose it is, and what changes with every sign of life."""
+    """A lock as found: its token, its owner, and a signature that changes with every heartbeat."""
 
     token: str
     owner: Owner
@@ -193,7 +193,7 @@ class Locks(Protocol):
     def patience(self) -> Patience: ...
 
     def put(self, name: str, token: str) -> Claim:
-        """Add a lock of this process."""
+        """Create a lock of this process."""
         ...
 
     def found(self, name: str) -> list[Lock]:
@@ -201,16 +201,16 @@ class Locks(Protocol):
         ...
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Return whether the owner runs, as far as one look tells."""
+        """Return the liveness of the owner, without waiting for a heartbeat."""
         ...
 
     def remove(self, name: str, token: str) -> None:
-        """Take a dead owner's lock away."""
+        """Delete the lock of a dead owner."""
         ...
 
 
 class Claim:
-    """The right of this process to write one checkpoint, until it is released or nobody refers to it any more."""
+    """The right of this process to write one checkpoint, until it is released or garbage-collected."""
 
     def __init__(
         self, token: str, there: Callable[[], bool], let_go: Callable[[], None], beat: Callable[[], bool]
@@ -222,23 +222,23 @@ class Claim:
         self._end = weakref.finalize(self, _end, self._signs, let_go, os.getpid())
 
     def keep(self, every_s: float) -> None:
-        """Show signs of life from now on."""
+        """Start to renew the lock periodically."""
         self._signs.start(every_s)
 
     def held(self) -> bool:
-        """Return whether the lock is still there."""
+        """Return True if the lock still exists."""
         return self._end.alive and self._there()
 
     def check(self, place: str) -> None:
-        """Raise CheckpointBusyError unless the lock is still there."""
+        """Raise CheckpointBusyError unless the lock still exists."""
         if not self.held():
             raise lost(place)
 
     def release(self) -> None:
-        """Take the lock away; harmless to repeat."""
+        """Delete the lock; safe to call repeatedly."""
         try:
             self._end()
-        except BaseException:  # whatever happens, a run must not keep itself from saving again
+        except BaseException:  # the run must not block its next save
             self._let_go()
             raise
 
@@ -260,7 +260,7 @@ class _Signs:
             try:
                 if not self._beat():
                     return
-            except OSError as error:  # the next one may succeed; if none does, the commit finds the lock gone
+            except OSError as error:  # the next renewal may succeed; if none does, the commit finds the lock removed
                 log.debug("a lock could not be renewed: %s", error)
 
     def stop(self) -> None:
@@ -270,7 +270,7 @@ class _Signs:
 
 
 def _end(signs: _Signs, let_go: Callable[[], None], pid: int) -> None:
-    if os.getpid() != pid:  # a forked copy: the claim is the parent's
+    if os.getpid() != pid:  # a forked copy: the claim belongs to the parent
         return
     try:
         signs.stop()
@@ -282,25 +282,25 @@ def _end(signs: _Signs, let_go: Callable[[], None], pid: int) -> None:
 
 
 def _let_go_again(let_go: Callable[[], None]) -> None:
-    """The second try: the first may have failed before it gave the lock back, and the next save would wait for it."""
+    """Retry the release: the first attempt may have failed before it, and the next save would wait for the lock."""
     try:
         let_go()
-    except OSError as error:  # the lock of a process that has ended, or has given it back, counts for nothing
+    except OSError as error:  # the lock of a process that has ended or has released it is ignored
         log.warning("a lock could not be removed: %s", error)
 
 
 def take(locks: Locks, name: str, place: str) -> Claim:
-    """Claim a checkpoint for this process. `place` is its name in messages.
+    """Claim a checkpoint for this process. `place` names it in messages.
 
     Raises: CheckpointBusyError when another live process holds it.
     """
     rival, collected = None, False
     for attempt in range(_TRIES):
         if attempt:
-            time.sleep((5 + secrets.randbelow(15)) / 1000 * attempt)  # not from the generators that training draws from
+            time.sleep((5 + secrets.randbelow(15)) / 1000 * attempt)  # not from the generators that training uses
         rival = _running(locks, name, place)
         if rival is not None:
-            if rival.owner.pid == locks.here.pid and not collected:  # a failed save's may be waiting to be collected
+            if rival.owner.pid == locks.here.pid and not collected:  # a failed save's claim may await collection
                 gc.collect()
                 collected = True
             continue
@@ -320,20 +320,20 @@ def take(locks: Locks, name: str, place: str) -> Claim:
 
 
 def dead(locks: Locks, name: str, lock: Lock) -> bool:
-    """Return whether the owner is known to be dead, at first sight."""
+    """Return True if the owner is known to be dead, without waiting."""
     verdict = locks.judge(name, lock)
     age_s = time.time() - max(lock.owner.beat_s, lock.signature[0])
     return verdict is Liveness.DEAD or (verdict is Liveness.UNKNOWN and age_s > _OLD * locks.patience.stale_s)
 
 
 def _seen(locks: Locks, name: str, token: str) -> Lock | None:
-    """Another lock whose owner may be alive."""
+    """Return another lock whose owner may be alive; None if there is none."""
     others = (lock for lock in locks.found(name) if lock.token != token)
     return next((lock for lock in others if not dead(locks, name, lock)), None)
 
 
 def _running(locks: Locks, name: str, place: str) -> Lock | None:
-    """Return a lock whose owner is alive, after waiting for a sign of life of those of whom nothing is known."""
+    """Return a lock whose owner is alive, after waiting for a heartbeat of owners with unknown state."""
     watched: dict[str, Lock] = {}
     until = time.monotonic() + locks.patience.stale_s
     while True:
