@@ -1,4 +1,4 @@
-"""Search of `hasten tune`: the knobs, their order, the comparison of losses, and early stopping. Does not import torch."""
+"""Search of `hasten tune`: the knobs, their order, the comparison of losses, and early stopping. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME: Final = 1e-3
 HALF: Final = 3e-2
 """Relative difference of losses between float32 and half precision."""
 ROUNDED: Final = 1e-2
-"""Relative difference of losses if the script itself uses half precision, where a changed order of operations rounds more."""
+"""Relative difference of losses if the script itself uses half precision, where reordered operations round more."""
 WORTH: Final = 0.02
 """Speedup above which a candidate is taken; less is noise."""
 HOPELESS: Final = 1.5
@@ -330,6 +330,9 @@ def happened(error: BaseException) -> str:
     """Return the class of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+
+
+"""Return the cause of exit code `code`: its last traceback's exception, else its last line, else the code."""
 
 
 def in_output(stderr: str, code: int) -> str:
