@@ -67,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tools(
-    name: str,
-) -> Any:  # Any: a module; imported late because torch is slow to import and --help does not need it
+def _tools(name: str) -> Any:  # Any: a module; imported late because torch is slow to import, and --help needs none
     return import_module(f"hasten.checkpoint.{name}")
 
 

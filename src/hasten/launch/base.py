@@ -39,7 +39,7 @@ class Request:
     config: Config
     target: Target
     handoff: str = ""
-    """The settings as one string, given to every process as HASTEN_CONFIG."""
+    """The settings as one string, passed to every process in HASTEN_CONFIG."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Host:
     cores: int = 1
     device: DeviceKind = "cpu"
     num_devices: int = 0
-    """Devices that processes may use: those present, less those hidden by variables such as CUDA_VISIBLE_DEVICES."""
+    """Devices that processes may use: those present, except those hidden by variables such as CUDA_VISIBLE_DEVICES."""
     device_name: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     python: str = "python"
@@ -217,7 +217,7 @@ def _memory() -> int:
     for path, pattern, unit in _MEMORY:
         try:
             match = re.search(pattern, path.read_text(), re.MULTILINE)
-        except OSError:  # not Linux, or no container: the other file may know
+        except OSError:  # not Linux, or no container: the other file may have the value
             continue
         found += [int(match[1]) * unit] if match else []
     return min(found, default=0)

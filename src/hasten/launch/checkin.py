@@ -63,7 +63,7 @@ def gather_reports(
     """Return every participant's report, in order of index.
 
     Ranks: every participant, once per round (the store's keys must be fresh).
-    Raises: LaunchError on every participant if two claim one index, or if some have not arrived after `timeout_s`.
+    Raises: LaunchError on every participant if two have the same index, or if some have not reported after `timeout_s`.
     """
     if store.add(f"claim/{index}", 1) > 1:
         other = Report.decode(store.get(f"report/{index}"))

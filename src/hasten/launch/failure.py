@@ -27,7 +27,7 @@ class Failure:
     summary: str = ""
     traceback: str = ""
     stopped: bool = False
-    """Ended by the launcher because another rank had failed."""
+    """True if the launcher stopped the rank because another rank had failed."""
     log: str = ""
     echo: bool = False
     """True if the rank raised an error on which all ranks agreed, and had no error itself."""
@@ -54,9 +54,9 @@ _SECONDARY: Final = re.compile(
     r"Connection refused|failed to recv, got 0 bytes",
 )
 
-PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
+PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module imports torch
 
-STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module loads torch
+STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module imports torch
 
 # (pattern in the traceback or log, hint)
 _HINTS: Final = (
@@ -217,7 +217,7 @@ def render_failure(
     if not first.code and (echo := next((f for f in rest if f.traceback), None)):
         lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost it:", echo.traceback.rstrip()]
     elif first.traceback:
-        title = "traceback" if first.traceback.startswith("Traceback") else "error"  # of a program that never ran
+        title = "traceback" if first.traceback.startswith("Traceback") else "error"  # a program that never started
         lines += [f"{title} of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
     else:
         lines.append(f"rank {first.rank} left no Python traceback; what it printed last is above.")

@@ -85,7 +85,7 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
 
 
 def read_hostfile(text: str) -> tuple[str, ...]:
-    """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, less any `:slots`."""
+    """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, without `:slots`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return tuple(line.split()[0].partition(":")[0] for line in lines if line)
 

@@ -196,7 +196,7 @@ def _exit_key(machine: int) -> str:
 
 
 def agreed_code(codes: Sequence[int]) -> int:
-    """Return the exit code for machines that ended with `codes`: failure outranks preemption, which outranks success."""
+    """Return the exit code of the job, given the machines' `codes`: failure first, then preemption, then success."""
     failed = [code for code in codes if code not in (0, PREEMPTED)]
     if failed:
         return failed[0]

@@ -294,7 +294,7 @@ class FixedRendezvous(RendezvousHandler):
         return free[names.index(mine)]
 
     def _agreed_reports(self, control: Store, store: Store, index: int) -> list[Report]:
-        """Return the reports of the check-in; if it fails, machine 0 serves the store until all have read the reason."""
+        """Return the reports of the check-in; if it fails, machine 0 serves it until all have read the reason."""
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
@@ -306,7 +306,7 @@ class FixedRendezvous(RendezvousHandler):
             raise
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
-        """Return address and port of this round's worker store: the requested port first, a new store after a restart."""
+        """Return address and port of this round's worker store: the requested port, or a new one after a restart."""
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
             if self.round > 0:

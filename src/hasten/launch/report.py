@@ -129,7 +129,7 @@ def _program_file(target: Target) -> Path | None:
     if target.module:
         try:
             spec = importlib.util.find_spec(target.name)
-        except (ImportError, ValueError):  # the workers will say it in full
+        except (ImportError, ValueError):  # the workers report the full error
             return None
         return Path(spec.origin).resolve() if spec is not None and spec.origin else None
     path = Path(target.name)
@@ -140,7 +140,7 @@ def _local_imports(source: bytes, folder: Path) -> list[Path]:
     """Return the files under `folder` that a module imports."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # the workers will say it in full
+    except (SyntaxError, ValueError):  # the workers report the full error
         return []
     names: list[str] = []
     for node in ast.walk(tree):

@@ -33,7 +33,7 @@ from hasten.runtime import env as environment
 from hasten.runtime import secret
 from hasten.runtime.last_words import ERROR_FILE
 
-_MEMORY: Final = Path("/dev/shm")  # where Linux keeps files in memory
+_MEMORY: Final = Path("/dev/shm")  # in-memory file system on Linux
 _LOCK: Final = "launcher"
 
 
@@ -49,7 +49,7 @@ def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
     prefix = f"hasten-{os.geteuid()}-"
     for left in memory.glob(f"{prefix}*"):
         _remove_if_left(left)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # 0700
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
     descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -123,7 +123,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
         case "mpi" | "deepspeed":
             proc = plan.procs[0]
             return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
-        case "slurm":  # the batch script makes the token when the job starts
+        case "slurm":  # the batch script generates the token when the job starts
             return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
         case other:
             assert_never(other)

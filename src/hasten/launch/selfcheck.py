@@ -79,7 +79,7 @@ def training(accelerator: Accelerator) -> str:
     model, expected = _model(), _trained_alone(data, _ROWS_PER_RANK * readers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = DataLoader(data, batch_size=_ROWS_PER_RANK)
-    prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, loader)  # Any: what a strategy makes of them
+    prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, loader)  # Any: objects wrapped by a strategy
     model, opt, batches = prepared
     steps = 0
     for inputs, targets in batches:

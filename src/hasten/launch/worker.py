@@ -94,7 +94,7 @@ def trimming_hook(printing: Hook) -> Hook:
 
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
     """Write `error` in the format read by torch's elastic agent, with hasten's additional fields."""
-    # Without a frame of the user's program the message is sufficient, and its cause lies in hasten or runpy.
+    # Without a frame of the user's program the message is sufficient; the cause is in hasten or runpy.
     text = "".join(traceback.format_exception(type(error), error, trace, chain=trace is not None))
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
@@ -170,7 +170,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _run_as_main(code: CodeType, script: str) -> None:
-    """Execute `code` in the real `__main__`, emptied of this file's names, so that pickling and spawning work."""
+    """Execute `code` in the real `__main__` module, without this file's names, so that pickling and spawning work."""
     main_module = sys.modules["__main__"]
     namespace = vars(main_module)
     kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"]}

@@ -38,13 +38,13 @@ def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
     found: dict[int, frozenset[int]] = {}
     for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
         cpus = parse_cpus((folder / "cpulist").read_text())
-        if cpus:  # memory-only nodes have none
+        if cpus:  # memory-only nodes have no cores
             found[int(folder.name.removeprefix("node"))] = cpus
     return found
 
 
 def node_of_device(pci_address: str, root: Path = SYS) -> int | None:
-    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None if the system does not know it."""
+    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None if it is unknown."""
     path = root / "bus/pci/devices" / pci_address.lower() / "numa_node"
     number = int(path.read_text()) if path.exists() else -1
     return number if number >= 0 else None

@@ -294,7 +294,7 @@ def _leave(rank: int, size: int, serves: bool, pid: int) -> None:
 
     The others may still have to read its last messages, such as the completion of a barrier.
     """
-    if os.getpid() != pid:  # a fork of the rank is not the rank
+    if os.getpid() != pid:  # in a fork of the rank
         return
     notes = _get_default_store() if dist.is_initialized() else None
     stop()
@@ -330,9 +330,7 @@ def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, 
     place = urlsplit(url)
     if place.scheme == "tcp" and place.hostname and place.port is not None:
         if store.is_loopback(place.hostname) and (name := store.loopback_interface()) is not None:
-            env.put_default(
-                "GLOO_SOCKET_IFNAME", name
-            )  # every rank is on this machine: use the loopback interface only
+            env.put_default("GLOO_SOCKET_IFNAME", name)  # every rank is on this machine: use only the loopback
             env.put_default("NCCL_SOCKET_IFNAME", name)
         serves = topology.is_main and not place.query and not _served_by_launcher()
         if serves and place.port:

@@ -44,7 +44,7 @@ KINDS: Final = (
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """Return the table row of a device; a device type that hasten does not know gets a default row."""
+    """Return the table row of a device; an unknown device type gets a default row."""
     name = torch.device(device).type
     return next((kind for kind in KINDS if kind.type == name), DeviceKind(name, None))
 

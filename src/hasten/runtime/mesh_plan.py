@@ -118,7 +118,7 @@ class MeshSpec:
         return position
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only along `axes`, itself included, ascending."""
+        """Return the ranks that differ from `rank` only along `axes`, including `rank`, ascending."""
         base = rank - sum(step * self._stride(axis) for axis, step in self.coordinate(rank).items() if axis in axes)
         return tuple(base + offset for offset in self._offsets(_ordered(axes)))
 
@@ -161,7 +161,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _check_experts(mesh: MeshSpec) -> None:
-    """Raise unless the experts can be divided among neighbouring data-parallel ranks."""
+    """Raise unless the experts can be divided among consecutive data-parallel ranks."""
     replicas, shards, others = mesh.dp_replicate, mesh.dp_shard, (Axis.PP, Axis.CP, Axis.TP)
     beside = [axis for axis in others if mesh.size(axis) > 1]
     if beside:

@@ -40,7 +40,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += _rank() if rank is None else rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # seeds every accelerator that torch knows as well
+    torch.manual_seed(seed)  # also seeds every accelerator supported by torch
     if "torch_xla" in sys.modules:  # torch does not seed XLA devices; strategy='xla' starts from torch's seed
         need("torch_xla").manual_seed(seed)
     if deterministic:

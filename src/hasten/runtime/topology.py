@@ -132,7 +132,7 @@ class Topology:
 def _torch(env: Mapping[str, str]) -> Topology | None:
     """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK."""
     if "RANK" not in env and "LOCAL_RANK" not in env:
-        return None  # some clusters set WORLD_SIZE alone on login nodes, which says nothing about this process
+        return None  # some clusters set WORLD_SIZE alone on login nodes, which does not describe this process
     rank, world_size = companion(env, "RANK", "LOCAL_RANK"), companion(env, "WORLD_SIZE", "RANK")
     node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if "LOCAL_RANK" not in env:
@@ -216,7 +216,7 @@ _JSM: Final = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_
 
 def _mpi(env: Mapping[str, str]) -> Topology | None:
     if _JSM.rank in env:
-        return None  # jsrun sets Open MPI's variables too, but only its own include the hosts
+        return None  # jsrun sets Open MPI's variables too, but only the JSM variables include the hosts
     names = next((n for n in _MPI if n.rank in env and n.local_rank in env), None)
     return _from_names(env, names, "mpi") if names else None
 

@@ -57,7 +57,7 @@ class MachineSupervisor:
         return self._handler.round
 
     def restarts_left(self, own: int) -> int:
-        """Return the restarts left: machines of a fixed set share one budget; elastic machines use the agent's count."""
+        """Return the restarts left: machines of a fixed set share one budget; elastic ones use the agent's count."""
         elastic = isinstance(self._handler, ElasticRendezvous)
         return own if elastic else max(0, self._supervision.max_restarts - self._handler.round)
 
@@ -72,14 +72,14 @@ class MachineSupervisor:
             return
         self._ended = codes
         if (peers := self._handler.peers) is not None and len(peers.hosts) > 1:
-            peers.ended.update(codes)  # exchanged by the watch over the other machines
+            peers.ended.update(codes)  # exchanged by the thread that polls the other machines
         else:
             launcher_files.write_ended(codes, environment.snapshot())
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
         """Record the failures, kill leftover processes, and return the number of restarts left."""
         self.failures = _failures_of(result)
-        kill_groups(self.groups)  # loader processes of ranks that died without ending them
+        kill_groups(self.groups)  # loader workers of ranks that died without stopping them
         self.groups.clear()
         if restarts_left > 0 and self._told_elsewhere():
             return 0  # another machine received a stop signal; the scheduler restarts the whole job

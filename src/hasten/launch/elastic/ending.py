@@ -58,9 +58,7 @@ def within(seconds: float, talk: Callable[[], None]) -> None:
     """Run `talk` for at most `seconds`: a store call never returns once the network is down."""
 
     def run() -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # torch's network errors: machine 0 has exited; partial results are used
+        with contextlib.suppress(RuntimeError):  # torch's network errors: machine 0 has exited; partial results count
             talk()
 
     thread = threading.Thread(target=run, name="hasten-ending", daemon=True)

@@ -66,7 +66,7 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
         etcd = import_module("torch.distributed.elastic.rendezvous.etcd_rendezvous_backend")  # needs python-etcd
         backend, store = etcd.create_backend(parameters)
         return create_handler(store, CheckedBackend(backend), parameters)
-    return registry.get_rendezvous_handler(parameters)  # etcd: keeps its state as JSON
+    return registry.get_rendezvous_handler(parameters)  # etcd: stores its state as JSON, not pickle
 
 
 class CheckedBackend(RendezvousBackend):

@@ -110,7 +110,7 @@ class TorchAgent(LocalElasticAgent):
         told = isinstance(sys.exception(), SignalException)
         seconds = self._supervisor.stopping(death_sig) if told else SHUTDOWN_S
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, seconds)  # torch<2.12: its _shutdown takes no time of ours
+            self._pcontext.close(death_sig, seconds)  # torch<2.12: _shutdown() does not accept a timeout
         super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:

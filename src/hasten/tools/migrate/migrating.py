@@ -150,7 +150,7 @@ class _Script:
         for one in left:
             self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
         begin, end = self._span(node)
-        if taken and not left:  # only the module's name, so that parentheses and comments between the names are kept
+        if taken and not left:  # only the module's name, to preserve parentheses and comments between the names
             at = self._bytes.index(node.module.encode(), begin)
             self.edits.append(_Edit(at, at + len(node.module), NEW))
         elif taken:

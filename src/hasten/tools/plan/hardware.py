@@ -20,7 +20,7 @@ _GIB: Final = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One kind of device. Speeds are the vendor's dense peaks; `_share` fields are the fractions that training reaches."""
+    """One kind of device. Speeds are the vendor's dense peaks; `_share` fields are fractions reached by training."""
 
     name: str
     memory_gib: float

@@ -176,7 +176,7 @@ def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
         updates.step()
 
 
-def _loss(output: Any) -> Tensor:  # Any: whatever the model returns
+def _loss(output: Any) -> Tensor:  # Any: the output of any model
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -172,7 +172,7 @@ def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
         if not isinstance(made, Iterable):
             raise DataError(f"{made!r} came back instead of results; return a list with one result per row.")
         results = list(made)
-    except Exception as error:  # any error of the user's code: noted and raised again
+    except Exception as error:  # any error of the user's code: re-raised with a note
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")
         raise
     if len(results) != len(batch):

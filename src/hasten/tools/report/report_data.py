@@ -24,7 +24,7 @@ _SECONDS: Final = ("runtime", "per_second")
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """Return the curve with at most `most` points: minimum and maximum of each interval, so that peaks are preserved."""
+    """Return the curve with at most `most` points: minimum and maximum of each interval, to preserve peaks."""
     length = len(curve.values)
     if length <= most:
         return curve

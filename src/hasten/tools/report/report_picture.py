@@ -41,7 +41,7 @@ def picture(runs: Sequence[RunFolder]) -> bytes:
 
 
 def _lonely(values: Sequence[float]) -> bool:
-    """Return whether a point lies between two gaps, where no line shows it."""
+    """Return whether a point is isolated between two gaps, where no line would show it."""
     missing = [True, *(value != value for value in values), True]
     return any(missing[at - 1] and not missing[at] and missing[at + 1] for at in range(1, len(values) + 1))
 

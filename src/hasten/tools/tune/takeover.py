@@ -104,7 +104,7 @@ class Takeover(Rehearsal):
         except SystemExit as error:
             said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
             self._fail(f"it ended{said}")
-        except Exception as error:  # any kind: the loop is the user's, and the message says what it raised
+        except Exception as error:  # any kind: the loop is the user's, and the message includes the error
             if self._run is None and isinstance(error, ConfigError):  # already has a full message
                 raise
             self._fail(happened(error).rstrip("."))
@@ -206,11 +206,11 @@ class Takeover(Rehearsal):
             for group in optimizer.param_groups:
                 group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = True  # as torch decides on a GPU
+                    group["foreach"] = True  # torch's default on a GPU
         with self._mode:
             return go_on(objects)
 
-    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
         """Return a loader that yields one batch."""
         return OneBatch(loader, self)
 

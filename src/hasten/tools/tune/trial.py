@@ -124,7 +124,7 @@ class Timed(Rehearsal):
         """Prepare the script's objects, modified for this trial."""
         return go_on(tuple(self._changed(value) for value in objects))
 
-    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
         """Prepare a loader, modified for this trial; the first loader is the training loader."""
         made = go_on(self._resized(loader))
         self.rows = self.rows or made.batch_size or 0

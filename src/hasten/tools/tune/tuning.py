@@ -118,9 +118,7 @@ class Tuning:
                 if not in_time():
                     self.not_tried.append(values)
                     continue
-                limit = (
-                    None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s
-                )  # larger batches take longer
+                limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # these are slower
                 self._conclude(knob, values, measure(values, limit), base.outcome)
         if self.best is not base and in_time():
             self._confirm(base, measure({}, None))
@@ -332,11 +330,8 @@ def happened(error: BaseException) -> str:
     return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 
-"""Return the cause of exit code `code`: its last traceback's exception, else its last line, else the code."""
-
-
 def in_output(stderr: str, code: int) -> str:
-    """Return the reason why a process ended with `code`: its last traceback's exception, else its last line, else the code."""
+    """Return the cause of exit code `code`: its last traceback's exception, else its last line, else the code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]

@@ -36,7 +36,7 @@ class Watched:
 
 
 class StepWatch(TorchDispatchMode):
-    """Dispatch mode that records allocations and their lifetimes. Any in this class: operators of torch's dispatcher."""
+    """Dispatch mode that records allocations and their lifetimes. Any in this class: torch's operators."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -40,7 +40,7 @@ class LateLosses(Generic[Origin]):
 
     def __init__(self, overwritten: bool = False, odd_only: bool = False) -> None:
         self._overwritten = overwritten
-        """True if the next step overwrites the memory of a loss, as with a compiler's CUDA graphs: it is copied at once."""
+        """True if the next step overwrites a loss, as with a compiler's CUDA graphs: it is copied at once."""
         self.held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = []
         """Losses with their weights, origins and update numbers."""
         self._odd_only = odd_only

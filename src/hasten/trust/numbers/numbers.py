@@ -331,7 +331,7 @@ class NumbersWatch:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> Finding:
-        """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs, even without a problem."""
+        """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
         lines: list[str] = []
         if what or self._settings.runs_together:
             for call in self._calls.all():

@@ -167,7 +167,7 @@ class Observer:
         )
 
     def failure(self) -> str:
-        """Return the exception that ended the program of a process kept alive by threads or exit handlers; empty otherwise."""
+        """Return the exception of an ended program whose process threads or exit handlers keep alive; else empty."""
         error, calls = getattr(sys, "last_value", None), stacks.calls_of(self.thread_id)
         if error is None or not (stacks.is_over(calls) or stacks.root_of(calls) != self.program):
             return ""

@@ -149,9 +149,7 @@ class Watchdog:
                 return
             now = time.monotonic()
             counts = self._observer.counts()
-            if (
-                counts != self._counts or now - before > 10 * tick + 2.0
-            ):  # made progress, or was itself stopped for a while
+            if counts != self._counts or now - before > 10 * tick + 2.0:  # made progress, or was stopped itself
                 self._moved(counts, now)
             elif now - self._quiet_since >= self._look_s and (asked or now >= self._look_at):
                 self._look_at = now + self._pause(now)
@@ -322,7 +320,7 @@ def _forget(dog: Watchdog | Reception, at_exit: Callable[[], None]) -> None:
 
 def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
     dog = ref()
-    if dog is None or os.getpid() != pid:  # a fork of the rank is not the rank
+    if dog is None or os.getpid() != pid:  # in a fork of the rank
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
