@@ -80,7 +80,7 @@ class MeshSpec:
         """Return a mesh whose axes multiply to `world_size`; an axis of -1 takes the rest.
 
         `dp_replicate=None` means -1 if no other axis is -1, else 1. `ep=-1` means all data-parallel ranks.
-        Raises: ConfigError if two axes fill, or the sizes do not divide the world.
+        Raises: ConfigError if two axes are -1, or the sizes do not divide the world size.
         """
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} is not a number of processes; it must be at least 1.")
