@@ -1,5 +1,5 @@
 """The command `hasten`: one thin file for each subcommand, named `<command>_cmd.py`.
 
-Start with `main.py` (the table of commands). What a command does lies in `tools/`, `launch/` or the room it shows;
-`flags.py` makes options from the settings' schema.
+Start with `main.py` (the table of commands). The commands are implemented in `tools/`, `launch/` and the other packages;
+`flags.py` generates options from the settings' schema.
 """

@@ -24,7 +24,7 @@ _ABOUT = """commands:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten ckpt …`; 0 when all is well, 1 when something is damaged or differs."""
+    """Run `hasten ckpt …`; return 0 on success, 1 if something is damaged or differs."""
     given = _parser().parse_args(argv)
     code: int = given.run(given)
     return code
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tools(name: str) -> Any:  # Any: a module; loaded late because torch is slow to import and --help does not need it
+def _tools(name: str) -> Any:  # Any: a module; imported late because torch is slow to import, and --help needs none
     return import_module(f"hasten.checkpoint.{name}")
 
 
@@ -166,7 +166,7 @@ def _convert(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _bar(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal's error stream, nothing elsewhere; gives what moves it on."""
+    """A progress bar on stderr if it is a terminal; yields a function that advances it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -189,6 +189,6 @@ def _size(num_bytes: int) -> str:
 
 
 def _write(line: str) -> None:
-    """Print a line; control characters in names that come from the checkpoint are shown, not obeyed by the terminal."""
+    """Print a line; control characters in names from the checkpoint are escaped."""
     shown = "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in line)
     sys.stdout.write(shown + "\n")

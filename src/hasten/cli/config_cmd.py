@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def basic_config(machine: Machine, mixed_precision: str | None = None) -> Config:
-    """Return settings that suit a machine: all its devices, or its CPU, and its precision unless one is given."""
+    """Return suitable settings for a machine: all its devices, or its CPU, and its precision unless one is given."""
     code: dict[str, Any] = {"mixed_precision": mixed_precision or recommended_precision(machine)[0]}
     if machine.device == "cpu":
         code["cpu"] = True
@@ -50,7 +50,7 @@ def basic_config(machine: Machine, mixed_precision: str | None = None) -> Config
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write settings that suit this machine and return the file; False if there is one already, which is kept."""
+    """Write suitable settings for this machine and return the file; False if a file exists, which is not changed."""
     path = Path(save_location) if save_location is not None else default_path(environment.snapshot())
     if path.exists():
         log.warning("%s exists and is kept; write another with `hasten config`, or give save_location", path)
@@ -59,7 +59,7 @@ def write_basic_config(
 
 
 def value_of(resolved: Resolved, info: FieldInfo) -> Any:
-    """Return the value that holds for a setting."""
+    """Return the effective value of a setting."""
     value: Any = resolved.config
     for name in info.path:
         value = getattr(value, name)
@@ -67,7 +67,7 @@ def value_of(resolved: Resolved, info: FieldInfo) -> Any:
 
 
 def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]]:
-    """Return one row per setting: name, value, source, and the weaker sources it replaced."""
+    """Return one row per setting: name, value, source, and the overridden sources."""
     rows = []
     for info in SETTABLE:
         value, source = value_of(resolved, info), resolved.source(info.path)
@@ -89,10 +89,10 @@ def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]
 
 
 def table(resolved: Resolved, *, changed: bool = False, console: Console | None = None) -> None:
-    """Print one line per setting with its value, its source and what it replaced; defaults are dim."""
+    """Print one line per setting with its value, its source and the values that it overrides; defaults are dim."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        console.width = 240  # a file or pipe has no edge to break lines at
+        console.width = 240  # a file or pipe has no width at which lines break
     rows = explain(resolved, changed=changed)
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("setting", "value", "source", "instead of"):
@@ -155,7 +155,7 @@ def ask(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     env = environment.snapshot()
     path = Path(given.config_file) if given.config_file else files.default_path(env)
-    wizard = import_module("hasten.cli.wizard")  # questionary is loaded by the wizard alone
+    wizard = import_module("hasten.cli.wizard")  # only the wizard imports questionary
     code: int = wizard.run(examine(), path)
     return code
 
@@ -178,12 +178,12 @@ def default(argv: Sequence[str]) -> int:
 
 
 def with_flags(config: Config, flags: Sequence[Entry]) -> Config:
-    """Return settings with flags on top."""
+    """Return the settings with flags applied on top."""
     return resolve(file=files.read_text(files.dump(config), Path("this machine")).entries, flags=flags).config
 
 
 def show(argv: Sequence[str]) -> int:
-    """Print the settings that hold."""
+    """Print the effective settings."""
     parser = SettingsParser(
         prog="hasten config show",
         description="Print the settings that hold, as `hasten launch` with the same flags would see them.",
@@ -210,7 +210,7 @@ def show(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Say whether a settings file is right: exit code 0 or 2, with every problem listed."""
+    """Check a settings file; return exit code 0 or 2, with every problem listed."""
     parser = SettingsParser(prog="hasten config check", description="Say whether a settings file is right.")
     parser.add_argument("file", metavar="FILE")
     given = parser.parse_args(argv)
@@ -224,7 +224,7 @@ def check(argv: Sequence[str]) -> int:
 
 
 def path(argv: Sequence[str]) -> int:
-    """Print where the settings file lies, and which file holds now."""
+    """Print the path of the settings file, and the file in effect."""
     parser = SettingsParser(prog="hasten config path", description="Print where the settings file lies.")
     parser.parse_args(argv)
     env = environment.snapshot()

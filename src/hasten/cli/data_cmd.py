@@ -18,10 +18,10 @@ _EXAMPLE = """example:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten data …`; 0 when the batch was found."""
+    """Run `hasten data …`; return 0 if the batch was found."""
     given = _parser().parse_args(argv)
     found = _tool().look(given.checkpoint, given.rank, given.batch, given.epoch, given.loader)
-    samples: list[Any] | None = None  # Any: the user's own samples
+    samples: list[Any] | None = None  # Any: the user's samples
     if given.dataset is not None:
         samples = _tool().fetch(given.dataset, found)
     if given.json:
@@ -52,5 +52,5 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tool() -> Any:  # Any: a module; loaded late because torch is slow to import and --help does not need it
+def _tool() -> Any:  # Any: a module; imported late because torch is slow to import and --help does not need it
     return import_module("hasten.state.saved_batches")

@@ -1,4 +1,4 @@
-"""`hasten env`: a report of machine, packages and settings to paste into an issue; secrets stay out."""
+"""`hasten env`: a report of machine, packages and settings for an issue, without secrets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(argv)
     env = environment.snapshot()
-    report: dict[str, Any] = {  # Any: texts, and mappings of them
+    report: dict[str, Any] = {  # Any: strings, and mappings of them
         "hasten": __version__,
         "platform": platform.platform(),
         "machine": examine().words,
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _torch() -> dict[str, str]:
-    """What torch says of itself and of its devices; the reason where it cannot be loaded."""
+    """Return facts about torch and its devices; the reason if torch cannot be imported."""
     try:
         torch = need("torch")
     except (ImportError, OSError) as error:
@@ -86,7 +86,7 @@ def _cluster(env: Mapping[str, str]) -> str:
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that change how training runs."""
+    """Return the variables that affect training."""
     return {name: value for name, value in sorted(env.items()) if _VARIABLES.match(name)}
 
 

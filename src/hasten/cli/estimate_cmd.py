@@ -1,4 +1,4 @@
-"""`hasten estimate-memory`: what a model needs to be held and to be trained, before it is loaded."""
+"""`hasten estimate-memory`: memory that a model needs for inference and training, before it is loaded."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _COLUMNS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten estimate-memory …`; 0 when the model was found."""
+    """Run `hasten estimate-memory …`; return 0 if the model was found."""
     given = _parser().parse_args(argv)
-    room = import_module("hasten.bigmodel.estimate")  # loads torch, which --help does not need
-    sizes = import_module("hasten.checkpoint.export")  # the same
+    room = import_module("hasten.bigmodel.estimate")  # imports torch, which --help does not need
+    sizes = import_module("hasten.checkpoint.export")  # imports torch as well
     inputs = [tuple(int(size) for size in text.split("x")) for text in given.input]
     shape = room.shape_of(given.target, inputs, given.trust_remote_code)
     device = None if given.device_memory is None else sizes.parse_size(given.device_memory)
@@ -52,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
         content = {"model": shape.name, "parameters": shape.num_parameters, "estimates": rows}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        _show(shape, rows, import_module("hasten.bigmodel.solver").readable)  # pure, and beside the room
+        _show(shape, rows, import_module("hasten.bigmodel.solver").readable)  # imported by `estimate` anyway
     return 0
 
 
-def _show(shape: Any, rows: Sequence[dict[str, Any]], readable: Any) -> None:  # Any: of a room loaded above
+def _show(shape: Any, rows: Sequence[dict[str, Any]], readable: Any) -> None:  # Any: from a module imported above
     table = Table(title=f"{shape.name}: {shape.num_parameters:,} parameters")
     alone = {row["strategy"] for row in rows} == {"ddp"}
     shown = [(key, title) for key, title in _COLUMNS if not (alone and key in ("strategy", "gathered"))]

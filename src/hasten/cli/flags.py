@@ -1,4 +1,4 @@
-"""Flags generated from the settings: one per field, in groups, in both spellings, and a parser that suggests names."""
+"""Flags generated from the settings: one per field, in groups, in both spellings; the parser suggests near names."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hasten.config.source import Entry, Path, Source
 from hasten.errors import ConfigError, UnknownSettingError
 
 _LONG_PREFIX: Final = "parallelism_config_"
-"""Sizes and options of the mesh are flags of their own; Accelerate's longer spelling stays accepted."""
+"""Prefix of the mesh options in Accelerate's longer spelling, which is accepted too."""
 _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 
 
 class UsageError(ConfigError):
-    """The command line cannot be understood."""
+    """The command line cannot be parsed."""
 
 
 class SettingAction(argparse.Action):
-    """Keep one setting as an entry that knows the flag as it was typed."""
+    """Action that stores one setting as an entry with the flag as typed."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, path: Path, takes_word: bool, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, **kwargs)
@@ -50,7 +50,7 @@ class SettingAction(argparse.Action):
         namespace.settings = [*settings, *_entries(self.path, value, flag)]
 
     def negated_by(self, flag: str) -> bool:
-        """Return whether the flag as typed is the opposite of the setting."""
+        """Return whether the flag as typed negates the setting."""
         return self.takes_word and flag.startswith(("--no-", "--no_")) and not _names_itself_no(self.path)
 
 
@@ -60,7 +60,7 @@ def _names_itself_no(path: Path) -> bool:
 
 def _entries(path: Path, value: Any, flag: str) -> list[Entry]:
     if path[0] == "use_parallelism_config":
-        return []  # the sizes themselves decide
+        return []  # determined by the sizes
     if path[0] in SWITCHES:
         chosen = str(value).lower() in ("true", "yes", "on", "1")
         return [Entry(("strategy",), SWITCHES[path[0]], Source("flag", flag), text=True)] if chosen else []
@@ -68,14 +68,14 @@ def _entries(path: Path, value: Any, flag: str) -> list[Entry]:
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before `--` and those after it, which belong to the script."""
+    """Return the words before `--` and the words after it, which belong to the script."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help that shows one spelling of each flag."""
+    """Help formatter that shows one spelling of each flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=46, width=118)
@@ -91,7 +91,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 class HelpAction(argparse.Action):
-    """Print the short help, or with `--help-all` the whole, and leave."""
+    """Action that prints the short help, or with `--help-all` the full help, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs["help"])
@@ -103,7 +103,7 @@ class HelpAction(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Print it on stdout."""
+        """Print the help on stdout."""
         assert isinstance(parser, SettingsParser), "only such a parser has a short help"
         whole = (option_string or "").startswith("--help") and option_string != "--help"
         sys.stdout.write(parser.format_help() if whole else parser.format_short_help())
@@ -111,7 +111,7 @@ class HelpAction(argparse.Action):
 
 
 class SettingsParser(argparse.ArgumentParser):
-    """An argument parser that understands every setting, in both spellings, and names the nearest flag."""
+    """Argument parser that accepts every setting, in both spellings, and suggests the nearest flag."""
 
     def __init__(
         self, *args: Any, essential: Collection[str] = (), flags_anywhere: bool = False, **kwargs: Any
@@ -121,15 +121,15 @@ class SettingsParser(argparse.ArgumentParser):
         kwargs["add_help"] = not essential
         super().__init__(*args, **kwargs)
         self.flags_anywhere = flags_anywhere
-        """Whether flags may follow other words: there is no script whose own flags they could be."""
+        """Whether flags may follow positional arguments; True for commands without a script that has flags itself."""
         self.essential = frozenset(essential)
-        """The flags that `--help` shows where there is a `--help-all` for the others; empty: all of them."""
+        """The flags that `--help` shows if there is a `--help-all` for the others; if empty, all."""
         if essential:
             self.add_argument("-h", "--help", action=HelpAction, help="show the most used options and exit")
             self.add_argument("--help_all", "--help-all", action=HelpAction, help="show every option and exit")
 
     def add_settings(self, fields: Iterable[FieldInfo] = SETTABLE) -> None:
-        """Add one flag per setting, grouped by section, and the established switches."""
+        """Add one flag per setting, grouped by section, and the switches of Accelerate."""
         self.usage = self.usage or f"{self.prog} [settings]"
         groups: dict[str, Any] = {}
         for info in fields:
@@ -149,7 +149,7 @@ class SettingsParser(argparse.ArgumentParser):
                 _add_action(established, (flag,), ("fsdp", name), help_text, is_bool=False)
 
     def format_short_help(self) -> str:
-        """Return the help with the essential options only."""
+        """Return the help with only the essential options."""
         hidden = {
             id(action): action for action in self._option_string_actions.values() if not self._is_essential(action)
         }
@@ -170,7 +170,7 @@ class SettingsParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse after making every yes-or-no flag explicit, so that it never swallows the script's name."""
+        """Parse after making every boolean flag explicit, so that it never consumes the script's name."""
         space = namespace or argparse.Namespace()
         if not hasattr(space, "settings"):
             space.settings = []
@@ -179,8 +179,8 @@ class SettingsParser(argparse.ArgumentParser):
     def explicit(self, argv: list[str]) -> list[str]:
         """Return arguments with `--flag` spelled `--flag=true` and `--flag false` spelled `--flag=false`.
 
-        Everything from the first word that is neither a flag nor a flag's value is left alone: it is the script's, unless flags may
-        stand anywhere.
+        Everything from the first word that is neither a flag nor a flag's value is unchanged, as it belongs to the script, unless flags may
+        appear anywhere.
         Raises: UnknownSettingError for a flag that does not exist, with the nearest one.
         """
         made: list[str] = []
@@ -226,7 +226,7 @@ class SettingsParser(argparse.ArgumentParser):
         raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the whole usage and leaving."""
+        """Raise instead of printing the whole usage and exiting."""
         raise UsageError(f"{message}; see `{self.prog} --help`.")
 
 
@@ -239,7 +239,7 @@ def _add(group: Any, info: FieldInfo) -> None:
 
 
 def spellings(info: FieldInfo) -> tuple[str, ...]:
-    """Return every name of a setting's flag, the one that help shows first."""
+    """Return every name of a setting's flag; the first one is shown in the help."""
     short = info.flag.removeprefix(_LONG_PREFIX)
     return tuple(dict.fromkeys((short, *info.flags)))
 
@@ -291,9 +291,9 @@ def _plain(value: Any) -> str:
 
 
 def run_module(words: Sequence[str], command: str, given: argparse.Namespace, typed: Sequence[str]) -> int:
-    """Run the module with its arguments under the settings of the command line, or print its plan; returns the exit code."""
+    """Run a module with its arguments under the command line's settings, or print its plan; return the exit code."""
     as_module = Entry(("launch", "module"), "true", Source("flag", command), text=True)
-    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
+    job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=[*given.settings, as_module], config_file=given.config_file, typed=typed)
     if given.dry_run:
         sys.stdout.write(job.plan.render() + "\n")
@@ -306,7 +306,7 @@ _MOST: Final = 10**12
 
 
 def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
-    """Return the type of an argument that takes a whole number from `least` to `most`."""
+    """Return an argparse type for a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         try:

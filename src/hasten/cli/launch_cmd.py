@@ -1,4 +1,4 @@
-"""`hasten launch`: settings from file, environment and flags become a plan, and the plan is printed or run."""
+"""`hasten launch`: builds a plan from file, environment and flags, and prints or runs it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ESSENTIAL: Final = frozenset(
         *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size"),
     )
 )
-"""The settings that `hasten launch --help` shows; `--help-all` shows all of them."""
+"""The settings that `hasten launch --help` shows; `--help-all` shows all."""
 
 
 def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Entry] = ()) -> int:
-    """Run `hasten launch …` and return the exit code of the job; `program` is the command its help and errors name.
+    """Run `hasten launch …` and return the exit code of the job; `program` is the command name in help and errors.
 
-    `settings` are further ones; those given in code win over flags and files.
+    `settings` are additional settings; those given in code override flags and files.
     """
     given = make_parser(program).parse_args(argv)
     given.settings = [*given.settings, *settings]
@@ -49,12 +49,12 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Entry]
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])
     except HastenError as error:
-        import_module("hasten.launch.failure").leave(str(error))  # only a launch that failed needs it
+        import_module("hasten.launch.failure").leave(str(error))  # only needed by a launch that failed
         raise
 
 
 def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
-    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
+    job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
     if given.auto:
         settings = [*given.settings, *_planned(job, words)]
@@ -69,12 +69,12 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
     return code
 
 
-def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: of a room loaded above
-    """Return the strategy that suits the script on this launch's processes; the reasons go to stderr."""
+def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: from a module imported above
+    """Return the strategy planned for the script on this launch's processes, and print the reasons on stderr."""
     meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
     machines = 1 if meeting is None else meeting.max_machines
-    machine = import_module("hasten.cli.machine").examine()  # asks the driver, which only --auto needs
-    planning = import_module("hasten.tools.plan.auto")  # loads torch
+    machine = import_module("hasten.cli.machine").examine()  # queries the driver, which only --auto needs
+    planning = import_module("hasten.tools.plan.auto")  # imports torch
     on_cpu = job.request.config.cpu or machine.device == "cpu"
     name = "" if on_cpu else machine.device_name
     chosen = planning.choose(words, job.request.config, each * machines, each, name, machine.host_memory_bytes)
@@ -85,7 +85,7 @@ def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: of a room l
 
 
 def make_parser(program: str = "hasten") -> SettingsParser:
-    """Return the parser of the command line: every setting, and what belongs to launching alone."""
+    """Return the parser of the command line, with every setting and the options of launching."""
     parser = SettingsParser(
         prog=f"{program} launch",
         usage=f"{program} launch [settings] script.py [arguments of the script]",

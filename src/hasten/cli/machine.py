@@ -1,4 +1,4 @@
-"""This machine as the wizard sees it: devices, memory, links, and what it recommends for them. No torch."""
+"""This machine for the wizard: devices, memory, links, and recommended settings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _FP16_CAPABILITY: Final = 7.0  # Volta
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What matters for choosing settings."""
+    """Properties of a machine that determine its settings."""
 
     device: DeviceKind = "cpu"
     num_devices: int = 0
     device_name: str = ""
     cores: int = 1
     memory_bytes: int = 0
-    """Memory of one device; 0 where it is not known."""
+    """Memory of one device in bytes; 0 if unknown."""
     host_memory_bytes: int = 0
     capability: float = 0.0
-    """NVIDIA's compute capability; 0 elsewhere."""
+    """NVIDIA's compute capability; 0 for other devices."""
     link: str = ""
-    """How devices reach each other: NVLink, PCIe, or empty where there is one device or it is not known."""
+    """Connection between devices: NVLink, PCIe, or empty for one device or if unknown."""
     cluster: str = ""
-    """The scheduler this shell runs under, or nothing."""
+    """The scheduler that this shell runs under; empty if none."""
 
     @property
     def words(self) -> str:
-        """One line that says what was found."""
+        """Description of the machine in one line."""
         host = f"{self.cores} cores, {self.host_memory_bytes / _GIB:.0f} GiB host memory"
         if self.device == "cpu":
             found = f"no accelerator; {host}"
@@ -50,7 +50,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """Return this machine as it is now."""
+    """Return the current state of this machine."""
     host = look()
     memory, capability, link = _nvidia(host) if host.device == "cuda" else (0, 0.0, "")
     return Machine(
@@ -67,7 +67,7 @@ def examine() -> Machine:
 
 
 def recommended_precision(machine: Machine) -> tuple[PrecisionType, str]:
-    """Return the precision that suits the devices, and why."""
+    """Return the recommended precision for the devices, and the reason."""
     if machine.device == "tpu":
         return "bf16", "TPUs compute in bf16"
     if machine.device == "cuda" and machine.capability >= _BF16_CAPABILITY:
@@ -85,7 +85,7 @@ def offers_fp8(machine: Machine) -> bool:
 
 
 def cluster_of(env: Mapping[str, str]) -> str:
-    """Return the scheduler whose variables are set."""
+    """Return the scheduler whose variables are set; empty if none."""
     signs = (
         ("SLURM_JOB_ID", "SLURM"),
         ("LSB_JOBID", "LSF"),
@@ -97,7 +97,7 @@ def cluster_of(env: Mapping[str, str]) -> str:
 
 
 def _nvidia(host: Host) -> tuple[int, float, str]:
-    """Return memory of the smallest device in bytes, the lowest compute capability and the slowest link."""
+    """Return the memory of the smallest device in bytes, the lowest compute capability and the slowest link."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0, 0.0, ""
@@ -108,7 +108,7 @@ def _nvidia(host: Host) -> tuple[int, float, str]:
 
 
 def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
-    """Return the least memory in bytes and the least capability of rows such as `143771, 9.0`."""
+    """Return the minimum memory in bytes and the minimum capability of rows such as `143771, 9.0`."""
     found = [match for row in rows if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))]
     if not found:
         return 0, 0.0
@@ -116,7 +116,7 @@ def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
 
 
 def parse_links(table: str) -> str:
-    """Return the slowest way between two devices in the driver's table of links."""
+    """Return the slowest link between two devices in the driver's topology table."""
     rows = [row.split() for row in table.splitlines() if re.match(r"^GPU\d+\s", row)]
     width = len(rows)
     words = [word for row in rows for word in row[1 : width + 1] if word != "X"]
@@ -126,7 +126,7 @@ def parse_links(table: str) -> str:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a tool prints; nothing when it fails, as on a machine without a working driver."""
+    """Return the output of a command; empty if it fails, as on a machine without a working driver."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

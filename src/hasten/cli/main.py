@@ -1,4 +1,4 @@
-"""The command `hasten`: finds the subcommand, loads only that one, and turns errors into readable ends."""
+"""The command `hasten`: imports only the given subcommand, runs it, and prints errors readably."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ COMMANDS: Final = MappingProxyType(
         "tune": ("hasten.cli.tune_cmd", "find faster settings for a script on this machine by short real runs"),
     }
 )
-"""Subcommand -> its module, which has `main(argv) -> int`, and one line of help."""
+"""Module of each subcommand, which has `main(argv) -> int`, and one line of help."""
 
 
 def usage() -> str:
-    """Return the help of the command itself."""
+    """Return the help of the `hasten` command."""
     rows = "\n".join(f"  {name:<17}{text}" for name, (module, text) in COMMANDS.items() if find_spec(module))
     return (
         "usage: hasten [--help] [--version] <command> …\n\n"
@@ -53,7 +53,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code: 2 for a wrong command or setting, 1 for other errors."""
+    """Run a subcommand and return its exit code: 2 for an invalid command or setting, 1 for other errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
@@ -68,15 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except HastenError as error:
         name, text = f"hasten {words[0]}", str(error)
-        sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")  # a wrong usage begins with it
+        sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")  # usage errors include the name
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
         return 0
 
 
 def leave(code: int) -> NoReturn:
-    """End the program at once: a launch has ended all it began, and unloading torch would take half a second."""
+    """Exit immediately: a launch has ended its processes, and unloading torch would take half a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -92,10 +92,10 @@ def run(command: str, argv: Sequence[str]) -> int:
         near = get_close_matches(command.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean `hasten {near[0]}`?" if near else f"the commands are {', '.join(known)}."
         raise ConfigError(f"there is no command {command!r}; {hint}")
-    module = import_module(COMMANDS[command][0])  # so that --help loads no command, and none loads another
+    module = import_module(COMMANDS[command][0])  # so that --help imports no command, and a command no other
     code: int = module.main(argv)
     return code
 
 
-if __name__ == "__main__":  # python -m hasten.cli.main, for places that have a Python but no PATH
+if __name__ == "__main__":  # python -m hasten.cli.main, where `hasten` is not on PATH
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""`hasten migrate`: the diff that moves scripts from `accelerate` to `hasten`, and what behaves differently."""
+"""`hasten migrate`: a diff that ports scripts from `accelerate` to `hasten`, with notes on different behaviour."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten.tools.migrate.migrating import migrate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten migrate …`: 0 when nothing is left to do by hand, 1 otherwise."""
+    """Run `hasten migrate …`; return 0 if nothing is left to do manually, 1 otherwise."""
     given = make_parser().parse_args(argv)
     noted = 0
     for path in scripts(given.places):
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def scripts(places: Sequence[Path]) -> list[Path]:
-    """Return the Python files in question. Raises: ConfigError for a place that does not exist, or a notebook."""
+    """Return the Python files to migrate. Raises: ConfigError for a path that does not exist, or a notebook."""
     found: list[Path] = []
     for place in places:
         if not place.exists():
@@ -66,7 +66,7 @@ def scripts(places: Sequence[Path]) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
+        with path.open(newline="", encoding="utf-8") as file:  # line endings are preserved
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`hasten plan`: the settings under which a model trains fastest on given GPUs, found before the job starts."""
+"""`hasten plan`: search for the fastest settings for a model on given GPUs, before the job starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ No GPU and no weights are needed. What the planner does not know goes to the scr
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten plan …`; 0 when something fits."""
+    """Run `hasten plan …`; return 0 if a layout fits."""
     words, own = split_at_dashes(argv)
     given, unknown = _parser().parse_known_args(words)
     if unknown and not given.target.endswith(".py"):
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
         offload=not given.no_offload,
         tf32=given.tf32,
     )
-    targets = import_module("hasten.tools.plan.targets")  # loads torch, which --help and a wrong request do not need
-    tracing = import_module("hasten.tools.plan.trace")  # the same
+    targets = import_module("hasten.tools.plan.targets")  # imports torch, which --help and invalid requests do not need
+    tracing = import_module("hasten.tools.plan.trace")  # imports torch as well
     loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq, given.optimizer)
     sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
     plan = search(tracing.trace(loop, name, request.precisions), request)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(plan: Plan, most: int, console: Console) -> None:
-    """Print the ranked table, why the best is the best, and what a better one would need."""
+    """Print the ranked table, the reasons for the best option, and the requirements of a faster one."""
     request, trace = plan.request, plan.trace
     console.print(table(plan, most))
     console.print(
@@ -92,10 +92,10 @@ def show(plan: Plan, most: int, console: Console) -> None:
 
 
 def table(plan: Plan, most: int) -> Table:
-    """Return the first options, one a row."""
+    """Return a table of the first options, one per row."""
     shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
     for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):
-        in_words = title in ("layout", "why")  # these share what a narrow terminal leaves
+        in_words = title in ("layout", "why")  # these columns share the remaining width of a narrow terminal
         shown.add_column(
             title, justify="left" if in_words else "right", no_wrap=not in_words, ratio=1 if in_words else None
         )

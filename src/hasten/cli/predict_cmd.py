@@ -1,4 +1,4 @@
-"""`hasten predict`: a model or function over all rows of a file, on all processes; starts the program that does it."""
+"""`hasten predict`: applies a model or function to all rows of a file, on all processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(model: str, data: Path, output: Path, batch_size: int) -> None:
-    """Refuse what cannot work before processes are started.
+    """Raise for arguments that cannot work, before processes are started.
 
     Raises: ConfigError that names the argument.
     """

@@ -1,4 +1,4 @@
-"""`hasten report`: one self-contained page or picture about a run, or about several laid over each other."""
+"""`hasten report`: a self-contained page or picture about one or several runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(folders: Sequence[str], output: Path, reload_s: float = 0.0) -> None:
-    """Write the report in one rename, so that no browser reads half of it."""
+    """Write the report atomically, so that no browser reads an incomplete file."""
     runs = named_apart([read_run(folder) for folder in folders], folders)
     content = picture(runs) if output.suffix == ".png" else page(runs, reload_s).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def write(folders: Sequence[str], output: Path, reload_s: float = 0.0) -> None:
 
 
 def named_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
-    """Return the runs, named by their whole path where two folders have the same name."""
+    """Return the runs, renamed to their whole path where two folders have the same name."""
     names = [run.name for run in runs]
     return [
         replace(run, name=folder) if names.count(run.name) > 1 else run

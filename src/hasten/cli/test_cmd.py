@@ -1,4 +1,4 @@
-"""`hasten test`: starts the self-check as a training script would be started, under the current settings."""
+"""`hasten test`: runs the self-check like a training script, under the current settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten test …` and return 0 if training works here under these settings."""
+    """Run `hasten test …` and return 0 if training works under these settings."""
     parser = SettingsParser(
         prog="hasten test",
         description="Check that training works under the current settings: collectives, a training step that equals one "
@@ -54,7 +54,7 @@ def _matrix(given: argparse.Namespace) -> int:
             f"{others[0]} was given with --matrix, whose cells have their own settings, so it would have no effect; leave it out, or "
             "choose cells with --only. (--cpu is allowed.)"
         )
-    room = import_module("hasten.tools.matrix")  # rich, and a look at the machine
+    room = import_module("hasten.tools.matrix")  # imports rich and inspects the machine
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
     code: int = room.run(given.only, given.json, cpu)
     return code

@@ -1,4 +1,4 @@
-"""`hasten top`: a live table of a job that runs on this machine, from another terminal."""
+"""`hasten top`: a live table of a job that runs on this machine, shown in another terminal."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hasten.runtime import env
 from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
-"""How often `--once` looks at the ranks."""
-Status = dict[str, Any]  # Any: JSON values, as a rank answers
+"""Number of samples that `--once` takes of the ranks."""
+Status = dict[str, Any]  # Any: JSON values in a rank's answer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chosen(folder: Path, job: int | None) -> list[Path] | None:
-    """Return the sockets of the job; None when several run and none is named.
+    """Return the sockets of the job; None if several jobs run and none is specified.
 
-    Raises: ConfigError when there is no such job, or none at all.
+    Raises: ConfigError if there is no such job, or no job at all.
     """
     found = list(listening(folder)) if folder.is_dir() else []
     jobs = sorted({address.job for address, _ in found})
@@ -111,9 +111,9 @@ def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
 
 
 def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[list[Status], dict[int, list[bool]]]:
-    """Return the ranks' answers and in which of ten looks each waited, as the live table counts them."""
+    """Return the ranks' answers and, for each of ten samples, whether each rank waited, as in the live table."""
     waits: dict[int, list[bool]] = {}
-    _look(sockets, False)  # a wait is told from work by the CPU time between two looks
+    _look(sockets, False)  # waiting and working are distinguished by the CPU time between two samples
     for _ in range(_LOOKS):
         time.sleep(seconds / _LOOKS)
         answers = _look(sockets, stacks)
@@ -123,9 +123,9 @@ def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[lis
 
 
 def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argparse.Namespace) -> None:
-    """Redraw the table until the job ends or the user has seen enough."""
+    """Redraw the table until the job ends or the user presses Ctrl-C."""
     waits: dict[int, list[bool]] = {}
-    _look(sockets, False)  # a wait is told from work by the CPU time between two looks
+    _look(sockets, False)  # waiting and working are distinguished by the CPU time between two samples
     time.sleep(min(given.interval, 0.1))
     job = Address.parse(sockets[0].name)
     with Live(console=console, auto_refresh=False) as live:
@@ -136,7 +136,7 @@ def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argp
                     del waits[status["rank"]][:-30]
                 live.update(_page(answers, waits), refresh=True)
                 time.sleep(max(given.interval, 0.1))
-        except KeyboardInterrupt:  # how one leaves a live table
+        except KeyboardInterrupt:  # the way to leave a live table
             return
     console.print(f"job {job.job if job else ''} has ended".replace("  ", " "))
 

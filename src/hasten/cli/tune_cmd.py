@@ -1,4 +1,4 @@
-"""`hasten tune`: short real runs of a script under candidate settings, a table of what they measured, and the best as settings."""
+"""`hasten tune`: short real runs of a script under candidate settings, a table of results, and the best settings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ when steps are more than 2 % faster and the losses of the first updates are thos
 precision, 3 % where the precision changes). Other batch sizes are measured and reported, never chosen. Nothing of a trial is logged or saved.
 """
 _LEAST_FOR_COMPILING: Final = 300.0
-"""Seconds of budget below which compiling on a CPU is not tried: it would take most of them."""
+"""Seconds of budget below which compiling on a CPU is not tried, as it would take most of them."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hasten tune …`; 0 when the script ran."""
+    """Run `hasten tune …`; return 0 if the script ran."""
     words, own = split_at_dashes(argv)
     given, unknown = _parser().parse_known_args(words)
     script = Path(given.script)
@@ -70,22 +70,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _filled(values: Values, found: Outcome) -> Values:
-    """Return the values as a trial reads them: blocks by their classes."""
+    """Return the values as a trial reads them, with blocks given by their classes."""
     return {**values, "recompute": list(found.block_classes)} if values.get("recompute") else values
 
 
 class Runner:
-    """Runs trials one after the other, each in a process of its own."""
+    """Runner of trials, one after the other, each in a separate process."""
 
     def __init__(self, script: list[str], given: argparse.Namespace, deadline: float) -> None:
         self._script = script
         self._given = given
         self._deadline = deadline
         self.shortest = 0.0
-        """Seconds of the shortest trial: with less left, another one would not come to its end."""
+        """Seconds of the shortest trial; with less time left, another one would not finish."""
 
     def measure(self, values: Values, hopeless: float | None) -> Outcome:
-        """Return one trial."""
+        """Run one trial and return its measurements."""
         shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the script as it is"
         sys.stderr.write(f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n")
         with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
@@ -138,7 +138,7 @@ def _finish(course: Tuning, found: Outcome, given: argparse.Namespace) -> None:
 
 
 def conclusion(course: Tuning, advice: Sequence[str], output: str | None, changed: bool) -> list[str]:
-    """What follows from the table, in sentences."""
+    """Return the conclusion of the table, in sentences."""
     best = course.best
     assert best is not None, "the baseline ran"
     lines = ["best: the script as it is; nothing that was tried is faster at equal losses"]
@@ -160,7 +160,7 @@ def _words(trial: Trial) -> str:
 
 
 def table(trials: Sequence[Trial], base: Trial) -> Table:
-    """Return one row for each trial."""
+    """Return a table with one row per trial."""
     shown = Table(title="measured")
     for title in ("values", "step", "samples/s", "memory", "verdict"):
         shown.add_column(title, justify="left" if title in ("values", "verdict") else "right")

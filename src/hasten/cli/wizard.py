@@ -1,4 +1,4 @@
-"""The wizard of `hasten config`: asks with arrow keys, shows the file, writes it."""
+"""Wizard of `hasten config`: asks questions in the terminal, shows the file, and writes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["choice", "number", "yesno", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. `key` is a dotted setting, or begins with `?` where it only steers what is asked next."""
+    """One question. `key` is a dotted setting, or starts with `?` if it only determines later questions."""
 
     key: str
     prompt: str
@@ -31,11 +31,11 @@ class Question:
     choices: tuple[tuple[Any, str], ...] = ()
     minimum: int = 0
     check: Callable[[str], str] = field(default=lambda text: "")
-    """For text: what is wrong with an answer, or nothing."""
+    """For text: returns the problem with an answer, or an empty string."""
 
 
 def questions(machine: Machine, answers: Answers) -> Iterator[Question]:
-    """Yield the questions in order; `answers` is read again before each, so that it steers what follows."""
+    """Yield the questions in order; `answers` is read before each, so that it determines later questions."""
     yield from _place(machine)
     if answers["?place"] != "tpu":
         yield from _machines(machine, answers)
@@ -64,13 +64,13 @@ def questions(machine: Machine, answers: Answers) -> Iterator[Question]:
 
 
 def num_processes(machine: Machine, answers: Answers) -> int:
-    """Return how many processes the answers so far ask for."""
+    """Return the number of processes requested by the answers so far."""
     given = answers.get("launch.num_processes")
     return int(given) if given else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
 
 
 def devices(machine: Machine, answers: Answers) -> int:
-    """Return how many processes one machine runs by itself."""
+    """Return the default number of processes on one machine."""
     return max(1, machine.num_devices) if answers.get("?place") == "accelerator" else 1
 
 
@@ -201,7 +201,7 @@ def _megatron(machine: Machine, answers: Answers) -> Iterator[Question]:
 
 
 def remembered(question: Question, before: Config) -> Question:
-    """Return a question whose default is what the settings said before, where that is one of its answers."""
+    """Return the question with the previous setting as its default, if that is one of its answers."""
     value = _said_before(question.key, before)
     if isinstance(value, tuple):
         value = ", ".join(value)
@@ -228,13 +228,13 @@ def _said_before(key: str, before: Config) -> Any:
 
 
 def to_arguments(machine: Machine, answers: Answers) -> dict[str, Any]:
-    """Return the settings the answers ask for, as arguments of `resolve`."""
+    """Return the settings for the answers, as arguments of `resolve`."""
     arguments = {key: value for key, value in answers.items() if not key.startswith("?")}
     place = answers.get("?place")
     default = devices(machine, answers) * int(answers.get("launch.num_machines", 1))
     known = place == "accelerator" and machine.device != "cpu"
     if known and arguments.get("launch.num_processes") == default:
-        del arguments["launch.num_processes"]  # found at launch, also on a machine with another number of devices
+        del arguments["launch.num_processes"]  # determined at launch, also on a machine with another number of devices
     if place == "cpu":
         arguments["cpu"] = True
     elif place == "tpu":
@@ -251,11 +251,11 @@ Ask = Callable[[Question], Any]
 
 
 class Abandoned(ConfigError):
-    """The user left the wizard; nothing was written."""
+    """Raised when the user leaves the wizard; nothing was written."""
 
 
 def interview(machine: Machine, ask: Ask, before: Config | None = None) -> Config:
-    """Return the settings that follow from the answers; `ask` puts one question, `before` gives its default.
+    """Return the settings for the answers; `ask` asks one question, `before` provides the defaults.
 
     Raises: ConfigError when the answers contradict each other.
     """
@@ -266,7 +266,7 @@ def interview(machine: Machine, ask: Ask, before: Config | None = None) -> Confi
 
 
 def ask_in_terminal(question: Question) -> Any:
-    """Put a question with questionary and return its answer as the setting's type.
+    """Ask a question with questionary and return its answer in the setting's type.
 
     Raises: Abandoned on Ctrl-C.
     """
@@ -298,9 +298,9 @@ def _number_problem(question: Question, text: str) -> str | bool:
 
 
 def run(machine: Machine, path: Path) -> int:
-    """Ask, show and write; return the exit code.
+    """Ask the questions, show the file and write it; return the exit code.
 
-    Raises: Abandoned when the user leaves, or there is no terminal to ask in.
+    Raises: Abandoned when the user leaves, or there is no terminal.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Abandoned(

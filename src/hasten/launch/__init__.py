@@ -1,5 +1,5 @@
-"""Starting processes: plans as data, carried out by torch's elastic agent, srun, mpirun and others.
+"""Process launchers: plans as data, executed through torch's elastic agent, srun, mpirun and others.
 
-Start with `choose.py` (settings to a plan) and `base.py` (LaunchPlan), then `run.py` (carries a plan out) and the launchers, one file each.
-`report.py` and `verdict.py` word a failure.
+Start with `choose.py` (settings to a plan) and `base.py` (LaunchPlan), then `run.py` (executes a plan) and the launchers, one file each.
+`failure.py` describes a failed job; `report.py` describes this machine to the others.
 """

@@ -1,4 +1,4 @@
-"""What a launch is, as data: the plan that --dry-run prints, tests compare and `run` executes."""
+"""Launch plans as data (printed by --dry-run, compared by tests, executed by `run`), and detection of the host."""
 
 from __future__ import annotations
 
@@ -34,67 +34,67 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for: resolved settings and the program to start."""
+    """A launch request: resolved settings and the program to start."""
 
     config: Config
     target: Target
     handoff: str = ""
-    """The settings as one string, given to every process as HASTEN_CONFIG."""
+    """The settings as one string, passed to every process in HASTEN_CONFIG."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proc:
-    """One command to run, with the variables it gets beyond the launcher's own environment."""
+    """One command to run, with the variables added to the launcher's environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
-    """How many equal processes it stands for; the agent numbers them by RANK and LOCAL_RANK."""
+    """Number of identical processes to start; the agent numbers them by RANK and LOCAL_RANK."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where and how the machines of one job find each other."""
+    """Rendezvous settings of a job: its machines, address, port and timeout."""
 
     kind: MeetingKind = "fixed"
     min_machines: int = 1
     max_machines: int = 1
     machine_rank: int | None = None
-    """None: decided when all have arrived; the machine that owns `address` becomes 0, the rest by name."""
+    """None: assigned after all machines have joined; the owner of `address` becomes 0, the rest follow by name."""
     address: str = "127.0.0.1"
     port: int = 0
-    """0: a free one, possible on one machine only."""
+    """0 selects a free port; only possible on one machine."""
     run_id: str = "hasten"
     join_timeout_s: float = 120.0
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
-        """Whether the job has exactly one machine."""
+        """True if the job has exactly one machine."""
         return self.max_machines == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """What the elastic agent does with the processes of this machine."""
+    """Settings of the elastic agent that supervises the processes of this machine."""
 
     max_restarts: int = 0
     monitor_interval_s: float = 0.1
     stop_grace_s: float = 120.0
-    """How long processes may take to end after SIGTERM: a preempted run saves first."""
+    """Time that processes may take to exit after SIGTERM, long enough for a preempted run to save."""
     role: str = "default"
     log_dir: str | None = None
     tee: str | None = None
     quiet: bool = False
     debug: bool = False
     expected_world_size: int | None = None
-    """Processes over all machines, if the user named a number; checked when all have arrived."""
+    """Total number of processes over all machines, if the user set it; checked after all machines have joined."""
     check_in: Literal["error", "warn", "off"] = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file that the plan writes before anything starts."""
+    """A file that is written before any process starts."""
 
     path: str
     text: str
@@ -103,7 +103,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The exact commands of this machine, and why they are what they are."""
+    """The exact commands of this machine, with notes that give the reasons for them."""
 
     launcher: LauncherName
     procs: tuple[Proc, ...]
@@ -114,7 +114,7 @@ class LaunchPlan:
     target: Target | None = None
 
     def render(self) -> str:
-        """Return the plan as text that a person reads and a shell understands, with credentials masked."""
+        """Return the plan as readable text in shell syntax, with credentials masked."""
         lines = [f"launcher: {self.launcher}"]
         lines += [f"note: {note}" for note in self.notes]
         if self.meeting is not None:
@@ -163,31 +163,31 @@ _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """This machine, as far as launching needs to know it."""
+    """Facts about this machine that launching needs."""
 
     name: str = "localhost"
     cores: int = 1
     device: DeviceKind = "cpu"
     num_devices: int = 0
-    """Devices that processes may use: those present, less those hidden by variables such as CUDA_VISIBLE_DEVICES."""
+    """Devices that processes may use: those present, except those hidden by variables such as CUDA_VISIBLE_DEVICES."""
     device_name: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     python: str = "python"
     programs: frozenset[str] = frozenset()
     """Launchers found on PATH."""
     memory_bytes: int = 0
-    """Host memory; 0 where it is not known."""
+    """Host memory in bytes; 0 if unknown."""
 
     @property
     def device_words(self) -> str:
-        """The devices in words, for tables."""
+        """Description of the devices, for tables."""
         if self.device == "cpu":
             return f"cpu ({self.cores} cores)"
         return f"{self.num_devices} x {self.device_name or self.device}"
 
 
 def look() -> Host:
-    """Return this machine as it is now."""
+    """Return the current state of this machine."""
     env = environment.snapshot()
     device, count, name = _find_devices(env)
     programs = ("srun", "sbatch", "mpirun", "mpiexec", "deepspeed", "gcloud")
@@ -205,26 +205,26 @@ def look() -> Host:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def _memory() -> int:
-    """Host memory in bytes, or the container's limit where it is lower; 0 where it is not known."""
+    """Return the host memory in bytes, or the container's limit if that is lower; 0 if unknown."""
     found = []
     for path, pattern, unit in _MEMORY:
         try:
             match = re.search(pattern, path.read_text(), re.MULTILINE)
-        except OSError:  # not Linux, or no container: the other file may know
+        except OSError:  # not Linux, or no container: the other file may have the value
             continue
         found += [int(match[1]) * unit] if match else []
     return min(found, default=0)
 
 
 def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
-    """Kind, usable number and name of the accelerators; the first kind that is present wins."""
+    """Return the kind, usable number and name of the accelerators; the first kind found wins."""
     if (names := _nvidia_names()) and (count := _visible(env, len(names))):
         return "cuda", count, names[0]
     if (count := _rocm_count()) and (count := _visible(env, count)):
@@ -241,7 +241,7 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
 
 
 def _nvidia_names() -> list[str]:
-    """One name for each NVIDIA device (or MIG slice), from the driver's own tool; empty without a working driver."""
+    """Return one name per NVIDIA device (or MIG slice), as reported by the driver; empty without a working driver."""
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists() and not _is_wsl():
         return []
     tool = shutil.which("nvidia-smi")
@@ -262,7 +262,7 @@ def _nvidia_model(folder: Path) -> str:
 
 
 def _rocm_count() -> int:
-    """GPU nodes of AMD's kernel driver: those with a nonzero gpu_id."""
+    """Return the number of GPU nodes listed by AMD's kernel driver: those with a nonzero gpu_id."""
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     return sum(1 for node in nodes if node.read_text().strip() not in ("", "0"))
 
@@ -272,7 +272,7 @@ def _xpu_count() -> int:
 
 
 def _visible(env: Mapping[str, str], present: int) -> int:
-    """Return how many of `present` devices the variables leave visible."""
+    """Return the number of the `present` devices that the environment variables leave visible."""
     for name in _VISIBLE:
         if name in env:
             ids = [item for item in env[name].split(",") if item.strip()]
@@ -282,7 +282,7 @@ def _visible(env: Mapping[str, str], present: int) -> int:
 
 
 def _output(command: list[str]) -> str:
-    """What a tool prints; nothing if it fails, which is what a machine without a working driver looks like."""
+    """Return the output of a command; empty if it fails, as it does on a machine without a working driver."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

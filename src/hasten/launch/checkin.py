@@ -1,4 +1,4 @@
-"""Machines checking in before user code runs: who is there, do they agree, and the table of ranks."""
+"""Check-in of machines before user code runs: exchanged reports, their comparison, and the table of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten.errors import LaunchError
 
 
 class Store(Protocol):
-    """The part of torch's key-value stores that a check-in uses."""
+    """Subset of torch's key-value store interface used by the check-in."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -24,7 +24,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one machine (or one task of a cluster's own launcher) says about itself."""
+    """Description of one machine, or of one task started by a cluster's launcher."""
 
     host: str
     address: str
@@ -34,11 +34,11 @@ class Report:
     config: str = ""
     """Digest of the resolved settings."""
     code: str = ""
-    """Digest of the program and of the files beside it that it imports."""
+    """Digest of the program and of the files that it imports from its folder."""
     program: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    """Settings that differ from their defaults, by dotted name: to say where two machines disagree."""
+    """Settings that differ from their defaults, by dotted name; used to report a disagreement between machines."""
 
     def encode(self) -> str:
         """Return the report as JSON."""
@@ -63,7 +63,7 @@ def gather_reports(
     """Return every participant's report, in order of index.
 
     Ranks: every participant, once per round (the store's keys must be fresh).
-    Raises: LaunchError on every participant if two claim one index, or if some have not arrived after `timeout_s`.
+    Raises: LaunchError on every participant if two have the same index, or if some have not reported after `timeout_s`.
     """
     if store.add(f"claim/{index}", 1) > 1:
         other = Report.decode(store.get(f"report/{index}"))
@@ -82,7 +82,7 @@ def _fail(store: Store, words: str) -> None:
 def _wait_for_all(
     store: Store, count: int, *, timeout_s: float, name: Callable[[int], str], waiting: Callable[[str], None]
 ) -> None:
-    """Return when all have reported; say who is missing meanwhile; fail together if one found a fault."""
+    """Wait until all participants have reported, logging the missing ones; raise if any of them found a fault."""
     start, next_word = time.monotonic(), 5.0
     keys = [f"report/{i}" for i in range(count)]
     while True:
@@ -106,7 +106,7 @@ def _wait_for_all(
 
 
 def disagreements(reports: Sequence[Report]) -> list[str]:
-    """Return where participants differ in settings, code or versions; each line names the machines and the values."""
+    """Return one line per difference in settings, code or versions, with the machines and the values."""
     found: list[str] = []
     if len({r.config for r in reports}) > 1:
         found += _setting_differences(reports) or [_values("the settings", reports, lambda r: r.config)]
@@ -129,7 +129,7 @@ def _setting_differences(reports: Sequence[Report]) -> list[str]:
 
 
 def _values(what: str, reports: Sequence[Report], read: Callable[[Report], str]) -> str:
-    """`what` with each value and who has it, the most common first."""
+    """Return `what` followed by each value and the hosts that have it, the most common value first."""
     holders: dict[str, list[str]] = {}
     for report in reports:
         holders.setdefault(read(report), []).append(report.host)
@@ -138,9 +138,9 @@ def _values(what: str, reports: Sequence[Report], read: Callable[[Report], str])
 
 
 def check_agreement(reports: Sequence[Report], expected_world_size: int | None = None) -> None:
-    """Return if all participants can train together.
+    """Raise unless all participants can train together.
 
-    Raises: LaunchError listing every difference, or the sum of processes that is not what was asked.
+    Raises: LaunchError that lists every difference, or the actual number of processes if it is not the requested one.
     """
     total = sum(r.num_processes for r in reports)
     if expected_world_size is not None and total != expected_world_size:
@@ -158,7 +158,7 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
 
 
 def rank_table(reports: Sequence[Report], unit: str = "machine") -> str:
-    """Return the machines (or the tasks of another starter) and the ranks on each, as aligned text."""
+    """Return an aligned table of the machines (or the tasks of another launcher) and the ranks on each."""
     rows = [(unit, "ranks", "host", "address", "device")]
     for index, (report, first) in enumerate(zip(reports, _first_ranks(reports), strict=True)):
         last = first + report.num_processes - 1

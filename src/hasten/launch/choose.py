@@ -1,4 +1,4 @@
-"""Which launcher a request leads to, and its plan."""
+"""Selection of the launcher for a request, and its plan."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def make_plan(
     installed_mpi: mpi.Mpi | None = None,
     tpu: Slice | None = None,
 ) -> LaunchPlan:
-    """The plan for `request` on `host`; `flags` are the options as typed, for plans that repeat the command elsewhere.
+    """Return the plan for `request` on `host`.
 
-    `tpu` are the machines of the TPU, where they are known.
+    `flags` are the command-line options as typed, for plans that repeat the command on other machines. `tpu` describes the TPU's hosts,
+    if known.
 
     Raises: ConfigError for settings that contradict each other or this machine.
     """
@@ -54,7 +55,7 @@ def make_plan(
 
 
 def uses_mpi(request: Request) -> bool:
-    """Return whether the plan will be one mpirun command, so that it is worth asking which MPI is installed."""
+    """Return whether the plan is an mpirun command, in which case the installed MPI must be detected."""
     launch = request.config.launch
     return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
 
@@ -94,7 +95,7 @@ def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
 
 
 def _needs_agent(launch: LaunchConfig) -> bool:
-    """Return whether something was asked for that only the agent does: one process alone is started without it."""
+    """Return whether a setting needs the elastic agent; a single process is otherwise started without it."""
     meeting = (launch.rdzv_conf, launch.rdzv_endpoint, launch.rdzv_id, launch.log_dir, launch.tee)
     plain = LaunchConfig()
     return (

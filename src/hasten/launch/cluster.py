@@ -1,4 +1,4 @@
-"""What the cluster's variables say about machines: SLURM, MPI, LSF and Kubernetes, read once and without torch."""
+"""Machines and ranks from the environment variables of SLURM, MPI, LSF and Kubernetes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.runtime.topology import DEFAULT_PORT, Topology
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """This command's place among equal commands that the cluster started."""
+    """This command's position among the identical commands that the cluster started."""
 
     source: str = ""
     num_machines: int = 1
@@ -20,9 +20,9 @@ class Allocation:
     address: str | None = None
     port: int | None = None
     per_machine: int | None = None
-    """Processes the cluster wants on each machine, where it says."""
+    """Number of processes that the cluster wants on each machine, if specified."""
     rank: Topology | None = None
-    """The cluster started one command per rank: no processes are to be made, this one is it."""
+    """Set if the cluster started one command per rank: no further processes are started, this command is the rank."""
 
 
 def read_allocation(env: Mapping[str, str]) -> Allocation:
@@ -34,7 +34,7 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
 
 
 def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
-    """Kubernetes with torchrun's own variables (PET_*), as the training operator sets them."""
+    """Return the allocation in torchrun's variables (PET_*), as the Kubernetes training operator sets them."""
     if "PET_NNODES" not in env:
         return None
     low, high = split_range(env["PET_NNODES"], "PET_NNODES")
@@ -57,7 +57,7 @@ def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _pods(env: Mapping[str, str]) -> Allocation | None:
-    """Return one command per pod, numbered by RANK of WORLD_SIZE (or NODE_RANK of NNODES), with no LOCAL_RANK."""
+    """Return the allocation of one command per pod: RANK of WORLD_SIZE (or NODE_RANK of NNODES), without LOCAL_RANK."""
     if "LOCAL_RANK" in env or not env.get("MASTER_ADDR"):
         return None
     for rank_name, size_name in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE"), ("JOB_COMPLETION_INDEX", "NNODES")):
@@ -81,7 +81,7 @@ def _pods(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _tasks(env: Mapping[str, str]) -> Allocation | None:
-    """Commands started by srun, mpirun or jsrun: one per machine (we make the processes) or one per rank (each is one)."""
+    """Return the allocation of a command started by srun, mpirun or jsrun: one per machine, or one per rank."""
     if "LOCAL_RANK" in env:
         return None
     topology = Topology.from_env(env)
@@ -101,7 +101,7 @@ def _tasks(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _lsf_hosts(env: Mapping[str, str]) -> Allocation | None:
-    """Return one command per host under LSF's blaunch: the host's place in the job's host list is its rank."""
+    """Return the allocation of one command per host under LSF's blaunch; the position in the host list is the rank."""
     hosts = list(dict.fromkeys(env.get("LSB_MCPU_HOSTS", "").split()[::2]))
     name = env.get("HOSTNAME", "")
     if len(hosts) < 2 or "LSB_JOBID" not in env:
@@ -131,7 +131,7 @@ def split_range(text: str, name: str = "--nnodes") -> tuple[int, int]:
 
 
 def _split_address(rendezvous: str | None) -> tuple[str | None, int | None]:
-    """Host and port of tcp://host:port."""
+    """Return the host and the port in tcp://host:port."""
     if not rendezvous:
         return None, None
     host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")

@@ -1,4 +1,4 @@
-"""Planner of a job through DeepSpeed's own launcher, which reaches other machines by pdsh, MPI or SLURM."""
+"""Launch plan for DeepSpeed's launcher, which reaches other machines through pdsh, MPI or SLURM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENV_FILE = ".hasten_deepspeed_env"
 
 
 def plan(request: Request, host: Host) -> LaunchPlan:
-    """Return one `deepspeed` command on the first machine; it starts the rest from the hostfile.
+    """Return a plan with one `deepspeed` command on the first machine, which starts the others from the hostfile.
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
     """

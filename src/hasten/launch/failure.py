@@ -1,4 +1,4 @@
-"""Telling why a job failed: the rank that failed first, its traceback once, the others in a line, and a hint."""
+"""Report of a failed job: the rank that failed first with its traceback, one line per other rank, and a hint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.runtime.nodelist import ranks_in_words
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended. A negative `code` is a signal, as in subprocess."""
+    """Exit status of one failed rank. A negative `code` is a signal number, as in subprocess."""
 
     rank: int
     host: str
@@ -27,14 +27,14 @@ class Failure:
     summary: str = ""
     traceback: str = ""
     stopped: bool = False
-    """Ended by the launcher because another rank had failed."""
+    """True if the launcher stopped the rank because another rank had failed."""
     log: str = ""
     echo: bool = False
-    """The rank raised what all ranks agreed on, and had no error of its own."""
+    """True if the rank raised an error on which all ranks agreed, and had no error itself."""
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a shell for this end: 128 + signal for signals."""
+        """Shell exit code: 128 + signal number for signals."""
         return 128 - self.code if self.code < 0 else self.code
 
     def encode(self) -> dict[str, Any]:
@@ -47,18 +47,18 @@ class Failure:
         return cls(**data)
 
 
-# What a rank says when it was another rank that failed.
+# Error messages of a rank whose peer failed.
 _SECONDARY: Final = re.compile(
     r"PeerFailedError|MissingRanksError|[Cc]onnection (closed|reset) by peer|[Cc]onnection closed by remote|Broken pipe|"
     r"remote process exited|Socket (Timeout|closed)|NCCL communicator was aborted|DistNetworkError|"
     r"Connection refused|failed to recv, got 0 bytes",
 )
 
-PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
+PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module imports torch
 
-STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module loads torch
+STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module imports torch
 
-# (what the traceback or the log says, what to do)
+# (pattern in the traceback or log, hint)
 _HINTS: Final = (
     (r"Address already in use|EADDRINUSE|errno: ?98\b",
      "the port is taken, often by a run that is still alive: choose another with --main_process_port (0 picks a free one)."),
@@ -104,9 +104,9 @@ _SIGNAL_HINTS: Final = MappingProxyType(
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that caused the others: not stopped by us, not an echo of a lost peer, then the earliest.
+    """Return the failure that caused the others: not stopped by the launcher, not a lost connection, then the earliest.
 
-    If there are only echoes, a rank that had ended without an error (`code` 0) is what the others lost.
+    If all errors are lost connections, a rank that exited without an error (`code` 0) is the cause.
     """
     failures = list(failures)
     failed = [f for f in failures if f.code != 0]
@@ -121,7 +121,7 @@ def _is_echo(failure: Failure) -> bool:
 
 
 def hint_for(failure: Failure, python: str = "python") -> str | None:
-    """What to do about a known cause, or None."""
+    """Return a hint for a known cause, or None."""
     text = failure.traceback or failure.summary
     for pattern, words in _HINTS:
         if text and re.search(pattern, text):
@@ -141,7 +141,7 @@ def hint_for(failure: Failure, python: str = "python") -> str | None:
 
 
 def end_words(code: int) -> str:
-    """Return an exit code or signal in words."""
+    """Return a description of an exit code or signal."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -152,9 +152,9 @@ def end_words(code: int) -> str:
 
 
 def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float, log: str = "") -> Failure:
-    """Return the failure of a rank, with what it wrote down itself if it could."""
+    """Return the failure of a rank, including the error that the rank recorded, if any."""
     recorded = _recorded(Path(error_file)) if error_file else {}
-    if recorded and code == -signal.SIGTERM:  # it had failed by itself when the launcher stopped it
+    if recorded and code == -signal.SIGTERM:  # the rank had already failed when the launcher stopped it
         code = 1
     return Failure(
         rank=rank,
@@ -171,10 +171,10 @@ def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, 
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """What the failing process wrote, by our bootstrap or by torch's @record; empty if it could not."""
+    """Return the error that hasten's bootstrap or torch's @record wrote in the failing process; empty without one."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError):  # killed before or while writing: its end is told by the code alone
+    except (OSError, ValueError):  # killed before or during the write: only the exit code is known
         return {}
     if "hasten" in data:
         return dict(data["hasten"])
@@ -192,9 +192,9 @@ def _recorded(path: Path) -> dict[str, Any]:
 def render_failure(
     failures: Sequence[Failure], *, python: str = "python", full: bool = False, lost: Sequence[str] = ()
 ) -> str:
-    """Return the end of a failed job as text: summary, hint, and last the traceback of the first failure.
+    """Return the report of a failed job: summary, hint, and finally the traceback of the first failure.
 
-    With `full` (under --debug) the other ranks' tracebacks come before it. `lost` names machines that went silent.
+    With `full` (under --debug) the other ranks' tracebacks precede it. `lost` lists machines that stopped responding.
     """
     first = first_failure(failures)
     if first.code == STALLED:
@@ -217,7 +217,7 @@ def render_failure(
     if not first.code and (echo := next((f for f in rest if f.traceback), None)):
         lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost it:", echo.traceback.rstrip()]
     elif first.traceback:
-        title = "traceback" if first.traceback.startswith("Traceback") else "error"  # of a program that never ran
+        title = "traceback" if first.traceback.startswith("Traceback") else "error"  # a program that never started
         lines += [f"{title} of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
     else:
         lines.append(f"rank {first.rank} left no Python traceback; what it printed last is above.")
@@ -225,7 +225,7 @@ def render_failure(
 
 
 def _summaries(failures: Sequence[Failure]) -> list[str]:
-    """Return the other ranks, those with the same end in one line."""
+    """Return one line per group of the other ranks with the same exit status."""
     groups: dict[str, list[int]] = {}
     for failure in failures:
         if failure.stopped:
@@ -237,18 +237,18 @@ def _summaries(failures: Sequence[Failure]) -> list[str]:
 
 
 VARIABLE: Final = "HASTEN_VERDICT_FILE"
-"""Names the file; set by whoever wants to know."""
+"""Variable with the path of the file that receives the reason of a failed launch."""
 
 
 def leave(words: str, env: Mapping[str, str] | None = None) -> None:
-    """Write down why the launch failed, if somebody asked for it; the first word stays."""
+    """Write the reason of a failed launch to the file named by `VARIABLE`; an existing file is not overwritten."""
     path = (environment.snapshot() if env is None else env).get(VARIABLE)
     if path and not Path(path).exists():
         Path(path).write_text(words)
 
 
 def failure_words(first: Failure, *, many_machines: bool = False) -> str:
-    """Return the failure that ended the job in one sentence."""
+    """Return one sentence about the failure that ended the job."""
     host = f" on {first.host}" if many_machines else ""
     if first.summary:
         return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"

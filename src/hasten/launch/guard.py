@@ -1,4 +1,4 @@
-"""The last resort on Ctrl-C and SIGTERM: ends workers and launcher even if the main thread is stuck in native code."""
+"""Signal guard that kills workers and launcher on Ctrl-C and SIGTERM, even if the main thread is in native code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from types import FrameType, TracebackType
 from typing import Final, Self
 
 SAVING: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals after which a program may save before it ends; schedulers send either."""
+"""Signals after which a program may save before it exits; schedulers send either of them."""
 STOPPING: Final = (signal.SIGINT, signal.SIGHUP, *SAVING)
-"""Signals that end a job; they are passed on to its processes."""
+"""Signals that end a job; the launcher forwards them to its processes."""
 
 
 class Interrupted(Exception):
-    """A signal asked the launcher to end before its processes were started."""
+    """Raised when a signal stops the launcher before its processes were started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -25,12 +25,12 @@ class Interrupted(Exception):
 
 
 class SignalGuard:
-    """Watches for signals beside the main thread; a second signal, or `grace_s` after the first, ends everything.
+    """Thread that watches for signals; a second signal, or `grace_s` after the first, kills all processes.
 
-    With `saving_grace_s`, processes may save after SIGTERM or SIGUSR1, and a repetition of these does not cut that short.
+    With `saving_grace_s`, processes may save after SIGTERM or SIGUSR1, and repeated SIGTERM or SIGUSR1 do not interrupt the save.
 
-    A thread blocked in a native call (a store whose network is gone) runs no Python signal handler. The C-level handler
-    still writes the signal's number into a pipe, which this object's thread reads.
+    A main thread blocked in a native call (a store whose network is down) runs no Python signal handler. The C-level handler
+    still writes the signal number into a pipe, which this thread reads.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class SignalGuard:
         os.close(self._write)
 
     def hold(self) -> None:
-        """Ignore further SIGTERM and SIGUSR1: schedulers send them more than once, and a save must not be cut short."""
+        """Ignore further SIGTERM and SIGUSR1: schedulers send them repeatedly, and a save must not be interrupted."""
         for number in SAVING:
             signal.signal(number, signal.SIG_IGN)
 
     def settle(self, code: int) -> None:
-        """Make `code` this process's exit code whatever signal comes: SIGTERM is ignored, Ctrl-C leaves at once with it.
+        """Fix `code` as this process's exit code: SIGTERM is ignored, and Ctrl-C exits immediately with it.
 
-        The handlers stay for the rest of the process: the other machines count on the code.
+        The handlers remain installed for the rest of the process, because the other machines rely on the code.
         """
         self._settled = True
         self._ended.set()
@@ -121,9 +121,9 @@ class SignalGuard:
 
 
 def kill_groups(groups: Iterable[int]) -> None:
-    """End process groups at once; those that are gone already are no matter."""
+    """Kill process groups with SIGKILL; groups that no longer exist are skipped."""
     for group in groups:
         try:
             os.killpg(group, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it ended by itself
+        except (ProcessLookupError, PermissionError):  # already exited
             continue

@@ -1,4 +1,4 @@
-"""One launch from its command line to the point where something would start: settings, target, machine, plan."""
+"""Preparation of a launch from its command line: settings, target, machine and plan, up to the start of processes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hasten.runtime.bytes_plan import outlook
 from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title, shards_parameters
 
 _ENGINES: Final = MappingProxyType({"deepspeed": "deepspeed", "megatron": "megatron", "xla": "torch_xla"})
-"""Strategies that need a package, and its name."""
+"""Packages required by strategies, by strategy name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything decided about one launch."""
+    """A prepared launch: request, resolved settings, host and plan."""
 
     request: Request
     resolved: Resolved
@@ -39,9 +39,9 @@ class Job:
     plan: LaunchPlan
 
     def mesh(self) -> str:
-        """The mesh of this job's processes as a table, and bytes per rank; empty where each is a replica or their number is not known yet.
+        """Return the mesh as a table, with bytes per rank; empty for pure data parallelism or an unknown world size.
 
-        Raises: ConfigError for sizes that do not fit the processes.
+        Raises: ConfigError for axis sizes that do not match the number of processes.
         """
         meeting, count = self.plan.meeting, sum(proc.count for proc in self.plan.procs)
         if meeting is None or meeting.min_machines != meeting.max_machines:
@@ -51,7 +51,7 @@ class Job:
             return ""
         title = f"mesh: {mesh_title(spec)} = {spec.world_size} processes"
         table = [title, *("    " + row for row in mesh_table(spec, count))]
-        if self.request.config.strategy in _ENGINES:  # they lay out their state by rules of their own
+        if self.request.config.strategy in _ENGINES:  # these engines lay out their state differently
             return "\n".join([*table, ""])
         config = self.request.config
         rows = outlook(
@@ -61,7 +61,7 @@ class Job:
         return "\n".join([*table, bytes_title, *("    " + row for row in rows), ""])
 
     def run(self) -> int:
-        """Run it to its end and return the exit code."""
+        """Run the job to completion and return its exit code."""
         return execute(self.plan, self.request.config, self.host)
 
 
@@ -73,9 +73,9 @@ def prepare(
     typed: Sequence[str] = (),
     host: Host | None = None,
 ) -> Job:
-    """Return the job of running `words` (a script and its arguments) under `settings`; `typed` are the flags as written.
+    """Return the job that runs `words` (a script and its arguments) under `settings`; `typed` are the flags as typed.
 
-    Raises: ConfigError for settings or a script that cannot be.
+    Raises: ConfigError for invalid settings, or a script that does not exist.
     """
     if config_file is not None and "\0" in config_file:
         raise ConfigError(
@@ -136,7 +136,7 @@ def _check_script(target: Target) -> None:
 
 
 def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
-    """Return the flags with the settings file by its full path: a batch job starts elsewhere."""
+    """Return the flags with an absolute path of the settings file, because a batch job starts in another folder."""
     words = list(flags)
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -149,7 +149,7 @@ def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def _installed_mpi(request: Request) -> Mpi:
-    """Return which MPI answers to mpirun here, and the hosts in the hostfile."""
+    """Return the installed MPI implementation and the hosts in the hostfile."""
     hostfile = request.config.launch.mpirun_hostfile
     try:
         hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
@@ -157,6 +157,6 @@ def _installed_mpi(request: Request) -> Mpi:
         raise ConfigError(f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}.") from error
     try:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):  # absent here: the plan is worth showing, running it will say so
+    except (OSError, subprocess.SubprocessError):  # not installed here: the plan can still be shown
         return Mpi(hosts=hosts)
     return Mpi(kind_of(done.stdout + done.stderr), hosts)

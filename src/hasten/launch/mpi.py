@@ -1,4 +1,4 @@
-"""Planner of processes on many machines through mpirun, for clusters that reach each other by MPI's own means."""
+"""Launch plan for mpirun, for clusters whose machines are connected through MPI."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hasten.runtime.topology import DEFAULT_PORT
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """The installed MPI: its kind, and what the hostfile lists."""
+    """The installed MPI implementation and the hosts in the hostfile."""
 
     kind: str = "openmpi"
-    """openmpi, or mpich (also Intel MPI, MVAPICH and Cray: they share the options used here)."""
+    """openmpi, or mpich (also Intel MPI, MVAPICH and Cray, which share the options used here)."""
     hosts: tuple[str, ...] = ()
 
 
 def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
-    """Return one mpirun command that starts every rank; each reads its place from MPI's variables and checks in.
+    """Return a plan with one mpirun command that starts every rank; each rank reads its position from MPI's variables.
 
-    Raises: ConfigError without a number of processes or an address where they meet.
+    Raises: ConfigError without a number of processes or a rendezvous address.
     """
     launch = request.config.launch
     machines = launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
@@ -67,7 +67,7 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
     if mpi.kind == "openmpi":
         hosts = ["--hostfile", hostfile] if hostfile else []
         variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
-        variables += ["-x", TOKEN]  # by name: a command line can be read by other users. Others hand on the environment
+        variables += ["-x", TOKEN]  # by name: other users can read a command line. MPICH forwards the whole environment
         return [
             "mpirun",
             *hosts,
@@ -85,11 +85,11 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
 
 
 def read_hostfile(text: str) -> tuple[str, ...]:
-    """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, less any `:slots`."""
+    """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, without `:slots`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return tuple(line.split()[0].partition(":")[0] for line in lines if line)
 
 
 def kind_of(version_text: str) -> str:
-    """Return which MPI prints this when asked for its version."""
+    """Return the MPI implementation that printed `version_text`."""
     return "openmpi" if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower() else "mpich"

@@ -1,4 +1,4 @@
-"""Addresses, interfaces and ports of this machine, from the standard library alone."""
+"""Addresses, interfaces and ports of this machine, using only the standard library."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SIOCGIFADDR: Final = 0x8915  # Linux: address of an interface
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port that nothing listens on at this moment."""
+    """Return a port that is currently free."""
     with closing(socket.create_server((address, 0))) as server:
         return int(server.getsockname()[1])
 
 
 def owns_address(address: str) -> bool:
-    """Return whether `address` (a name or a number) is one of this machine's own."""
+    """Return whether `address` (a name or a number) belongs to this machine."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -32,30 +32,30 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         try:
             probe.bind(sockaddr)
-        except OSError:  # not ours: the answer itself
+        except OSError:  # not an address of this machine
             return False
         return True
 
 
 def address_towards(peer: str) -> str:
-    """Return this machine's address on the route to `peer`; `peer` itself where it cannot be found."""
+    """Return this machine's address on the route to `peer`; `peer` itself if there is no route."""
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.connect(sockaddr)  # a datagram socket sends nothing here, it only picks the route
+            probe.connect(sockaddr)  # a datagram socket sends nothing here, it only selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return peer
 
 
 def address_for_others(peer: str) -> str:
-    """Return the address by which other machines reach this one, which may own `peer` itself and call it a loopback."""
+    """Return the address by which other machines reach this one; `peer` if this machine owns it."""
     found = address_towards(peer)
     return peer if found.startswith("127.") and not is_loopback(peer) else found
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has the IPv4 `address`, or None where that cannot be found."""
+    """Return the name of the interface that has the IPv4 `address`, or None if it cannot be found."""
     for _, name in socket.if_nameindex():
         if _interface_address(name) == address:
             return name
@@ -73,7 +73,7 @@ def _interface_address(name: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address` stands for this machine on every machine."""
+    """Return whether `address` is a loopback address, which means this machine on every machine."""
     return address in _LOOPBACK
 
 

@@ -1,6 +1,6 @@
-"""Training from a notebook: the function goes to fresh processes, their output and its result come back to the cell.
+"""Training from a notebook: the function runs in new processes; their output and its result return to the cell.
 
-Nothing is forked, so CUDA may already be in use in the notebook, and a failed or repeated cell leaves nothing behind.
+Nothing is forked, so CUDA may already be initialised in the notebook, and a failed or repeated cell leaves no processes behind.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RESULT: Final = "result.pkl"
 
 
 def run(folder: Path) -> None:
-    """Call the notebook's function; the first rank leaves what it returned."""
-    # Written by the notebook's own process into a folder that only its user can open.
+    """Call the notebook's function; the first rank writes its return value to the folder."""
+    # Written by the notebook's process into a folder that only its user can open.
     function, args, sources = pickle.loads((folder / CALL).read_bytes())
     linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in sources.items()})
     result = function(*args)
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 
 _STOP_S: Final = 25.0
 _VERDICT: Final = "verdict.txt"
-# The launcher speaks of its own settings; here they have other names.
+# Launcher settings in error messages, and their names as arguments of `notebook_launcher`.
 _NAMES_HERE: Final = (
     ("--main_process_ip", "master_addr"),
     ("--machine_rank", "node_rank"),
@@ -86,13 +86,13 @@ def notebook_launcher(
     config_file: str | None = None,
     cpu: bool = False,
 ) -> Any:
-    """What `function(*args)` returns on the first rank, after it has run in `num_processes` new processes.
+    """Run `function(*args)` in `num_processes` new processes, and return its result on the first rank.
 
-    Settings that are not given come from the settings file, as under `hasten launch`; without `num_processes` every
-    device gets a process. On many machines the same cell is run on each, with `num_nodes` and `master_addr`;
-    `num_processes` then counts those of the cell's own machine, and machines other than the first get None.
-    Raises: LaunchError when a process of any machine fails (its traceback is printed in the cell), when the machines
-    cannot meet, or when the function or its result cannot travel.
+    Settings that are not given are read from the settings file, as under `hasten launch`; without `num_processes` every
+    device gets a process. On several machines run the same cell on each, with `num_nodes` and `master_addr`;
+    `num_processes` then counts the processes of the cell's machine, and machines other than the first return None.
+    Raises: LaunchError when a process of any machine fails (its traceback is printed in the cell), when the rendezvous
+    fails, or when the function or its result cannot be pickled.
     """
     many = num_nodes > 1
     flags = _flags(
@@ -127,7 +127,7 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
-    """What `function(*args)` returns on the first rank of `num_processes` CPU processes: for tests without devices."""
+    """Run `function(*args)` in `num_processes` CPU processes and return the first rank's result, for tests."""
     return notebook_launcher(function, args, num_processes=num_processes, cpu=True)
 
 
@@ -155,7 +155,7 @@ def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _source_of(function: Callable[..., Any]) -> str:
-    """Return the function's text, which other machines compare with theirs; empty where Python does not keep it."""
+    """Return the function's source, which other machines compare with theirs; empty if it is not available."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -163,13 +163,13 @@ def _source_of(function: Callable[..., Any]) -> str:
 
 
 def _cell_sources() -> dict[str, list[str]]:
-    """The text of the notebook's cells, which exist in no file, so that tracebacks elsewhere can show their lines."""
+    """Return the source of the notebook's cells, which exist in no file, so that remote tracebacks can show it."""
     entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None]
     return {name: entry[2] for name, entry in entries if not Path(name).exists()}
 
 
 def _run(command: Sequence[str], verdict_file: Path) -> int:
-    """Run the launcher and copy what it prints into the cell while it runs; Ctrl-C and the stop button end it."""
+    """Run the launcher and copy its output into the cell; Ctrl-C and the stop button end it."""
     env = environment.snapshot()
     folders = [entry for entry in sys.path if entry]
     variables = {
@@ -188,13 +188,13 @@ def _run(command: Sequence[str], verdict_file: Path) -> int:
         try:
             _copy_output(launcher)
             return launcher.wait()
-        except BaseException:  # whatever interrupts the cell, the processes end before it does
+        except BaseException:  # on any interruption of the cell, stop the processes first
             _stop(launcher)
             raise
 
 
 def _copy_output(launcher: subprocess.Popen[bytes]) -> None:
-    """Piece by piece rather than line by line, so that progress bars move."""
+    """Copy output in chunks rather than lines, so that progress bars update."""
     assert launcher.stdout is not None, "the launcher's output is piped"
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     while piece := launcher.stdout.read1(65536):  # type: ignore[attr-defined]  # a buffered reader
@@ -212,7 +212,7 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _failure_words(verdict_file: Path, code: int) -> str:
-    """Return why the launch failed, as the launcher left it, with the names that settings have in a notebook."""
+    """Return the launcher's reason for a failed launch, with settings renamed to their notebook arguments."""
     if not verdict_file.exists():
         return f"the processes ended with exit code {code} before an error could be noted; see the output above."
     words = verdict_file.read_text()

@@ -1,4 +1,4 @@
-"""What an agent knows of the other machines while the job runs: heartbeats, failures and who has finished."""
+"""State of the other machines while the job runs: heartbeats, failures, exit codes and completion."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NO_ANSWER_S: Final = 25.0
 _LOOK_EVERY_S: Final = 1.0
 _LOST_S: Final = 10.0
 _STOPPING: Final = "stopping"
-_CLOSE_S: Final = 0.5  # the thread is a daemon: one that is stuck in a dead connection is left behind
+_CLOSE_S: Final = 0.5  # the thread is a daemon: one that is stuck in a dead connection is abandoned
 
 
 class PeerMachineFailed(LaunchError):
-    """Another machine gave up; its failures say why."""
+    """Raised when another machine has failed; `failures` holds its failures."""
 
     def __init__(self, message: str, failures: Sequence[Failure] = (), code: int = 1) -> None:
         super().__init__(message)
@@ -34,12 +34,12 @@ class PeerMachineFailed(LaunchError):
 
 
 class MachineLost(LaunchError):
-    """Another machine does not answer any more; it may come back."""
+    """Raised when another machine no longer responds; it may reconnect."""
 
 
 @dataclass(slots=True)
 class Peers:
-    """The machines of one round, this one at `index`."""
+    """The machines of one round; this machine has position `index`."""
 
     store: Store
     index: int
@@ -47,18 +47,18 @@ class Peers:
     round: int
     _beat: int = 0
     suspects: tuple[str, ...] = ()
-    """Hosts that have been silent for some seconds, as of the last look."""
+    """Hosts that have been silent for some seconds, as of the last `look`."""
     ended: dict[int, int] = field(default_factory=dict)
-    """Exit codes of the ranks of this machine that have ended; copies of this object share it."""
+    """Exit codes of this machine's ranks that have ended; shared by copies of this object."""
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def _key(self, what: str, machine: int) -> str:
         return f"peers/{self.round}/{what}/{machine}"
 
     def look(self) -> None:
-        """Tell the others that this machine lives, and hear what became of them.
+        """Send this machine's heartbeat, and check the heartbeats and failures of the others.
 
-        Raises: PeerMachineFailed if one gave up; MachineLost if one has been silent for a minute.
+        Raises: PeerMachineFailed if a machine failed; MachineLost if a machine has been silent for a minute.
         """
         self._beat += 1
         self.store.set(self._key("beat", self.index), str(self._beat))
@@ -86,7 +86,7 @@ class Peers:
         self.suspects = tuple(suspects)
 
     def ended_anywhere(self) -> dict[int, int]:
-        """Tell the other machines which ranks of this one have ended; the exit codes of those of all machines."""
+        """Publish this machine's ended ranks, and return the exit codes of ended ranks on all machines."""
         found = dict(self.ended)
         self.store.set(self._key("ended", self.index), json.dumps(list(found.items())))
         for machine in range(len(self.hosts)):
@@ -105,17 +105,17 @@ class Peers:
                 )
 
     def say_stopping(self) -> None:
-        """Tell the others that a signal told this machine to stop: they do not start the job again by themselves."""
+        """Publish that this machine received a stop signal, so that the others do not restart the job."""
         self.store.set(_STOPPING, str(self.index))
 
     def stopping(self) -> bool:
-        """Return whether a machine was told to stop by a signal."""
+        """Return whether any machine received a stop signal."""
         return self.store.check([_STOPPING])
 
     def agree(self, code: int, timeout_s: float) -> int:
-        """Return the exit code of the job, when every machine has said how it ended.
+        """Return the exit code of the job, once every machine has published its exit code.
 
-        Machines that say nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
+        Machines that publish nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
         """
         self.store.set(_exit_key(self.index), str(code))
         deadline, beats = time.monotonic() + timeout_s, dict.fromkeys(range(len(self.hosts)), ("", time.monotonic()))
@@ -132,16 +132,16 @@ class Peers:
         return agreed_code(list(self._codes().values()))
 
     def _codes(self) -> dict[int, int]:
-        """Return the exit codes of the machines that have said theirs."""
+        """Return the exit codes of the machines that have published one."""
         keys = {m: _exit_key(m) for m in range(len(self.hosts))}
         return {m: int(self.store.get(key)) for m, key in keys.items() if self.store.check([key])}
 
     def publish(self, failures: Sequence[Failure]) -> None:
-        """Tell the others how this machine's ranks failed."""
+        """Publish the failures of this machine's ranks."""
         self.store.set(self._key("failed", self.index), json.dumps([f.encode() for f in failures]))
 
     def published(self) -> list[Failure]:
-        """Return the failures that other machines have told."""
+        """Return the failures published by other machines."""
         found: list[Failure] = []
         for machine in range(len(self.hosts)):
             key = self._key("failed", machine)
@@ -150,7 +150,7 @@ class Peers:
         return found
 
     def collect(self, timeout_s: float) -> list[Failure]:
-        """Return the failures of all other machines, waiting a moment for those that are still stopping."""
+        """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
         deadline = time.monotonic() + timeout_s
         keys = [self._key("failed", m) for m in range(len(self.hosts)) if m != self.index]
         while time.monotonic() < deadline and not self.store.check(keys):
@@ -158,7 +158,7 @@ class Peers:
         return self.published()
 
     def silent(self) -> list[str]:
-        """Machines that neither failed in words nor finished."""
+        """Return the machines that have published neither a failure nor completion."""
         return [
             f"machine {m} ({host})"
             for m, host in enumerate(self.hosts)
@@ -168,7 +168,7 @@ class Peers:
         ]
 
     def say_done(self) -> None:
-        """Tell the others that this machine's ranks have finished."""
+        """Publish that this machine's ranks have finished."""
         self.store.set(self._key("done", self.index), "1")
 
     def all_done(self) -> bool:
@@ -176,12 +176,12 @@ class Peers:
         return self.store.check([self._key("done", m) for m in range(len(self.hosts))])
 
     def waiting(self) -> int:
-        """Machines that want to start the job again."""
+        """Return the number of machines that wait to restart the job."""
         return self.store.add(f"arrivals/{self.round + 1}", 0)
 
     def leave(self, timeout_s: float) -> None:
-        """Machine 0 serves the store: let the others read to the end before it goes."""
-        gone = [f"gone/{m}" for m in range(1, len(self.hosts))]  # the same in every round, as the exit codes
+        """Leave the store; machine 0, which serves it, waits until the others have finished reading."""
+        gone = [f"gone/{m}" for m in range(1, len(self.hosts))]  # shared by all rounds, like the exit codes
         if self.index != 0:
             self.store.set(f"gone/{self.index}", "1")
             return
@@ -191,12 +191,12 @@ class Peers:
 
 
 def _exit_key(machine: int) -> str:
-    """Return where a machine says its exit code; the same in every round, because machines may end in different ones."""
+    """Return the key of a machine's exit code; shared by all rounds, because machines may end in different rounds."""
     return f"exit/{machine}"
 
 
 def agreed_code(codes: Sequence[int]) -> int:
-    """The exit code of a job whose machines ended with `codes`: a failure counts more than a stop, a stop more than success."""
+    """Return the exit code of the job, given the machines' `codes`: failure first, then preemption, then success."""
     failed = [code for code in codes if code not in (0, PREEMPTED)]
     if failed:
         return failed[0]
@@ -204,7 +204,7 @@ def agreed_code(codes: Sequence[int]) -> int:
 
 
 class Watch:
-    """Looks after the other machines in a thread of its own, because a store whose network is gone blocks forever."""
+    """Background thread that polls the other machines, because a store call blocks forever once the network is down."""
 
     def __init__(self, peers: Peers, lost: str) -> None:
         self._peers = peers
@@ -219,9 +219,9 @@ class Watch:
         self._thread.start()
 
     def waiting(self) -> int:
-        """Machines that want to start again, as of the last look.
+        """Return the number of machines that wait to restart, as of the last poll.
 
-        Raises: PeerMachineFailed for what the look found; MachineLost for that, too, or if the look itself does not come back.
+        Raises: PeerMachineFailed or MachineLost as found by the poll; MachineLost also if the poll itself does not return.
         """
         if self._problem is not None:
             raise self._problem
@@ -231,7 +231,7 @@ class Watch:
         return self._waiting
 
     def wait_done(self) -> None:
-        """Return when every machine's ranks have finished.
+        """Wait until every machine's ranks have finished.
 
         Raises: as `waiting`.
         """
@@ -242,7 +242,7 @@ class Watch:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Stop looking; a thread that is stuck is left to the end of the process."""
+        """Stop polling; a thread that is stuck is abandoned until the process exits."""
         self._stop.set()
         self._wake.set()
         self._thread.join(_CLOSE_S)
@@ -268,7 +268,7 @@ class Watch:
             except LaunchError as error:
                 self._problem = error
                 return
-            except RuntimeError as error:  # torch's network errors; this file does without torch
+            except RuntimeError as error:  # torch's network errors; this file does not import torch
                 self._problem = MachineLost(f"{self._lost} ({str(error).strip().splitlines()[0][:200]})")
                 return
             self._last_word = time.monotonic()

@@ -1,7 +1,7 @@
-"""How the agents of a job meet: a fixed set of machines, or torch's elastic one, both with a check-in. Imports torch.
+"""Rendezvous of a job's agents: a fixed set of machines, or torch's elastic set, both with a check-in. Imports torch.
 
-The workers' store is new in every round, served by the agent of machine 0: restarted workers cannot read addresses of dead
-ones (which torch's own static rendezvous lets them do), and no other program can take the port between choice and use.
+The workers' store is new in every round and served by the agent of machine 0: restarted workers cannot read the addresses of dead
+workers (as they can with torch's static rendezvous), and no other program can take the port between selection and use.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LAST_WORDS_S: Final = 3.0
 
 @dataclass(slots=True)
 class CheckIn:
-    """The exchange of reports that every round starts with."""
+    """The exchange of reports at the start of every round."""
 
     report: Report
     supervision: Supervision
     say: Callable[[str], None]
     timeout_s: float
     seen: tuple[str, ...] = ()
-    """Who was there in the last round."""
+    """Encoded reports of the last round."""
 
     def run(self, store: Store, index: int, count: int) -> list[Report]:
-        """Return every machine's report, after it was compared and, on machine 0, shown.
+        """Return every machine's report, after comparing them and printing the rank table on machine 0.
 
         Raises: LaunchError on every machine when they differ or some are missing.
         """
@@ -71,13 +71,13 @@ class CheckIn:
 
 
 class FixedRendezvous(RendezvousHandler):
-    """A fixed number of machines; each keeps its rank over restarts."""
+    """Rendezvous of a fixed number of machines; each keeps its rank across restarts."""
 
     def __init__(self, meeting: Meeting, check_in: CheckIn) -> None:
         self._meeting = meeting
         self._check_in = check_in
         self.round = -1
-        """How many times the job has been started again."""
+        """Number of restarts of the job."""
         self._server: TCPStore | None = None
         self._control: Store | None = None
         self._worker_store: TCPStore | None = None
@@ -88,20 +88,20 @@ class FixedRendezvous(RendezvousHandler):
 
     @property
     def peers(self) -> Peers | None:
-        """What is known of the other machines; None before the first round."""
+        """State of the other machines; None before the first round."""
         return self._peers
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers' store is served by the agent."""
+        """True: the agent serves the workers' store."""
         return True
 
     def get_backend(self) -> str:
-        """Return the name of this kind of meeting."""
+        """Return the name of this rendezvous backend."""
         return "hasten-fixed"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet all machines, once more after each restart; one that was lost may come back, machine 0 as well."""
+        """Join the next round with all machines; a lost machine may rejoin, including machine 0."""
         self._stop_watch()
         while True:
             try:
@@ -127,13 +127,13 @@ class FixedRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
 
     def _next_round(self, control: Store, index: int) -> int:
-        """The next round in which this machine has not been yet: one that comes back was in some before it was lost."""
+        """Return the next round that this machine has not joined; a rejoining machine has joined earlier rounds."""
         number, mine = self.round + 1, self._check_in.report
         while control.check([f"round/{number}/report/{index}"]):
             other = Report.decode(control.get(f"round/{number}/report/{index}"))
             begun = control.check([f"round/{number}/report/{i}" for i in range(self._meeting.max_machines)])
             if not begun and (other.host, other.address) != (mine.host, mine.address):
-                break  # two machines with one rank at the start: the check-in says so
+                break  # two machines claim one rank at the start: the check-in reports it
             number += 1
         return number
 
@@ -142,7 +142,7 @@ class FixedRendezvous(RendezvousHandler):
         return self.round < self._check_in.supervision.max_restarts
 
     def _forget_machine_0(self) -> None:
-        """Let go of its store: when it comes back it serves a new one, and the rounds begin anew."""
+        """Drop the connection to machine 0, which serves a new store when it returns; rounds restart at 0."""
         self._control = self._server = self._worker_store = self._peers = None
         self.round = -1
 
@@ -151,10 +151,10 @@ class FixedRendezvous(RendezvousHandler):
         return f"place/{report.host} {report.address}"
 
     def num_nodes_waiting(self) -> int:
-        """Machines that want to start again, as the watch last saw it; never on one machine alone.
+        """Return the number of machines that wait to restart, as of the last poll; always 0 on a single machine.
 
-        A machine that is lost counts as well while there are restarts left: the others stop and wait for it at the next meeting.
-        Raises: LaunchError when another machine failed, or fell silent and none is left.
+        While restarts are left, a lost machine counts too: the others stop and wait for it in the next round.
+        Raises: LaunchError when another machine failed, or stopped responding with no restarts left.
         """
         if self._watch is None:
             return 0
@@ -167,7 +167,7 @@ class FixedRendezvous(RendezvousHandler):
             return 1
 
     def wait_done(self) -> None:
-        """Return when the ranks of all machines have finished.
+        """Wait until the ranks of all machines have finished.
 
         Raises: as num_nodes_waiting.
         """
@@ -175,18 +175,18 @@ class FixedRendezvous(RendezvousHandler):
             self._watch.wait_done()
 
     def is_closed(self) -> bool:
-        """Return a fixed meeting stays open as long as its machines live."""
+        """Return False: a fixed rendezvous never closes."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close: the set of machines is fixed."""
+        """Do nothing: the set of machines is fixed."""
 
     def get_run_id(self) -> str:
-        """Return the name of the job."""
+        """Return the run id of the job."""
         return self._meeting.run_id
 
     def shutdown(self) -> bool:
-        """Let go of the stores."""
+        """Stop the watch and release the stores."""
         self._stop_watch()
         self._peers = self._control = self._worker_store = self._server = None
         return True
@@ -199,7 +199,7 @@ class FixedRendezvous(RendezvousHandler):
             f"lost contact with machine 0 at {where}: it ended, or the network between is down. Look at its output; the job "
             f"cannot go on without it"
         )
-        own = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection that only the watch uses
+        own = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection used only by the watch
         self._watch = Watch(replace(peers, store=own), lost)
 
     def _stop_watch(self) -> None:
@@ -219,7 +219,7 @@ class FixedRendezvous(RendezvousHandler):
             self._index = 0
         self._server.set_timeout(_OPERATION_TIMEOUT)
         self._control = PrefixStore(f"hasten/{meeting.run_id}", self._server)
-        if self._index is None and self._control.check([self._place_key()]):  # it was here before
+        if self._index is None and self._control.check([self._place_key()]):  # this machine is rejoining
             self._index = int(self._control.get(self._place_key()))
         elif self._index is not None and self._control.add(f"taken/{self._index}", 1) == 1:
             self._control.add("placed", 1)
@@ -242,7 +242,7 @@ class FixedRendezvous(RendezvousHandler):
             ) from error
 
     def _join(self) -> TCPStore:
-        """Connect to machine 0, which may start later; say so while waiting."""
+        """Connect to machine 0, which may start later; log the wait."""
         meeting, start, next_word = self._meeting, time.monotonic(), 5.0
         where = f"machine 0 at {meeting.address}:{meeting.port}"
         while not network.reachable(meeting.address, meeting.port):
@@ -271,7 +271,7 @@ class FixedRendezvous(RendezvousHandler):
             ) from error
 
     def _find_index(self, control: Store) -> int:
-        """Return this machine's rank when nobody gave one: by name among those without, in the places left free."""
+        """Return this machine's rank if none was given: such machines take the free ranks in order of name."""
         count, report = self._meeting.max_machines, self._check_in.report
         mine = f"{report.host} {report.address} {time.time_ns()}"
         control.set(f"lobby/{control.add('lobby', 1) - 1}", mine)
@@ -294,7 +294,7 @@ class FixedRendezvous(RendezvousHandler):
         return free[names.index(mine)]
 
     def _agreed_reports(self, control: Store, store: Store, index: int) -> list[Report]:
-        """Return the check-in; if it fails, machine 0 serves on until all that are there have read why."""
+        """Return the reports of the check-in; if it fails, machine 0 serves it until all have read the reason."""
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
@@ -306,7 +306,7 @@ class FixedRendezvous(RendezvousHandler):
             raise
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
-        """Return where the workers of this round meet: the asked port at first, a fresh store after each restart."""
+        """Return address and port of this round's worker store: the requested port, or a new one after a restart."""
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
             if self.round > 0:
@@ -317,31 +317,31 @@ class FixedRendezvous(RendezvousHandler):
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """Torch's elastic meeting (machines may come and go) with our check-in and a fresh store in each round."""
+    """Torch's elastic rendezvous (machines may join and leave) with hasten's check-in and a new store in each round."""
 
     def __init__(self, inner: RendezvousHandler, check_in: CheckIn) -> None:
         self._inner = inner
         self._check_in = check_in
         self._worker_store: TCPStore | None = None
         self.round = -1
-        """How many times the job has been started again, in the memory of its oldest machine."""
+        """Number of restarts of the job: the highest count known to any machine."""
 
     @property
     def peers(self) -> Peers | None:
-        """Torch's own keep-alive watches the other machines."""
+        """None: torch's keep-alive watches the other machines."""
         return None
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers' store is served by the agent."""
+        """True: the agent serves the workers' store."""
         return True
 
     def get_backend(self) -> str:
-        """Return the name of this kind of meeting."""
+        """Return the name of this rendezvous backend."""
         return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet those machines that are there."""
+        """Join the next round with the machines that are present."""
         info = self._inner.next_rendezvous()
         store = PrefixStore("hasten", info.store)
         store.set(f"round/{info.rank}", str(self.round + 1))
@@ -355,23 +355,23 @@ class ElasticRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
     def num_nodes_waiting(self) -> int:
-        """Machines that want to join."""
+        """Return the number of machines that wait to join."""
         return self._inner.num_nodes_waiting()
 
     def is_closed(self) -> bool:
-        """Return whether the meeting is over."""
+        """Return whether the rendezvous is closed."""
         return bool(self._inner.is_closed())
 
     def set_closed(self) -> None:
-        """End the meeting for all machines."""
+        """Close the rendezvous for all machines."""
         self._inner.set_closed()  # type: ignore[no-untyped-call]  # torch leaves it so
 
     def get_run_id(self) -> str:
-        """Return the name of the job."""
+        """Return the run id of the job."""
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """Leave the meeting."""
+        """Leave the rendezvous."""
         self._worker_store = None
         return bool(self._inner.shutdown())
 
@@ -381,6 +381,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def with_address(report: Report, meeting: Meeting) -> Report:
-    """Return the report with this machine's address as the others see it."""
+    """Return the report with this machine's address as reachable by the others."""
     address = meeting.address if meeting.alone else network.address_for_others(meeting.address)
     return replace(report, address=address)

@@ -1,4 +1,4 @@
-"""What this machine says about itself at the check-in: settings, code and package versions, as digests and words."""
+"""Check-in report of this machine: settings, code and package versions, as digests and values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES: Final = (
     "datasets",
     "torch_xla",
 )
-# Settings that rightly differ from machine to machine.
+# Settings that may differ between machines.
 _LOCAL: Final = frozenset(
     f"launch.{name}"
     for name in (
@@ -56,13 +56,13 @@ _LOCAL: Final = frozenset(
 )
 _MAX_FILES: Final = 500
 CELL: Final = "hasten.launch.notebook"
-"""The program that runs a notebook's function; its one argument is a folder."""
+"""The program that runs a notebook's function; its only argument is a folder."""
 SOURCE: Final = "source.txt"
-"""The function's own text in that folder, by which machines compare their cells."""
+"""File with the function's source in that folder; machines compare their cells by it."""
 
 
 def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) -> Report:
-    """Return this machine's report; a lone machine has nobody to compare with and skips the digests."""
+    """Return this machine's report; without the digests on a single machine, which has nothing to compare with."""
     count = sum(proc.count for proc in plan.procs)
     device = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
     if alone or plan.target is None:
@@ -83,7 +83,7 @@ def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) ->
 
 
 def changed_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and value of every setting that is not its default and must be the same on every machine."""
+    """Yield the dotted name and value of each non-default setting that must be the same on every machine."""
     for name in section.__dataclass_fields__:
         value, path = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, Section):
@@ -93,7 +93,7 @@ def changed_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed packages that must be equal for machines to train together, without importing them."""
+    """Return the versions of packages that must match across machines, without importing them."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -104,7 +104,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_digest(target: Target) -> str:
-    """Return a digest of the program and of the files in its folder that it imports, directly or through each other."""
+    """Return a digest of the program and of the files in its folder that it imports, directly or indirectly."""
     path = _program_file(target)
     if path is None:
         return ""
@@ -129,7 +129,7 @@ def _program_file(target: Target) -> Path | None:
     if target.module:
         try:
             spec = importlib.util.find_spec(target.name)
-        except (ImportError, ValueError):  # the workers will say it in full
+        except (ImportError, ValueError):  # the workers report the full error
             return None
         return Path(spec.origin).resolve() if spec is not None and spec.origin else None
     path = Path(target.name)
@@ -137,10 +137,10 @@ def _program_file(target: Target) -> Path | None:
 
 
 def _local_imports(source: bytes, folder: Path) -> list[Path]:
-    """Files under `folder` that a module names in its import statements."""
+    """Return the files under `folder` that a module imports."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # the workers will say it in full
+    except (SyntaxError, ValueError):  # the workers report the full error
         return []
     names: list[str] = []
     for node in ast.walk(tree):

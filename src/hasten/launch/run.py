@@ -1,4 +1,4 @@
-"""Executes a plan: the only part of launching that starts something."""
+"""Execution of a launch plan: the only part of launching that starts processes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from hasten.runtime import env as environment
 from hasten.runtime import secret
 from hasten.runtime.last_words import ERROR_FILE
 
-_MEMORY: Final = Path("/dev/shm")  # where Linux keeps files in memory
+_MEMORY: Final = Path("/dev/shm")  # in-memory file system on Linux
 _LOCK: Final = "launcher"
 
 
 @contextmanager
 def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
-    """A private folder for the time of the block; None where the system keeps no files in memory.
+    """A private folder in shared memory; None if the system has no in-memory file system.
 
-    The launcher holds a lock in it. What launchers left that were killed has no holder, and is removed first.
+    The launcher locks a file in it. Folders of killed launchers are not locked, and are removed first.
     """
     if not memory.is_dir() or not os.access(memory, os.W_OK):
         yield None
@@ -49,7 +49,7 @@ def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
     prefix = f"hasten-{os.geteuid()}-"
     for left in memory.glob(f"{prefix}*"):
         _remove_if_left(left)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # 0700
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
     descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -62,32 +62,32 @@ def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
 def _remove_if_left(folder: Path) -> None:
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # just being made, or another's
+    except OSError:  # just being created, or owned by another user
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:  # its launcher runs
+    except BlockingIOError:  # its launcher is running
         return
     finally:
         os.close(descriptor)
 
 
 PARENT_PID: Final = "HASTEN_PARENT_PID"
-"""Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""
+"""Process id of the program that started the launcher, such as a notebook; the launcher exits with that program."""
 
 _GRACE_S: Final = 15.0
 
 
 def say(text: str) -> None:
-    """Tell the user something, on stderr, so that the program's own output stays clean."""
+    """Print a message to stderr, so that it does not mix with the program's output."""
     sys.stdout.flush()
     sys.stderr.write(f"[hasten] {text}\n")
     sys.stderr.flush()
 
 
 def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
-    """Return the plan with what only a look at the network can tell: the interface by which gloo reaches the others."""
+    """Return the plan with GLOO_SOCKET_IFNAME set to the network interface that reaches the other machines."""
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
     local = "127.0.0.1" if plan.meeting.alone else network.address_towards(plan.meeting.address)
@@ -100,7 +100,7 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
 
 
 def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
-    """Run the plan to its end and return the exit code of the job.
+    """Run the plan to completion and return the exit code of the job.
 
     Raises: LaunchError if something could not be started.
     """
@@ -123,7 +123,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
         case "mpi" | "deepspeed":
             proc = plan.procs[0]
             return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
-        case "slurm":  # the batch script makes the token when the job starts
+        case "slurm":  # the batch script generates the token when the job starts
             return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
         case other:
             assert_never(other)
@@ -143,7 +143,7 @@ def _write(planned: PlannedFile) -> None:
 
 
 def _make_log_dir(folder: str) -> None:
-    """Return when log files can be written to `folder`.
+    """Create `folder` and check that log files can be written to it.
 
     Raises: ConfigError otherwise.
     """
@@ -167,15 +167,15 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     (proc,) = plan.procs
     variables = dict(proc.env)
     if plan.meeting.alone:
-        # Machines that meet cannot be sent a secret: there the user gives one, or shares a home folder.
+        # Machines cannot exchange a secret before they have joined: the user provides one, or they share a home folder.
         variables |= secret.job_token(host.env)
     with environment.restored(), memory_folder() as memory:
         if memory is not None:
             variables[environment.MEMORY_FOLDER] = str(memory)
         outside = environment.snapshot()
-        # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
+        # Torch reads its log level when imported; without this, the launcher's store warns about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
-        agent = import_module("hasten.launch.elastic.agent")  # needs torch, which planning does not
+        agent = import_module("hasten.launch.elastic.agent")  # imports torch, which planning does not need
         handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
         environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
@@ -183,7 +183,7 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
 
 
 def _run_watched(proc: Proc, stop_grace_s: float) -> int:
-    """Run one process of ours and tell how it failed."""
+    """Run one hasten worker and report its failure."""
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         error_file = str(Path(scratch) / "error.json")
         env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
@@ -205,7 +205,7 @@ def _run_watched(proc: Proc, stop_grace_s: float) -> int:
 
 
 def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
-    """Run another launcher's command; it tells by itself how its processes failed."""
+    """Run another launcher's command, which reports the failures of its processes itself."""
     code, _, stopped_by = _wait(proc.argv, {**environment.snapshot(), **proc.env}, stop_grace_s)
     if stopped_by is not None:
         return 128 + stopped_by
@@ -215,7 +215,7 @@ def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
 
 
 def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) -> tuple[int, int, int | None]:
-    """Exit code, pid and, if we were told to stop, the signal; signals go on to the child, and its group ends with it."""
+    """Run a command, forwarding signals, and kill its group on failure; return exit code, pid and the stop signal."""
     stopped_by: int | None = None
     since = 0.0
     try:
@@ -228,7 +228,7 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) ->
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal stopped_by, since
         if stopped_by in SAVING and number in SAVING:
-            return  # schedulers send them more than once, and a save must not be cut short
+            return  # schedulers send them repeatedly, and a save must not be interrupted
         again = stopped_by is not None
         stopped_by, since = number, time.monotonic()
         os.killpg(child.pid, signal.SIGKILL if again else number)
@@ -250,5 +250,5 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) ->
 
 
 def _become(proc: Proc) -> int:
-    """Replace this command by its rank, so that the cluster's starter watches the rank itself."""
+    """Replace this process with the rank, so that the cluster's launcher monitors the rank itself."""
     os.execve(proc.argv[0], list(proc.argv), {**environment.snapshot(), **proc.env})

@@ -1,6 +1,6 @@
-"""The program of `hasten test`: collectives, a training step, equality with one process, all-reduce bandwidth. Needs torch.
+"""Program of `hasten test`: collectives, training steps compared with one process, all-reduce bandwidth. Imports torch.
 
-Run under `hasten launch -m hasten.launch.selfcheck`, so it sees exactly what a training script would see.
+Run as `hasten launch -m hasten.launch.selfcheck`, in the same environment as a training script.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Check = Callable[[Accelerator], str]
 
 _STEPS: Final = 4
 _ROWS_PER_RANK: Final = 8
-# Relative error of low-precision training after a few steps, measured generously; full precision differs by rounding only.
+# Relative error of low-precision training after a few steps, with a margin; full precision differs by rounding only.
 _TOLERANCES: Final = (("no", 1e-5), ("bf16", 3e-2), ("fp16", 1e-2), ("fp8", 1e-1))
 
 
 class CheckFailed(Exception):
-    """A check found something wrong on this rank."""
+    """Raised when a check fails on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Points of a fixed linear map with a little noise, the same on every rank."""
+    """Samples of a fixed linear map with a little noise, identical on every rank."""
 
     inputs: Tensor
     targets: Tensor
@@ -49,14 +49,14 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def ranks(accelerator: Accelerator) -> str:
-    """Return every rank is there, once."""
+    """Check that every rank is present exactly once."""
     found = gather_object(accelerator.process_index, accelerator.comm)
     _expect(found == list(range(accelerator.num_processes)), f"the ranks are {found}")
     return f"{accelerator.num_processes} on {accelerator.device.type}"
 
 
 def collectives(accelerator: Accelerator) -> str:
-    """gather, reduce, broadcast and pad give what arithmetic says."""
+    """Check the results of gather, reduce, broadcast and pad."""
     rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     mine = torch.full((2,), float(rank), device=device)
     gathered = accelerator.gather(mine)
@@ -72,14 +72,14 @@ def collectives(accelerator: Accelerator) -> str:
 
 
 def training(accelerator: Accelerator) -> str:
-    """Return a few steps give the weights that plain torch gives in one process on the whole batch."""
+    """Check that a few steps give the same weights as plain torch in one process on the whole batch."""
     accelerator.gradient_accumulation_steps = 1
     readers = accelerator.ctx.mesh.size(*BATCH)  # ranks along other axes read the same rows
     data = _data(_STEPS * _ROWS_PER_RANK * readers)
     model, expected = _model(), _trained_alone(data, _ROWS_PER_RANK * readers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = DataLoader(data, batch_size=_ROWS_PER_RANK)
-    prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, loader)  # Any: what a strategy makes of them
+    prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, loader)  # Any: objects wrapped by a strategy
     model, opt, batches = prepared
     steps = 0
     for inputs, targets in batches:
@@ -106,7 +106,7 @@ def training(accelerator: Accelerator) -> str:
 
 
 def bandwidth(accelerator: Accelerator) -> str:
-    """Return how fast an all-reduce moves data: bus bandwidth, the bytes each link carries."""
+    """Return the all-reduce bus bandwidth: the bytes per second that each link carries."""
     size = accelerator.num_processes
     if size == 1:
         return "one process, nothing to reduce"
@@ -115,9 +115,9 @@ def bandwidth(accelerator: Accelerator) -> str:
 
 
 def measured_links(accelerator: Accelerator) -> Links:
-    """Return the speed of the links inside machines and between them, as collectives reach it. Ranks: every rank.
+    """Return the link speeds within and between machines, as measured by collectives. Ranks: every rank.
 
-    Raises: CheckFailed where there is one process only.
+    Raises: CheckFailed if there is only one process.
     """
     _expect(
         accelerator.num_processes > 1, "there are no links between the processes of a job of one; start two or more"
@@ -145,7 +145,10 @@ def _device_name(accelerator: Accelerator) -> str:
 
 
 def _all_reduce(accelerator: Accelerator, members: list[int]) -> tuple[float, int, float]:
-    """GB/s of each link in an all-reduce among `members`, its bytes and its seconds. Ranks: every rank; groups do not overlap."""
+    """Return GB/s per link of an all-reduce among `members`, its bytes and its seconds.
+
+    Ranks: every rank; groups are disjoint.
+    """
     on_cpu = accelerator.device.type == "cpu"
     numbers, repeats = (1 << 20, 5) if on_cpu else (1 << 26, 10)
     group = group_of(members)
@@ -173,12 +176,12 @@ CHECKS: Final[tuple[tuple[str, Check], ...]] = (
 
 
 def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS) -> bool:
-    """Run the checks on every rank and print on the first what passed where; False if one failed anywhere."""
+    """Run the checks on every rank and print the results on the first; return False if a check failed on any rank."""
     good = True
     for name, check in checks:
         try:
             told, passed = check(accelerator), True
-        except Exception as error:  # whatever a check finds is told by rank, and the next check still runs
+        except Exception as error:  # every error is reported with its rank, and the next check still runs
             told, passed = f"{type(error).__name__}: {error}", False
         outcomes = gather_object((passed, told), accelerator.comm)
         good = good and all(ok for ok, _ in outcomes)
@@ -188,7 +191,7 @@ def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
 
 
 def _lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
-    """Return one line for a check that passed everywhere, else one for each rank that failed."""
+    """Return one line for a check that passed on all ranks, else one line per failed rank."""
     bad = [(rank, told) for rank, (passed, told) in enumerate(outcomes) if not passed]
     if not bad:
         everywhere = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
@@ -214,7 +217,7 @@ def _data(length: int) -> Rows:
 
 
 def _trained_alone(data: Rows, batch_size: int) -> dict[str, Tensor]:
-    """Return the weights after the same steps in plain torch, in this process alone, on the CPU, in full precision."""
+    """Return the weights after the same steps in plain torch, in this process only, on the CPU, in full precision."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for start in range(0, len(data), batch_size):
@@ -235,7 +238,7 @@ def _written(accelerator: Accelerator, file: str) -> str:
 
 
 def main() -> int:
-    """Check under the settings that the launcher handed over; the argument is a file for measured link speeds."""
+    """Run the checks under the launcher's settings; the optional argument is a file for the measured link speeds."""
     accelerator = Accelerator()
     file = sys.argv[1] if len(sys.argv) > 1 else None
     good = run(accelerator, CHECKS if file is None else (*CHECKS, ("links", lambda given: _written(given, file))))

@@ -1,4 +1,4 @@
-"""How many machines and processes a launch has, and with which devices and threads: decided once, for every launcher."""
+"""Number of machines and processes of a launch, with their devices and threads; decided once for every launcher."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hasten.launch.cluster import Allocation, read_allocation, split_range
 from hasten.runtime.env import CONFIG
 
 _LEAST_PROCESS_BYTES: Final = 64 * 1024**2
-"""Memory that no process of a job is below: a Python process that has imported torch holds more of its own."""
+"""Lower bound for the memory of a process: a Python process that has imported torch uses more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The size of the job and this machine's part in it."""
+    """The size of the job, and this machine's processes and rank."""
 
     num_processes: int
     """Processes on this machine."""
@@ -28,15 +28,15 @@ class Shape:
     expected_world_size: int | None = None
     use_cpu: bool = True
     env: tuple[tuple[str, str], ...] = ()
-    """Variables of every process of this machine."""
+    """Environment variables of every process on this machine."""
     notes: tuple[str, ...] = ()
     allocation: Allocation = field(default_factory=Allocation)
 
 
 def decide(request: Request, host: Host) -> Shape:
-    """Return the shape that settings, cluster and machine lead to.
+    """Return the shape determined by the settings, the cluster and the machine.
 
-    Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables do.
+    Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables contradict each other.
     """
     config, launch = request.config, request.config.launch
     notes: list[str] = []
@@ -70,7 +70,7 @@ def decide(request: Request, host: Host) -> Shape:
 
 
 def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
-    """Return the shape of a job that another launcher starts on its own list of machines: nothing here is counted."""
+    """Return the shape of a job that another launcher starts on its machines; this host's devices are not counted."""
     threads, note = _threads(request.config.launch, host, per_machine or 1)
     env = {CONFIG: request.handoff} if request.handoff else {}
     if threads is not None:
@@ -79,7 +79,7 @@ def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
 
 
 def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.worker") -> tuple[str, ...]:
-    """Return the command of one process: the program itself, or Python with our bootstrap before it."""
+    """Return the command of one process: the program itself, or Python with hasten's bootstrap before it."""
     if target.no_python and target.module:
         raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
     if target.no_python:
@@ -153,7 +153,7 @@ def _check_devices(request: Request, host: Host) -> None:
 def _processes(
     request: Request, host: Host, allocation: Allocation, machines: int, *, elastic: bool
 ) -> tuple[int, int | None, str]:
-    """Processes on this machine, over all machines if a number was named, and the reason."""
+    """Return the processes on this machine, the total if a number was given, and the reason."""
     launch = request.config.launch
     per, total = launch.processes_per_machine, launch.num_processes
     if per is not None:
@@ -183,7 +183,7 @@ def _processes(
 
 
 def _fits(request: Request, host: Host, count: int) -> int:
-    """`count`, if there is a device for each, or on the CPU memory."""
+    """Return `count` if there is a device for each process, or enough memory on the CPU."""
     launch = request.config.launch
     if request.config.cpu or host.device == "cpu":
         check_memory(host, count)
@@ -198,7 +198,7 @@ def _fits(request: Request, host: Host, count: int) -> int:
 
 
 def check_memory(host: Host, count: int) -> None:
-    """Refuse more processes than the memory of this machine holds. Raises: ConfigError."""
+    """Raise unless the memory of this machine can hold `count` processes. Raises: ConfigError."""
     most = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
     if host.memory_bytes and count > most:
         raise ConfigError(
@@ -208,7 +208,7 @@ def check_memory(host: Host, count: int) -> None:
 
 
 def _threads(launch: LaunchConfig, host: Host, count: int) -> tuple[int | None, str]:
-    """OMP_NUM_THREADS: as set, else the cores shared out; alone a process keeps torch's own choice."""
+    """Return OMP_NUM_THREADS and a note: as set, else cores per process; None (torch's default) for one process."""
     if launch.num_cpu_threads_per_process is not None:
         return launch.num_cpu_threads_per_process, ""
     if "OMP_NUM_THREADS" in host.env:

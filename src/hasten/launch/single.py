@@ -1,4 +1,4 @@
-"""Planner of one process on one machine: no agent, no torch in the launcher."""
+"""Launch plan for one process on one machine, without the elastic agent; the launcher does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hasten.launch.torchrun import supervision
 
 
 def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
-    """Return one command with the settings in its environment."""
+    """Return a plan with one command and the settings in its environment."""
     return LaunchPlan(
         launcher="single",
         procs=(Proc(worker_argv(request.target, host), dict(shape.env)),),

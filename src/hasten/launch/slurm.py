@@ -1,4 +1,4 @@
-"""Planners for SLURM and MPI-like starters: one command per rank, and a batch script that starts one per machine."""
+"""Launch plans for SLURM and MPI-like launchers: one command per rank, or a batch script for one per machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 
-# Defaults of the batch script; an option of the same name in submit_options replaces one, false removes it.
+# Defaults of the batch script; an option of the same name in submit_options overrides a default, false removes it.
 _DEFAULTS: Final = MappingProxyType({"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"})
 _SCRIPT_FLAGS: Final = ("--submit", "--submit_options", "--submit-options", "--dry-run", "--dry_run")
 
@@ -48,7 +48,7 @@ esac
 
 
 def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
-    """This command is one rank of an srun, mpirun or jsrun: it becomes the program, after all ranks have checked in."""
+    """Return the plan of one rank started by srun, mpirun or jsrun, which runs the program after the check-in."""
     topology = shape.allocation.rank
     assert topology is not None, "the cluster started one command per rank"
     if topology.local_world_size > max(host.num_devices, 1) and not shape.use_cpu:
@@ -88,7 +88,7 @@ def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
 
 
 def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
-    """A batch script that runs this same command on every machine of a new job, and the command that submits it."""
+    """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch = request.config.launch
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
     options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **_dashed(launch.submit_options)}
@@ -118,7 +118,7 @@ def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: st
 
 
 def without_submit(flags: tuple[str, ...]) -> list[str]:
-    """Return the options as typed, less those that ask for the script itself and those the new job decides anew."""
+    """Return the options as typed, without those that request the batch script."""
     kept: list[str] = []
     skip = False
     for word in flags:
@@ -142,7 +142,7 @@ def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _directives(options: Mapping[str, Any]) -> list[str]:
-    """#SBATCH lines; true is a bare option, false and None remove one."""
+    """Return the #SBATCH lines; true is an option without value, false and None omit the option."""
     lines = []
     for name, value in options.items():
         if value is None or value is False:

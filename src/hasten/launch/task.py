@@ -1,6 +1,6 @@
-"""The first code of a rank that srun, mpirun or jsrun started: all ranks check in, then the program runs. Imports torch.
+"""Entry point of a rank started by srun, mpirun or jsrun: all ranks check in, then the program runs. Imports torch.
 
-Rank 0 serves the store at MASTER_ADDR:MASTER_PORT for its whole life, and every rank's process group uses that same store.
+Rank 0 serves the store at MASTER_ADDR:MASTER_PORT for its lifetime, and every rank's process group uses that store.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SAVING_S: Final = 60.0
 
 
 def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
-    """Return the store of the job, after every rank has been seen on it.
+    """Return the store of the job, after every rank has checked in on it.
 
-    Raises: LaunchError on every rank if ranks are missing, double, or differ in settings, code or versions.
+    Raises: LaunchError on every rank if ranks are missing, duplicated, or differ in settings, code or versions.
     """
     store = _open_store(topology)
     report = Report(
@@ -62,7 +62,7 @@ def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
 
 
 def _open_store(topology: Topology) -> TCPStore:
-    """Return the store at the meeting point, served by rank 0; a second rank 0 joins it, so that both are told."""
+    """Return the store at the rendezvous address, served by rank 0; a second rank 0 joins it to get the error too."""
     address, _, port_text = topology.meeting_point().removeprefix("tcp://").rpartition(":")
     host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
     try:
@@ -78,7 +78,7 @@ def _open_store(topology: Topology) -> TCPStore:
 
 
 def _serve(topology: Topology, host: str, port: int, timeout: timedelta) -> TCPStore | None:
-    """The store, or None if another process has the port. Only taking it tells: a port seen free may be gone at the next call."""
+    """Return the store, or None if the port is in use; binding is the only test without a race."""
     try:
         return serve(host, port, timeout, alone=topology.local_world_size == topology.world_size)
     except OSError as error:
@@ -88,7 +88,7 @@ def _serve(topology: Topology, host: str, port: int, timeout: timedelta) -> TCPS
 
 
 def main() -> None:
-    """Check in, then run the program named on the command line as rank of the job."""
+    """Check in, then run the program named on the command line as a rank of the job."""
     env = environment.snapshot()
     module = sys.argv[1:2] == ["-m"]
     words = sys.argv[2:] if module else sys.argv[1:]
@@ -98,7 +98,7 @@ def main() -> None:
     except LaunchError as error:
         say(f"rank {topology.rank}: {error}")
         if topology.is_main:
-            time.sleep(_LAST_WORDS_S)  # it serves the store from which the others read why
+            time.sleep(_LAST_WORDS_S)  # rank 0 serves the store from which the others read the reason
         sys.exit(1)
     environment.replace(
         {
@@ -125,9 +125,9 @@ def main() -> None:
 
 
 def _leave_together(store: PrefixStore, topology: Topology) -> None:
-    """Return when all ranks have saved. Stop signals are ignored by now.
+    """Wait until all ranks have saved. Stop signals are already ignored.
 
-    The cluster's starter ends the other ranks as soon as the first has left, and their exit codes would hide this one.
+    The cluster's launcher ends the other ranks as soon as the first has exited, and their exit codes would hide this one.
     """
     count, deadline = topology.world_size, time.monotonic() + _SAVING_S
     try:
@@ -136,15 +136,15 @@ def _leave_together(store: PrefixStore, topology: Topology) -> None:
             time.sleep(0.02)
             saved = store.add("saved", 0)
         seen, last = store.add("seen", 1), time.monotonic() + _LAST_WORDS_S
-        while topology.is_main and seen < count and time.monotonic() < last:  # it serves the store
+        while topology.is_main and seen < count and time.monotonic() < last:  # rank 0 serves the store
             time.sleep(0.02)
             seen = store.add("seen", 0)
-    except DistError:  # rank 0 has left, so it knows; there is nobody to wait for
+    except DistError:  # rank 0 has exited, so it has seen all ranks
         return
 
 
 if __name__ == "__main__":
-    # The module under its own name is what runs: `__main__` is about to become the user's.
+    # Run the module under its real name: `__main__` is about to become the user's program.
     from hasten.launch import task
 
     task.main()

@@ -1,4 +1,4 @@
-"""Planner of several processes under torch's elastic agent, on one machine or many."""
+"""Launch plan for several processes under torch's elastic agent, on one machine or many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JOIN_TIMEOUT_S: Final = 120.0
 
 
 def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
-    """Return the processes of this machine and the meeting with the others.
+    """Return the processes of this machine and the rendezvous with the others.
 
     Raises: ConfigError if the machines could not find each other with these settings.
     """
@@ -25,7 +25,7 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     meeting = _meeting(request, host, shape, notes)
     env = dict(shape.env)
     if meeting.kind == "c10d":
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would hand restarted workers dead addresses
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the shared store would give restarted workers stale addresses
     return LaunchPlan(
         launcher="torchrun",
         procs=(Proc(argv, env, shape.num_processes),),
@@ -37,7 +37,7 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
 
 
 def supervision(request: Request, shape: Shape) -> Supervision:
-    """What the agent does with the processes."""
+    """Return the agent's settings for the processes of this request."""
     launch = request.config.launch
     return Supervision(
         max_restarts=launch.max_restarts,
@@ -94,7 +94,7 @@ def _kind(launch: LaunchConfig, shape: Shape, notes: list[str]) -> MeetingKind:
 
 
 def _endpoint(launch: LaunchConfig, shape: Shape) -> tuple[str, int]:
-    """Address and port of machine 0."""
+    """Return the address and port of machine 0."""
     host, _, port_text = (launch.rdzv_endpoint or "").rpartition(":")
     if launch.rdzv_endpoint and not (host and port_text.isdecimal()):
         raise ConfigError(f"rdzv_endpoint={launch.rdzv_endpoint!r} is not host:port, such as 10.0.0.1:29500.")
@@ -118,7 +118,7 @@ def _endpoint(launch: LaunchConfig, shape: Shape) -> tuple[str, int]:
 
 
 def check_tee(text: str | None, num_processes: int) -> None:
-    """Return if `tee` says what to print of processes that this machine has.
+    """Raise unless `tee` is valid and names only local ranks that this machine starts.
 
     Raises: ConfigError otherwise.
     """
@@ -141,7 +141,7 @@ def check_tee(text: str | None, num_processes: int) -> None:
 def parse_options(text: str | None) -> dict[str, str]:
     """Return the pairs in `a=1,b=2`.
 
-    Raises: ConfigError for a part that is not a pair.
+    Raises: ConfigError for an item that is not a pair.
     """
     pairs: dict[str, str] = {}
     for part in (text or "").split(","):

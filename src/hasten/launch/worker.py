@@ -1,8 +1,8 @@
-"""The first code of a launched process: runs the user's program and writes down why it failed. No torch here.
+"""Entry point of a launched process: runs the user's program and records its failure. Does not import torch.
 
-Run as `python -m hasten.launch.worker [-m] program args…`. The program sees what it would see under plain Python:
+Run as `python -m hasten.launch.worker [-m] program args…`. The program sees the same environment as under plain Python:
 `__main__`, `sys.argv`, `sys.path[0]`, `__file__`. An uncaught exception is not printed by every rank at once but written
-to the file that the launcher names in TORCHELASTIC_ERROR_FILE; the launcher prints the first of them when all have ended.
+to the file named in TORCHELASTIC_ERROR_FILE; the launcher prints the first of them when all ranks have ended.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def main() -> None:
 
 
 def _keep_exit_code() -> None:
-    """Ignore further stop signals: once Python has put the default handlers back, one would replace the exit code of a saved run.
+    """Ignore further stop signals, which would replace the exit code of a saved run.
 
-    Schedulers send them more than once, and the launcher passes them on.
+    Python restores the default handlers at exit; schedulers send the signals repeatedly, and the launcher forwards them.
     """
     for number in SAVING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def recording_hook(path: Path, fallback: Hook) -> Hook:
-    """Return an excepthook that writes the exception to `path` instead of printing it; prints if it cannot be written."""
+    """Return an excepthook that writes the exception to `path` instead of printing it; if writing fails, it prints."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            return  # the launcher was interrupted and says so itself
+            return  # the launcher was interrupted and reports it
         try:
             write_error(path, error, without_bootstrap(trace, error))
         except OSError:
@@ -83,7 +83,7 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
 
 
 def trimming_hook(printing: Hook) -> Hook:
-    """Return an excepthook that prints the exception as plain Python would, without our own frames."""
+    """Return an excepthook that prints the exception as plain Python would, without hasten's frames."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         rest = without_bootstrap(trace, error)
@@ -93,46 +93,46 @@ def trimming_hook(printing: Hook) -> Hook:
 
 
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
-    """Write `error` in the form torch's elastic agent reads, with our own fields beside."""
-    # Without a frame of the program, the message says it all, and its cause lies in hasten or runpy.
+    """Write `error` in the format read by torch's elastic agent, with hasten's additional fields."""
+    # Without a frame of the user's program the message is sufficient; the cause is in hasten or runpy.
     text = "".join(traceback.format_exception(type(error), error, trace, chain=trace is not None))
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-    # What all ranks raise together has a cause on those that failed themselves.
+    # An error that all ranks raise together has a `__cause__` only on the ranks that failed themselves.
     echo = isinstance(error, HastenError) and error.agreed and error.__cause__ is None
     last_words.write(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text, echo=echo)
 
 
 def _enable_faulthandler() -> None:
-    """Let a crash in native code print its Python stack, where stderr is a real file."""
+    """Print the Python stack on a crash in native code, if stderr is a real file."""
     try:
         faulthandler.enable()
-    except (OSError, ValueError, AttributeError):  # stderr without a descriptor: nothing is lost but the extra stack
+    except (OSError, ValueError, AttributeError):  # stderr without a descriptor: only the extra stack is lost
         return
 
 
 def _write_whole_lines() -> None:
-    """Pass on output line by line: at once, and not mixed with other ranks inside a line."""
+    """Flush output line by line: immediately, and without mixing ranks within a line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def die_with(parent_pid: int) -> None:
-    """Ask the kernel to end this process when its parent is killed, so that none is left behind (Linux)."""
+    """Ask the kernel to end this process when its parent is killed, so that no process is orphaned (Linux)."""
     if sys.platform != "linux":
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def without_bootstrap(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames of hasten, of runpy and of the import system at its start.
+    """Return the traceback without the leading frames of hasten, of runpy and of the import system.
 
-    None where no other frame is left and the message tells what is wrong with the program: it cannot be compiled, found or read,
-    or hasten refused it.
+    None if no other frame is left and the message explains the problem with the program: it cannot be compiled, found or read,
+    or hasten rejected it.
     """
     rest = trace
     while rest is not None and _is_bootstrap(rest.tb_frame.f_code.co_filename):
@@ -156,7 +156,7 @@ def _run_script(script: str, args: list[str]) -> None:
     try:
         code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        if not getattr(error, "filename", None):  # such as of NUL characters: Python does not say where
+        if not getattr(error, "filename", None):  # such as for NUL characters: Python does not name the file
             error.add_note(f"in {full}")
         raise
     sys.argv[:] = [script, *args]
@@ -170,7 +170,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _run_as_main(code: CodeType, script: str) -> None:
-    """Execute `code` in the real `__main__`, emptied of this file's names, so that pickling and spawning work."""
+    """Execute `code` in the real `__main__` module, without this file's names, so that pickling and spawning work."""
     main_module = sys.modules["__main__"]
     namespace = vars(main_module)
     kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"]}
@@ -189,7 +189,7 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The module under its own name is what runs: `__main__` is about to become the user's.
+    # Run the module under its real name: `__main__` is about to become the user's program.
     from hasten.launch import worker
 
     worker.main()

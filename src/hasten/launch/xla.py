@@ -1,4 +1,4 @@
-"""Planner of TPU jobs: one process on each TPU VM, or the same command on the VMs of a named TPU by gcloud."""
+"""Launch plans for TPU jobs: one process on each TPU VM, or one command on all VMs of a named TPU through gcloud."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--t
 
 
 def plan(request: Request, host: Host, shape: Shape, tpu: Slice | None = None) -> LaunchPlan:
-    """Return one process that drives all devices of this VM; with several machines, and where they meet.
+    """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines.
 
-    Raises: ConfigError when more processes were asked for, the machine has no TPU and PJRT_DEVICE names no other device, or `tpu` has
+    Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or `tpu` has
     several hosts and the job one machine.
     """
     launch, machines = request.config.launch, shape.max_machines
@@ -67,7 +67,7 @@ def plan(request: Request, host: Host, shape: Shape, tpu: Slice | None = None) -
 
 
 def _rank(shape: Shape, tpu: Slice | None) -> int | None:
-    """The number of this machine: the given one, else that of the host in its slice; None is decided where they meet."""
+    """Return this machine's rank: the given one, else its worker index; None if the rendezvous assigns it."""
     if shape.machine_rank is not None or tpu is None or tpu.worker is None:
         return shape.machine_rank
     if tpu.worker >= shape.max_machines:
@@ -79,9 +79,11 @@ def _rank(shape: Shape, tpu: Slice | None) -> int | None:
 
 
 def plan_pod(request: Request, flags: tuple[str, ...], tpu: Slice | None = None) -> LaunchPlan:
-    """The same hasten command on the VMs of a named TPU, by gcloud; `tpu` tells how many and where they meet, if that is known.
+    """Return a plan that runs the same hasten command on the VMs of a named TPU through gcloud.
 
-    Raises: ConfigError without the name, for some of several VMs, or for a file of commands that cannot be read.
+    `tpu` gives the number of hosts and the rendezvous address, if known.
+
+    Raises: ConfigError without a TPU name, for a subset of several VMs, or for a command file that cannot be read.
     """
     xla = request.config.xla
     if not xla.tpu_name:
@@ -96,7 +98,7 @@ def plan_pod(request: Request, flags: tuple[str, ...], tpu: Slice | None = None)
     pairs = [f"{name}={value}" for name, value in env.items()]
     exports = "".join(f"export {shlex.quote(pair)}; " for pair in pairs)
     setup = "".join(f"{line}; " for line in (*_lines(xla.command_file), *(xla.commands or ())))
-    # sudo gives a program none of the variables exported before it
+    # sudo does not pass on the variables exported before it
     sudo = shlex.join(["sudo", *(["env", *pairs] if pairs else [])]) + " " if xla.tpu_use_sudo else ""
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", xla.tpu_name]
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
@@ -117,9 +119,9 @@ def _known(name: str, worker: str, tpu: Slice | None) -> str:
 
 
 def _meeting(launch: LaunchConfig, name: str, tpu: Slice) -> list[str]:
-    """Return the flags with which the VMs find each other.
+    """Return the rendezvous flags of the VMs.
 
-    Raises: ConfigError for flags that contradict the TPU, and where nobody knows the address of its first VM.
+    Raises: ConfigError for flags that contradict the TPU, or if the address of the first VM is unknown.
     """
     if launch.machine_rank is not None or launch.num_machines not in (1, tpu.hosts):
         said = (
@@ -141,7 +143,7 @@ def _meeting(launch: LaunchConfig, name: str, tpu: Slice) -> list[str]:
 
 
 def _refuse_some(name: str, worker: str, tpu: Slice | None, alone: bool) -> None:
-    """Raise where some VMs of a TPU would wait for those that were not named."""
+    """Raise if a subset of a TPU's VMs was selected, which would wait for the others."""
     if _ONE_VM.fullmatch(worker) is None and worker != "all":
         raise ConfigError(
             f"--vm names several VMs ({worker}), and starting some VMs of a TPU together is not in this version. Name one, or leave --vm "
@@ -155,9 +157,9 @@ def _refuse_some(name: str, worker: str, tpu: Slice | None, alone: bool) -> None
 
 
 def _variables(parts: Iterable[str]) -> dict[str, str]:
-    """The variables in parts of a list that was divided at commas: a part that names none belongs to the value before it.
+    """Return the variables in a list that was split at commas; an item without a name continues the previous value.
 
-    Raises: ConfigError for a first part without a name.
+    Raises: ConfigError for a first item without a name.
     """
     found: dict[str, str] = {}
     for part in parts:
@@ -172,7 +174,7 @@ def _variables(parts: Iterable[str]) -> dict[str, str]:
 
 
 def _lines(command_file: str | None) -> list[str]:
-    """Return the commands in a file, one on each line."""
+    """Return the commands in a file, one per line."""
     if command_file is None:
         return []
     try:
@@ -188,23 +190,21 @@ _LIMIT_S: Final = 60.0
 
 
 def ask(request: Request, host: Host) -> Slice | None:
-    """Return the machines; None for a job without TPUs, and where nobody knows."""
+    """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = request.config.launch, request.config.xla
     if launch.tpu and xla.tpu_use_cluster:
         return _ask_gcloud(xla.tpu_name, xla.tpu_zone) if xla.tpu_name and "gcloud" in host.programs else None
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)
     if device != "TPU" or request.config.cpu:
         return None
-    if (
-        launch.num_machines > 1
-    ):  # this machine's number is not needed where it was given, and its slice is not used as such
+    if launch.num_machines > 1:  # this machine's worker index is only needed if no rank was given
         return Slice(launch.num_machines, worker=tpu_hosts.worker(host.env) if launch.machine_rank is None else None)
     hosts = tpu_hosts.count(host.env)
     return None if hosts is None else Slice(hosts)
 
 
 def _ask_gcloud(name: str, zone: str | None) -> Slice | None:
-    """The network endpoints of a TPU, one for each of its machines; None where gcloud fails, as running it will tell why."""
+    """Return the network endpoints of a TPU, one per host; None if gcloud fails (running the plan shows its error)."""
     command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--format", "json(networkEndpoints)", "--quiet"]
     command += ["--zone", zone] if zone else []
     try:

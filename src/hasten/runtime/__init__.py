@@ -1,5 +1,5 @@
-"""The process: environment, topology, mesh, device, process group, seeds, logs.
+"""Process runtime: environment, topology, mesh, device, process group, seeds, logs.
 
-Start with `env.py` (the only reader of variables), `topology.py` (which rank of how many), `mesh_plan.py` (axes, without torch) and `bootstrap.py`
-(start and end of the process group). `context.py` is what every other room is given.
+Start with `env.py` (the only reader of environment variables), `topology.py` (rank and world size), `mesh_plan.py` (mesh axes, without
+torch) and `bootstrap.py` (start and destruction of the process group). `context.py` holds the context passed to all other packages.
 """

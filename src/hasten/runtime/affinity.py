@@ -1,4 +1,4 @@
-"""CPU affinity: keep each process on the cores near its device, as /sys describes them; no torch."""
+"""CPU affinity: pin each process to the cores near its device, as described in /sys. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYS: Final = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class AffinityPlan:
-    """The cores to keep to, or None to leave them as they are; `reason` says why in either case."""
+    """The cores to pin to, or None to leave the affinity unchanged; `reason` explains either choice."""
 
     cpus: frozenset[int] | None
     reason: str
@@ -34,17 +34,17 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node that has any; empty where the system does not tell."""
+    """Return the cores of each NUMA node that has cores; empty if the system does not report NUMA nodes."""
     found: dict[int, frozenset[int]] = {}
     for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
         cpus = parse_cpus((folder / "cpulist").read_text())
-        if cpus:  # memory-only nodes have none
+        if cpus:  # memory-only nodes have no cores
             found[int(folder.name.removeprefix("node"))] = cpus
     return found
 
 
 def node_of_device(pci_address: str, root: Path = SYS) -> int | None:
-    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None where the system does not tell."""
+    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None if it is unknown."""
     path = root / "bus/pci/devices" / pci_address.lower() / "numa_node"
     number = int(path.read_text()) if path.exists() else -1
     return number if number >= 0 else None
@@ -58,7 +58,7 @@ def plan(
     allowed: Set[int],
     device_node: int | None = None,
 ) -> AffinityPlan:
-    """The cores for one of the processes of this machine: those of its device's node, else of its share of the nodes.
+    """Return the cores for one process of this machine: those of its device's NUMA node, else of its share of nodes.
 
     Raises: ConfigError for a device on a node that does not exist.
     """
@@ -83,7 +83,7 @@ def plan(
 
 
 def set_affinity(local_rank: int, local_world_size: int, pci_address: str | None = None) -> AffinityPlan:
-    """Keep this process to the cores near it; the plan that was carried out says which and why.
+    """Pin this process to the cores near its device; return the plan, with the cores and the reason.
 
     `pci_address` is that of the process's device, if it has one.
     """

@@ -1,4 +1,4 @@
-"""Start or join the process group, and give a ProcessContext."""
+"""Start of the process group, and creation of the ProcessContext."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ _LONGEST_PAUSE_S: Final = 0.5
 _LOOK_S: Final = 1.0
 
 Ended = Callable[[], Mapping[int, int]]
-"""Exit codes of the ranks that have ended, as far as the launcher knows."""
+"""Exit codes of the ranks that have ended, as reported by the launcher."""
 
 
 def call_roll(store: Store, rank: int, size: int, within: timedelta, ended: Ended = dict) -> None:
-    """Return when all ranks are there. Ranks: every rank.
+    """Wait until all ranks have registered in the store. Ranks: every rank.
 
-    Raises: TopologyError on every rank that is there when two differ in the world's size; PeerFailedError when a rank has ended without
-    coming; RuntimeError when the time is up.
+    Raises: TopologyError on every registered rank when two ranks differ in the world size; PeerFailedError when a rank ended before
+    registering; RuntimeError on timeout.
     """
     deadline = time.monotonic() + within.total_seconds()
     store.set(f"roll/{rank}", str(size))
@@ -81,7 +81,7 @@ def call_roll(store: Store, rank: int, size: int, within: timedelta, ended: Ende
 
 
 def _answer(store: Store, size: int, deadline: float, ended: Ended) -> str:
-    """What rank 0 tells all: that they agree, or who does not."""
+    """Return rank 0's answer to all ranks: agreement on the world size, or the rank that differs."""
     for other in range(1, size):
         _wait(store, f"roll/{other}", deadline, ended, range(other, size))
         told = int(store.get(f"roll/{other}"))
@@ -95,7 +95,7 @@ def _answer(store: Store, size: int, deadline: float, ended: Ended) -> str:
 
 
 def _wait(store: Store, key: str, deadline: float, ended: Ended, ranks: Collection[int]) -> None:
-    """Return when the key is there, unless one of `ranks` has ended without coming."""
+    """Wait for the key; raise if one of `ranks` has ended without registering."""
     started = looked = time.monotonic()
     while not store.check([key]):
         now = time.monotonic()
@@ -127,10 +127,11 @@ _ANSWER: Final = timedelta(seconds=5)
 
 @contextlib.contextmanager
 def announced_waiting(url: str, topology: Topology, say: Callable[[str], None] = plain_log.warning) -> Iterator[None]:
-    """A block that waits for other ranks; after five seconds, and then ever less often, it says who is missing.
+    """Context manager around a wait for other ranks, which logs the missing ranks after five seconds and again later.
 
-    Ranks that have waited a second leave a note in the store at `url`, over a connection of their own: until the group is formed the main
-    one is blocked. The lowest rank that is there says who is not; if that is rank 0, which serves the store, all the others do.
+    A rank that has waited for a second registers in the store at `url`, over a separate connection: the main connection is blocked
+    until the group is formed. The lowest registered rank logs the missing ranks; if rank 0, which serves the store, is missing,
+    all other ranks do.
     """
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(url, topology, say, over), name="hasten-waiting", daemon=True)
@@ -156,7 +157,7 @@ def _watch(url: str, topology: Topology, say: Callable[[str], None], over: threa
                 continue
             next_word *= 2
             words = _words(notes, topology)
-        except (DistError, OSError):  # rank 0 went away: the main thread is told so by torch
+        except (DistError, OSError):  # rank 0 has exited: torch reports that in the main thread
             notes = None
             continue
         if words and not over.is_set():
@@ -164,7 +165,7 @@ def _watch(url: str, topology: Topology, say: Callable[[str], None], over: threa
 
 
 def _words(notes: TCPStore | None, topology: Topology) -> str:
-    """Who is missing; nothing if a lower rank is there to say it, or nobody is missing any more."""
+    """Return the missing ranks; empty if a lower rank reports them, or none is missing."""
     if notes is None:
         return "the others" if topology.is_main else "rank 0"
     ranks = range(topology.world_size)
@@ -179,7 +180,7 @@ def _key(topology: Topology, rank: int) -> str:
 
 
 def _connect(url: str) -> TCPStore | None:
-    """Return a connection to the store at `url`; None if nobody serves one there yet."""
+    """Return a connection to the store at `url`; None if no store is served there yet."""
     place = urlsplit(url)
     if place.scheme != "tcp" or not place.hostname or not place.port:
         return None
@@ -194,23 +195,23 @@ def _connect(url: str) -> TCPStore | None:
 MeshOf = Callable[[int], MeshSpec]
 
 _LINGER: Final = timedelta(seconds=10)
-"""How long the rank that serves the store waits at exit for the others to leave it."""
+"""Time that the rank serving the store waits at exit for the others to finish."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """How the process group is started."""
+    """Settings for starting the process group."""
 
     backend: str | None = None
     init_method: str | None = None
     init_timeout_s: float = 300.0
-    """How long ranks may take to find each other."""
+    """Time limit for all ranks to join."""
     timeout_s: float = 1800.0
-    """How long a collective may take once training runs."""
+    """Time limit of a collective during training."""
     pickle_unproven: bool = False
-    """Accept pickled objects from ranks that share no token with this one, as torch's own object collectives do."""
+    """Accept pickled objects from ranks that share no token with this one, as torch's object collectives do."""
     checked: bool = False
-    """The ranks agree on every collective of a Comm before it runs: slow, for debug mode."""
+    """Let the ranks agree on every collective of a Comm before it runs: slow, for debug mode."""
 
 
 def start(
@@ -219,11 +220,11 @@ def start(
     mesh_of: MeshOf = MeshSpec.flat,
     settings: GroupSettings | None = None,
 ) -> ProcessContext:
-    """Return the context of this process; the process group is started unless there is one, or only one process.
+    """Start the process group, unless one exists or there is only one process, and return the context of this process.
 
-    `mesh_of` gives the mesh for a world size. A group this call starts is destroyed at exit.
+    `mesh_of` returns the mesh for a world size. A group started by this call is destroyed at exit.
     Ranks: every rank of the world.
-    Raises: CommError when the ranks do not find each other within the init timeout; TopologyError when they mean different worlds.
+    Raises: CommError when the ranks do not all join within the init timeout; TopologyError when their world sizes differ.
     """
     settings = settings or GroupSettings()
     use_device(device)
@@ -241,7 +242,7 @@ def start(
 def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings) -> ProcessContext:
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialised, so it has a world group"
-    notes = _get_default_store()  # the only way to the store of a group somebody else has started
+    notes = _get_default_store()  # the only access to the store of a group that was started by other code
     proof = _credentials(settings)
     trail = Trail()
     world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, trail, settings.checked)
@@ -251,7 +252,7 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
 
 
 def _credentials(settings: GroupSettings) -> Credentials:
-    """Return the token this job was given, else the user's own secret."""
+    """Return the token of this job, else the user's secret."""
     variables = env.snapshot()
     given = secret.given_token(variables)
     token = given if given is not None else secret.user_secret(variables)
@@ -259,7 +260,7 @@ def _credentials(settings: GroupSettings) -> Credentials:
 
 
 def _actual(topology: Topology) -> Topology:
-    """Return the topology as the running process group has it: a group started by somebody else decides."""
+    """Return the topology of the running process group, which takes precedence if other code started it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (topology.rank, topology.world_size) == (rank, size):
         return topology
@@ -289,20 +290,20 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
 
 
 def _leave(rank: int, size: int, serves: bool, pid: int) -> None:
-    """Destroy the group at exit; the rank that serves the store stays until the others need it no more, or some seconds have passed.
+    """Destroy the group at exit; the rank that serves the store waits a limited time until the others have finished.
 
-    What it has told them last, such as that all have come to a barrier, is still to be read.
+    The others may still have to read its last messages, such as the completion of a barrier.
     """
-    if os.getpid() != pid:  # a fork of the rank is not the rank
+    if os.getpid() != pid:  # in a fork of the rank
         return
     notes = _get_default_store() if dist.is_initialized() else None
     stop()
     if notes is None:
         return
-    with suppress(*store.LOST):  # no answer is waited for, and a rank that was killed leaves no word
+    with suppress(*store.LOST):  # losing this message is harmless, and a killed rank cannot send it
         if not serves:
             notes.set(f"hasten/left/{rank}", "1")
-        elif getattr(sys, "last_value", None) is None:  # after an error nobody is to wait for this rank
+        elif getattr(sys, "last_value", None) is None:  # after an error this rank exits without waiting
             notes.wait([f"hasten/left/{other}" for other in range(1, size)], _LINGER)
 
 
@@ -325,11 +326,11 @@ def _why_not_met(url: str, topology: Topology, settings: GroupSettings, elapsed_
 
 
 def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, int, int]:
-    """The store at which the ranks meet, and this rank's place; rank 0 serves it on the interface of the address alone."""
+    """Return the rendezvous store, rank and world size; rank 0 serves the store only on the address's interface."""
     place = urlsplit(url)
     if place.scheme == "tcp" and place.hostname and place.port is not None:
         if store.is_loopback(place.hostname) and (name := store.loopback_interface()) is not None:
-            env.put_default("GLOO_SOCKET_IFNAME", name)  # every rank is on this machine: listen to nobody else
+            env.put_default("GLOO_SOCKET_IFNAME", name)  # every rank is on this machine: use only the loopback
             env.put_default("NCCL_SOCKET_IFNAME", name)
         serves = topology.is_main and not place.query and not _served_by_launcher()
         if serves and place.port:
@@ -339,7 +340,7 @@ def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, 
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                # this process may serve a store there already, which torch finds and shares
+                # this process may already serve a store there, which torch finds and shares
     found: tuple[dist.Store, int, int] = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=within))
     return found
 

@@ -1,7 +1,7 @@
-"""Formulas for the bytes a rank holds and sends under a mesh, as pure numbers without torch.
+"""Formulas for the bytes that a rank holds and sends under a mesh. Does not import torch.
 
-"Sent" is what leaves a rank when a collective over n ranks is done in the fewest bytes: (n-1)/n of the whole tensor for gathering,
-reduce-scattering and all-to-all, twice that for an all-reduce, all of it for a message to one rank. Sizes are taken to divide evenly.
+Bytes sent assume a bandwidth-optimal collective over n ranks: (n-1)/n of the whole tensor for all-gather, reduce-scatter and all-to-all,
+twice that for an all-reduce, the whole tensor for a message to one rank. Sizes are assumed to divide evenly.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Numbers of parameters of one model (of one stage, under a pipeline), by the way they are spread."""
+    """Parameter counts of one model (of one stage, under a pipeline), by the way they are distributed."""
 
     whole: int
-    """Spread by data parallelism alone."""
+    """Parameters that only data parallelism distributes."""
     split: int = 0
-    """Of layers split over `tp`."""
+    """Parameters of layers split over `tp`."""
     experts: int = 0
-    """Of experts divided over `ep`."""
+    """Parameters of experts divided over `ep`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes one rank holds between two steps."""
+    """Bytes that one rank holds between two steps."""
 
     parameters: float
     gradients: float
@@ -44,24 +44,24 @@ class Held:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def exchanged(num_bytes: float, ranks: int) -> float:
-    """Return bytes each rank sends to gather, reduce-scatter or exchange a tensor of `num_bytes` over `ranks`."""
+    """Return the bytes that each rank sends to all-gather, reduce-scatter or exchange `num_bytes` over `ranks`."""
     return num_bytes * (ranks - 1) / ranks
 
 
 def all_reduced(num_bytes: float, ranks: int) -> float:
-    """Return bytes each rank sends to sum a tensor of `num_bytes` over `ranks`."""
+    """Return the bytes that each rank sends to all-reduce a tensor of `num_bytes` over `ranks`."""
     return 2 * exchanged(num_bytes, ranks)
 
 
 def held_bytes(mesh: MeshSpec, weights: Weights, *, item: int = 4, moments: int = 2, sharded: bool = True) -> Held:
-    """What each rank holds of parameters, gradients and the `moments` an optimizer keeps of each parameter.
+    """Return the bytes of parameters, gradients and optimizer state (`moments` per parameter) on each rank.
 
-    `sharded` says that parameters are sharded where the mesh allows it; without, the ranks of one sequence hold copies (DDP).
+    With `sharded`, parameters are sharded where the mesh allows it; otherwise data-parallel ranks hold replicas (DDP).
     """
     _, shards, parts = mesh.expert_sizes
     around = mesh.size(*SHARD) if sharded else 1
@@ -79,10 +79,10 @@ def data_traffic(
     gathers: int = 2,
     sharded: bool = True,
 ) -> Traffic:
-    """What data parallelism sends in one step.
+    """Return the bytes that data parallelism sends in one step.
 
-    Shards are gathered `gathers` times in each micro-step (again for the backward, unless they are kept) and reduced once;
-    copies are summed once in each step. `sharded` is that of `held_bytes`.
+    Shards are gathered `gathers` times per micro-step (again for the backward, unless they stay unsharded) and reduced once;
+    replicas are reduced once per step. `sharded` is that of `held_bytes`.
     """
     sent: Traffic = {}
     if not sharded:
@@ -104,9 +104,9 @@ def data_traffic(
 def expert_traffic(
     mesh: MeshSpec, *, tokens: int, k: int, width: int, num_experts: int, item: int = 4, weight_item: int = 4
 ) -> Traffic:
-    """What one module of experts sends in one micro-step of `tokens` on each rank, of which each chooses `k` experts.
+    """Return the bytes that a module of experts sends in a micro-step of `tokens` per rank, with `k` experts per token.
 
-    Hidden states and weights travel there and results back, and so do the gradients; counts travel once.
+    Hidden states and weights are sent to the experts and results back, and likewise the gradients; counts are sent once.
     """
     rows = tokens * k
     there = exchanged(rows * (width * item + weight_item), mesh.ep)
@@ -115,10 +115,10 @@ def expert_traffic(
 
 
 def tensor_traffic(mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item: int = 4) -> Traffic:
-    """What split layers send in one micro-step of `tokens`.
+    """Return the bytes that tensor-parallel layers send in one micro-step of `tokens`.
 
-    `summed` adds up the widths that are summed over the ranks: outputs of layers split by rows (and of embeddings), and inputs of
-    layers split by columns, for their gradients. `gathered` adds up the widths of outputs that are gathered (a head).
+    `summed` is the sum of the widths that are all-reduced: outputs of row-wise layers (and of embeddings), and inputs of
+    column-wise layers, for their gradients. `gathered` is the sum of the widths of outputs that are gathered (a head).
     """
     sums = all_reduced(tokens * summed * item, mesh.tp)
     return _some({Axis.TP: sums + exchanged(tokens * gathered * item, mesh.tp)})
@@ -127,11 +127,11 @@ def tensor_traffic(mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 
 def context_traffic(
     mesh: MeshSpec, *, way: ContextWay, causal: bool, tokens: int, keys: int, queries: int, item: int = 4
 ) -> Traffic:
-    """What one attention sends in one micro-step of `tokens` on each rank, without masks.
+    """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
 
-    `queries` and `keys` are the widths of all heads of the queries, and of the keys as of the values. allgather and ring take keys and
-    values to every rank, again in the backward (unless they are kept: allgather without a causal mask), and bring their
-    gradients back, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
+    `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather and ring send keys and
+    values to every rank, again in the backward (except allgather without a causal mask, which retains them), and return their
+    gradients, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
     """
     ranks, once = mesh.cp, tokens * keys
     if way == "ulysses":
@@ -148,9 +148,9 @@ def context_traffic(
 def stage_traffic(
     mesh: MeshSpec, *, stage: int, tokens: int, width: int, item: int = 4, stages_per_rank: int = 1
 ) -> Traffic:
-    """What the stages of a pipeline rank send for one batch of `tokens`: hidden states onward, and their gradients back.
+    """Return the bytes that a pipeline rank sends for one batch of `tokens`: hidden states forward, gradients backward.
 
-    `stage` is the rank's place along the axis. With several stages on each rank, one follows the other around the ring of ranks.
+    `stage` is the rank's position along the axis. With several stages on each rank, consecutive stages form a ring over the ranks.
     """
     first, last = stage == 0, stage == mesh.pp - 1
     messages = 2 * stages_per_rank - first - last
@@ -166,20 +166,20 @@ def _some(sent: Traffic) -> Traffic:
 
 
 def shown(sent: Traffic) -> str:
-    """Return the bytes by axis for people: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
+    """Return the bytes by axis as text: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
     return ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Return a number of bytes with a suitable unit."""
     unit = next((unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)), _UNITS[-1])
     return f"{num_bytes / 1024 ** _UNITS.index(unit):.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
 def outlook(mesh: MeshSpec, *, micro_steps: int = 1, sharded: bool = True) -> list[str]:
-    """What a rank of `mesh` holds and sends for every billion parameters, for people who have not named a model yet.
+    """Return lines about the bytes that a rank of `mesh` holds and sends per billion parameters, for an unknown model.
 
-    In float32 with AdamW. One line for each way in which this mesh spreads parameters; stages are taken to be equal.
+    Assumes float32, AdamW and equal pipeline stages. One line for each way in which this mesh distributes parameters.
     """
     number = _BILLION // mesh.pp
     kinds = [("parameters of split layers", Weights(whole=0, split=number))] if mesh.tp > 1 else []
@@ -196,28 +196,28 @@ def outlook(mesh: MeshSpec, *, micro_steps: int = 1, sharded: bool = True) -> li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What one process sends in one direction while all of them reduce, in GB/s; None for links that do not exist."""
+    """Measured link speeds: GB/s sent by one process in one direction while all reduce; None for absent links."""
 
     device: str
     machines: int
     per_machine: int
     node_gb_s: float | None = None
-    """To processes of the same machine."""
+    """Speed to processes of the same machine."""
     network_gb_s: float | None = None
-    """To other machines: the machine's speed, shared by its processes."""
+    """Speed to other machines: the machine's bandwidth divided by its processes."""
 
     def write(self, path: Path | str) -> None:
-        """Write a YAML file."""
+        """Write the link speeds to a YAML file."""
         Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False), "utf-8")
 
 
 def read(path: Path | str) -> Links:
-    """What `Links.write` wrote.
+    """Return the link speeds in a file written by `Links.write`.
 
-    Raises: ConfigError for a file that cannot be read, lacks a field or has another one, or holds a speed that is none.
+    Raises: ConfigError for a file that cannot be read, has missing or unknown fields, or holds an invalid speed.
     """
     try:
-        content: Any = yaml.safe_load(Path(path).read_text("utf-8"))  # Any: whatever is in the file
+        content: Any = yaml.safe_load(Path(path).read_text("utf-8"))  # Any: arbitrary file content
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the link speeds in {path} cannot be read: {str(error).splitlines()[0]}; measure them with `hasten test --links {path}`."

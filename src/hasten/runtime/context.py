@@ -1,4 +1,4 @@
-"""ProcessContext: everything a part may know about the process it runs in. Passed in, never looked up."""
+"""ProcessContext: the facts about the current process. Passed as an argument, never global."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ProcessContext:
     device: torch.device
     world: Comm
     groups: Callable[..., Comm]
-    """`groups(*axes)`: the peers along those mesh axes. Ranks: every rank, in the same order."""
+    """`groups(*axes)`: communicator over the peers along those mesh axes. Ranks: every rank, in the same order."""
     trail: Trail = field(default_factory=Trail)
-    """The newest collective of this process."""
+    """Log of the latest collective of this process."""
 
     @property
     def rank(self) -> int:
@@ -33,10 +33,10 @@ class ProcessContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0 of the world."""
+        """True on rank 0 of the world."""
         return self.topology.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first rank of its node."""
+        """True on the first rank of its node."""
         return self.topology.local_rank == 0

@@ -1,4 +1,4 @@
-"""Device kinds: one table row for each, and the choice of this process's device."""
+"""Table of device kinds, and selection of this process's device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from hasten.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What hasten must know of a kind of device beyond what torch.accelerator answers."""
+    """Properties of a kind of device that torch.accelerator does not provide."""
 
     type: str
     backend: str | None
-    """The collective library for its tensors, which are copied to host memory first for gloo; None when it has none."""
+    """The collective library for its tensors (gloo copies them to host memory first); None if there is none."""
     indexed: bool = True
-    """Several devices of the kind can sit in one host."""
+    """True if one host can have several devices of the kind."""
     autocast: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     side_streams: bool = True
-    """Copies can run beside compute on a stream of their own."""
+    """True if copies can run concurrently with compute on a separate stream."""
     lazy: bool = False
-    """Operations are recorded and run together later: no streams, no events, no tensor has an address, and reading one
-    runs what it needs."""
+    """True if operations are recorded and executed together later: no streams, no events, no tensor addresses.
+
+    Reading a tensor executes the operations that it depends on."""
 
 
 KINDS: Final = (
     DeviceKind("cpu", "gloo", indexed=False, side_streams=False),
-    DeviceKind("cuda", "nccl"),  # ROCm builds call themselves cuda too
+    DeviceKind("cuda", "nccl"),  # ROCm builds use the name cuda too
     DeviceKind("mps", None, indexed=False, side_streams=False),
     DeviceKind("xpu", "xccl"),
     DeviceKind("npu", "hccl"),
@@ -43,13 +44,13 @@ KINDS: Final = (
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """Return the table row of a device; a backend torch knows and hasten does not gets a plain row of its own."""
+    """Return the table row of a device; an unknown device type gets a default row."""
     name = torch.device(device).type
     return next((kind for kind in KINDS if kind.type == name), DeviceKind(name, None))
 
 
 def choose_device(local_rank: int, cpu: bool = False, wanted: str | None = None) -> torch.device:
-    """Return the device of this process: the CPU when asked, else this host's accelerator number `local_rank`.
+    """Return the device of this process: the CPU if requested, else the host's accelerator with index `local_rank`.
 
     Raises: DeviceError when the device does not exist.
     """
@@ -86,21 +87,21 @@ def _numbered(kind: str, local_rank: int) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current one of this process, so that bare `cuda` means it."""
+    """Make `device` the current device of this process, so that `cuda` without an index refers to it."""
     if kind_of(device).indexed and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Return where the device sits on the PCI bus, as /sys writes it; None where torch does not tell."""
+    """Return the device's PCI address in the notation of /sys; None if torch does not provide it."""
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs leave the PCI fields out
+    found: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs omit the PCI fields
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def empty_cache(device: torch.device) -> None:
-    """Hand cached, unused memory of the device back to the driver."""
+    """Release cached, unused memory of the device to the driver."""
     if device.type == "cpu" or kind_of(device).lazy:
         return
     module = torch.get_device_module(device)
@@ -109,7 +110,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on an accelerator; 0 where torch cannot tell."""
+    """Return the bytes that can still be allocated on an accelerator; 0 if torch cannot report it."""
     if device.type == "cpu" or kind_of(device).lazy:
         return 0
     module = torch.get_device_module(device)

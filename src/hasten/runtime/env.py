@@ -1,4 +1,4 @@
-"""The environment: the only file that touches os.environ, and the names of what hasten reads there."""
+"""Environment variables: the only file that accesses os.environ, and the names of hasten's variables."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ DEBUG_ALIAS: Final = "ACCELERATE_DEBUG_MODE"
 HOME: Final = "HASTEN_HOME"
 LOG_LEVEL: Final = "HASTEN_LOG_LEVEL"
 MEMORY_FOLDER: Final = "HASTEN_MEMORY_FOLDER"
-"""Set by the launcher: a folder in memory that outlives the processes it starts, and ends with it."""
+"""Set by the launcher: an in-memory folder that outlives the worker processes, and is removed with the launcher."""
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE: Final = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 
 def snapshot() -> Mapping[str, str]:
-    """Return this process's environment as it is now; later changes do not show."""
+    """Return a copy of this process's environment; later changes are not reflected."""
     return MappingProxyType(dict(os.environ))
 
 
 def config(env: Mapping[str, str]) -> str | None:
-    """Return the configuration handed over by the launcher (HASTEN_CONFIG), undecoded."""
+    """Return the configuration passed by the launcher (HASTEN_CONFIG), undecoded."""
     return env.get(CONFIG) or None
 
 
@@ -40,7 +40,7 @@ def debug(env: Mapping[str, str]) -> bool:
 
 
 def home(env: Mapping[str, str]) -> Path:
-    """Return the folder for hasten's own files: HASTEN_HOME, else `hasten` in the user's cache folder."""
+    """Return the folder for hasten's files: HASTEN_HOME, else `hasten` in the user's cache folder."""
     if given := env.get(HOME):
         return Path(given)
     cache = env.get("XDG_CACHE_HOME")
@@ -48,13 +48,13 @@ def home(env: Mapping[str, str]) -> Path:
 
 
 def runtime_folder(env: Mapping[str, str]) -> Path:
-    """The user's folder for sockets: in XDG_RUNTIME_DIR, else one with the user's number in the folder for temporary files."""
+    """Return the user's folder for sockets: in XDG_RUNTIME_DIR, else in the temporary folder, named by the user id."""
     given = env.get("XDG_RUNTIME_DIR")
     return Path(given) / "hasten" if given else Path(gettempdir()) / f"hasten-{os.geteuid()}"
 
 
 def log_level(env: Mapping[str, str]) -> str | None:
-    """Return the level of hasten's loggers (HASTEN_LOG_LEVEL), in capitals, or None to leave it to logging."""
+    """Return the level of hasten's loggers (HASTEN_LOG_LEVEL) in upper case, or None to inherit it from logging."""
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     value = env.get(LOG_LEVEL, "").strip().upper()
     if value and value not in levels:
@@ -66,9 +66,9 @@ def log_level(env: Mapping[str, str]) -> str | None:
 
 
 def flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
-    """Return the yes-or-no variable `name`; `default` where it is not set.
+    """Return the boolean variable `name`; `default` if it is not set.
 
-    Raises: ConfigError for a value that says neither.
+    Raises: ConfigError for a value that is not a boolean.
     """
     value = env.get(name)
     if value is None:
@@ -80,7 +80,7 @@ def flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
 
 
 def put_default(name: str, value: str) -> bool:
-    """Set `name` unless it is set, for a library below that reads nothing but the environment; whether it was done."""
+    """Set `name` unless it is set, for libraries that are only configured by variables; return whether it was set."""
     if name in os.environ:
         return False
     os.environ[name] = value
@@ -89,7 +89,7 @@ def put_default(name: str, value: str) -> bool:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Put the environment back as it was at the start when the block ends."""
+    """Restore the environment at the end of the block."""
     before = dict(os.environ)
     try:
         yield
@@ -98,7 +98,7 @@ def restored() -> Iterator[None]:
 
 
 def replace(env: Mapping[str, str]) -> None:
-    """Make this process's environment equal to `env`: for worker processes that serve one job after another."""
+    """Replace this process's environment with `env`: for worker processes that run one job after another."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     for name, value in env.items():

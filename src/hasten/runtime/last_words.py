@@ -1,4 +1,4 @@
-"""The error file of a rank: why it ended, in the form that hasten's launcher and torch's elastic agent read. No torch here."""
+"""Error file of a rank, in the format read by hasten's launcher and torch's elastic agent. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
-"""The variable in which a launcher names the file."""
+"""Variable in which a launcher passes the path of the file."""
 
 
 def write(path: Path, summary: str, text: str, *, echo: bool = False) -> None:
-    """Write down why this rank ends: `summary` in a line, `text` at length; `echo` if it was another rank that failed.
+    """Write the error of this rank: `summary` in one line, `text` in full; `echo` if the cause is on another rank.
 
     Raises: OSError if the file cannot be written.
     """

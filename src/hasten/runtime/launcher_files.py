@@ -1,4 +1,4 @@
-"""Files in which a launcher informs the ranks of its machine: machines that are silent, and ranks that have ended. No torch here."""
+"""Files in which a launcher reports silent machines and ended ranks to its machine's ranks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _ENDED: Final = "ended-ranks"
 
 
 def write_silent(hosts: Collection[str], env: Mapping[str, str]) -> None:
-    """Write down which hosts do not answer the launcher of this machine."""
+    """Write the hosts that do not respond to the launcher of this machine."""
     _write(_SILENT, "\n".join(hosts), env)
 
 
 def silent_machines(env: Mapping[str, str]) -> frozenset[str]:
-    """Return the hosts that do not answer the launcher of this machine."""
+    """Return the hosts that do not respond to the launcher of this machine."""
     return frozenset(_read(_SILENT, env).split("\n")) - {""}
 
 
 def write_ended(codes: Mapping[int, int], env: Mapping[str, str]) -> None:
-    """Write down which ranks of this start of the job have ended, with their exit codes."""
+    """Write the exit codes of ranks that have ended since the last (re)start of the job."""
     _write(_ENDED, json.dumps({str(rank): code for rank, code in codes.items()}), env)
 
 
 def ended_ranks(env: Mapping[str, str]) -> dict[int, int]:
-    """Return the exit codes of the ranks of this start of the job that have ended, as far as the launcher knows."""
+    """Return the exit codes of ranks that have ended since the last (re)start, as reported by the launcher."""
     found = json.loads(_read(_ENDED, env) or "{}")
     return {int(rank): int(code) for rank, code in found.items()}
 
@@ -38,7 +38,7 @@ def ended_ranks(env: Mapping[str, str]) -> dict[int, int]:
 def _write(name: str, text: str, env: Mapping[str, str]) -> None:
     if folder := env.get(environment.MEMORY_FOLDER):
         draft = Path(folder) / f"{name}.draft"
-        with suppress(OSError):  # memory may be full: the report then comes later, by the wait alone
+        with suppress(OSError):  # memory may be full: ranks then notice the problem later, by timeout
             draft.write_text(text)
             draft.replace(Path(folder) / name)
 
@@ -47,5 +47,5 @@ def _read(name: str, env: Mapping[str, str]) -> str:
     folder = env.get(environment.MEMORY_FOLDER)
     try:
         return (Path(folder) / name).read_text() if folder else ""
-    except OSError:  # nothing was written
+    except OSError:  # no file yet
         return ""

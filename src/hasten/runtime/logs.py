@@ -1,4 +1,4 @@
-"""Loggers that know their rank, and the banner that shows at the start what a run is; no torch."""
+"""Rank-aware loggers, and the banner of settings at the start of a run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LIBRARY: Final = "hasten"
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger that speaks on the main process only, unless a call says otherwise.
+    """Logger that logs on the main process only, unless a call specifies otherwise.
 
-    Every logging method takes two more keywords. `main_process_only=False` logs on every rank, with the rank in front.
-    `in_order=True` beside it logs one rank after the other; such a call is for every rank, whatever its level.
+    Every logging method accepts two more keywords. `main_process_only=False` logs on every rank, with the rank as prefix.
+    `in_order=True` in addition logs one rank after the other; every rank must make such a call, whatever its level.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -28,17 +28,17 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self._said: set[tuple[str, str]] = set()
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
-        """Return whether a record of this level would be made on a process that may speak."""
-        if not self._settled:  # on first use and not before, because loggers are made when modules are imported
+        """Return whether a record of this level would be logged on a process that logs."""
+        if not self._settled:  # on first use, because loggers are created when modules are imported
             self._settled = True
             if name := env.log_level(env.snapshot()):
                 self.logger.setLevel(name)
         return self.logger.isEnabledFor(level)
 
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # Any: what logging takes
-        """Log on the main process, or as the keywords say.
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # Any: as in logging
+        """Log on the main process, or on the ranks given by the keywords.
 
-        Raises: CommError if an order is asked for before the processes can talk to each other.
+        Raises: CommError if `in_order` is requested before there is a process group.
         """
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         enabled = self.isEnabledFor(level)
@@ -56,8 +56,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             if in_order and world_size > 1:
                 _barrier(rank, world_size)
 
-    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:  # Any: what logging takes
-        """Log a warning the first time this logger is asked to say it."""
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:  # Any: as in logging
+        """Log a warning the first time that this logger receives it."""
         key = (str(msg), repr(args))
         if key not in self._said:
             self._said.add(key)
@@ -66,10 +66,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """Return the logger `name`, speaking on the main process only unless a call says otherwise.
+    """Return the logger `name`, which logs on the main process only unless a call specifies otherwise.
 
-    Its level is `log_level`, else HASTEN_LOG_LEVEL, else as logging is set up; the root logger is never touched.
-    Works at any time: the rank is that of the process group if there is one, else what the launcher's variables say.
+    Its level is `log_level`, else HASTEN_LOG_LEVEL, else inherited from logging; the root logger is never changed.
+    Works at any time: the rank is that of the process group if there is one, else that in the launcher's variables.
     """
     logger = logging.getLogger(name)
     if log_level is not None:
@@ -78,7 +78,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 def show_logs(level: str | int = "INFO") -> Callable[[], None]:
-    """Make hasten's own log visible from `level` up, on stderr if no handler is set up; returns what undoes it."""
+    """Show hasten's log from `level` up, on stderr if no handler is configured; return a function that undoes it."""
     logger = logging.getLogger(LIBRARY)
     before = logger.level
     logger.setLevel(level)
@@ -97,13 +97,13 @@ def show_logs(level: str | int = "INFO") -> Callable[[], None]:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world size: of the process group if there is one, else as the environment says."""
-    dist = sys.modules.get("torch.distributed")  # not imported by this file: a log line must not cost seconds
+    """Return rank and world size: of the process group if there is one, else from the environment."""
+    dist = sys.modules.get("torch.distributed")  # not imported here: a log line must not take seconds
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:
         topology = Topology.from_env(env.snapshot())
-    except TopologyError:  # whoever starts the process group reports it; no log line may be lost over it
+    except TopologyError:  # reported when the process group is started; the log line must not be lost
         return 0, 1
     return topology.rank, topology.world_size
 
@@ -120,7 +120,7 @@ def _barrier(rank: int, world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUp:
-    """What a process found and decided at its start, in words."""
+    """Facts and decisions of a process at its start, as text."""
 
     rank: int
     world_size: int
@@ -141,7 +141,7 @@ class StartUp:
 
 
 def banner(facts: StartUp) -> str:
-    """Return the facts as lines to read, for the start of a run in debug mode."""
+    """Return the facts as text, for the start of a run in debug mode."""
     rows: list[tuple[str, str]] = [("device", facts.device), ("backend", facts.backend or "none: one process")]
     rows += [("mesh", line) for line in facts.mesh]
     rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]

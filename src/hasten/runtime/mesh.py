@@ -1,4 +1,4 @@
-"""The groups of a mesh: communicators along any set of axes, and torch's DeviceMesh for sharded parallelism."""
+"""Process groups of a mesh: communicators along any set of axes, and torch's DeviceMesh for sharded parallelism."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class _OfWorld:
-    """What was made for one world group; another world group begins anew."""
+    """Cache of objects created for one world group; emptied when the world group changes."""
 
     def __init__(self) -> None:
         self._world: weakref.ref[dist.ProcessGroup] | None = None
@@ -54,19 +54,19 @@ class _OfWorld:
 
 
 def _forget_layouts() -> None:
-    """Empty DTensor's caches: they know a mesh by its shape, so results in the next world would name groups of this one."""
+    """Clear DTensor's caches, which identify a mesh by its shape: results in a new world would refer to old groups."""
     if "torch.distributed.tensor" in sys.modules:
         clear: Callable[[], None] = need("torch.distributed.tensor.debug")._clear_sharding_prop_cache
         clear()
 
 
-@cache  # torch has one world for the whole process, and so must what is made in it be kept
+@cache  # torch has one world per process, so the cache is per process too
 def _registry() -> _OfWorld:
     return _OfWorld()
 
 
 def once(key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returned when it was first asked for by `key` in this world. Ranks: those that make it, in the same order."""
+    """Return the result of `make`, cached by `key` for this world. Ranks: those that create it, in the same order."""
     return _registry().get(key, make)
 
 
@@ -82,12 +82,12 @@ def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.Proce
 
 
 def forget() -> None:
-    """Let go of every group and mesh, before the world's group is destroyed."""
+    """Release every group and mesh, before the world's group is destroyed."""
     _registry().forget()
 
 
 class Groups:
-    """Communicators along mesh axes, made on first use. Ranks: every rank asks in the same order."""
+    """Communicators along mesh axes, created on first use. Ranks: every rank, in the same order."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class Groups:
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
-    """Torch's DeviceMesh with every axis of `spec` by name, axes of size one included.
+    """Return torch's DeviceMesh with every axis of `spec` by name, including axes of size one.
 
-    Ranks of one sequence hold different shards of the parameters, so `dp_shard` takes the size of `cp` in, and `cp` has size one.
-    A single process without a process group gets one of its own. Ranks: every rank.
+    Ranks of one sequence hold different shards of the parameters, so `dp_shard` is multiplied by the size of `cp`, and `cp` has size one.
+    A single process without a process group gets a group of one. Ranks: every rank.
     """
     if not dist.is_initialized():
         alone = dist.HashStore()
@@ -151,21 +151,21 @@ def _mesh(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) 
 
 
 class WorldMesh:
-    """Torch's mesh of the whole world, made on first use and shared by everything that spreads a model over it."""
+    """Torch's mesh of the whole world, created on first use and shared by everything that distributes a model."""
 
     def __init__(self) -> None:
         self._whole: DeviceMesh | None = None
         self._experts: DeviceMesh | None = None
 
     def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
-        """Return this rank's part of the mesh along `axes`. Ranks: every rank."""
+        """Return this rank's submesh along `axes`. Ranks: every rank."""
         if self._whole is None:
             self._whole = device_mesh(ctx.mesh, ctx.device)
         names, whole = tuple(str(axis) for axis in axes), self._whole
         return once(("part of", whole.device_type, tuple(whole.shape), names), lambda: whole[names])
 
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
-        """Return the data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
+        """Return the mesh of data-parallel ranks for experts: replicas, shards, and `ep`. Ranks: every rank."""
         if self._experts is None:
             names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)
             self._experts = _mesh(ctx.device, ctx.mesh.expert_sizes, names)
@@ -173,15 +173,18 @@ class WorldMesh:
 
 
 def stop() -> None:
-    """Destroy the process group if there still is one. Ranks: each at its own exit."""
+    """Destroy the process group if there is one. Ranks: each at its exit."""
     forget()
     if dist.is_initialized():
-        gc.collect()  # reducers and meshes hold on to the group
+        gc.collect()  # reducers and meshes hold references to the group
         dist.destroy_process_group()
 
 
 def readers_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """How many ranks of torch's mesh have samples of their own, and which this is: those of one model or sequence read the same."""
+    """Return the number of ranks with different samples in torch's mesh, and this rank's index among them.
+
+    Ranks along `tp` and `cp` read the same samples.
+    """
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     kept = [at for at, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
     sizes, places = [mesh.size(at) for at in kept], [mesh.get_local_rank(at) for at in kept]

@@ -1,4 +1,4 @@
-"""Axes of the mesh and the arithmetic of ranks along them, without torch."""
+"""Mesh axes and the arithmetic of ranks along them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
 
 FILL: Final = -1
-"""The size that means: whatever is left of the world."""
+"""Axis size that takes the rest of the world."""
 
 
 class Axis(StrEnum):
-    """One way in which processes differ; the order is row-major over ranks (PP outermost, TP innermost)."""
+    """Mesh axis; the order is row-major over ranks (PP outermost, TP innermost)."""
 
     PP = "pp"
     DP_REPLICATE = "dp_replicate"
@@ -26,7 +26,7 @@ class Axis(StrEnum):
 
 
 AXES: Final = tuple(Axis)
-"""Every axis: the whole world."""
+"""All axes: the whole world."""
 BATCH: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD)
 """Ranks that read different samples."""
 LOSS: Final = (*BATCH, Axis.CP)
@@ -35,12 +35,12 @@ SHARD: Final = (Axis.DP_SHARD, Axis.CP)
 """Ranks that hold different shards of the same parameter under fully sharded data parallelism."""
 
 EXPERTS: Final = "ep"
-"""Ranks that hold different experts: some of those of BATCH."""
+"""Ranks that hold different experts: a subset of those of BATCH."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """The size of every axis. The world is their product; rank 0 has coordinate zero on each."""
+    """Sizes of all axes. The world size is their product; rank 0 has coordinate zero on each."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -48,7 +48,7 @@ class MeshSpec:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Data-parallel ranks that hold different experts: neighbours in the order of ranks, not a factor of the world."""
+    """Number of data-parallel ranks that hold different experts: consecutive ranks, not a factor of the world size."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -62,7 +62,7 @@ class MeshSpec:
 
     @classmethod
     def flat(cls, world_size: int) -> Self:
-        """Return every rank is a replica: plain data parallelism."""
+        """Return a mesh in which every rank is a replica: plain data parallelism."""
         return cls(dp_replicate=world_size)
 
     @classmethod
@@ -77,10 +77,10 @@ class MeshSpec:
         tp: int = 1,
         ep: int = 1,
     ) -> Self:
-        """Axes that multiply to `world_size`; the axis given as -1 takes what the others leave.
+        """Return a mesh whose axes multiply to `world_size`; an axis of -1 takes the rest.
 
-        `dp_replicate=None` means: fill if no other axis does, else 1. `ep=-1` means: all data-parallel ranks.
-        Raises: ConfigError if two axes fill, or the sizes do not divide the world.
+        `dp_replicate=None` means -1 if no other axis is -1, else 1. `ep=-1` means all data-parallel ranks.
+        Raises: ConfigError if two axes are -1, or the sizes do not divide the world size.
         """
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} is not a number of processes; it must be at least 1.")
@@ -102,7 +102,7 @@ class MeshSpec:
         return prod([getattr(self, axis) for axis in set(axes)])
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
-        """Return where `rank` stands on each axis."""
+        """Return the coordinate of `rank` on each axis."""
         self._check_rank(rank)
         where: dict[Axis, int] = {}
         for axis in reversed(AXES):
@@ -118,7 +118,7 @@ class MeshSpec:
         return position
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only along `axes`, itself included, ascending."""
+        """Return the ranks that differ from `rank` only along `axes`, including `rank`, ascending."""
         base = rank - sum(step * self._stride(axis) for axis, step in self.coordinate(rank).items() if axis in axes)
         return tuple(base + offset for offset in self._offsets(_ordered(axes)))
 
@@ -130,12 +130,12 @@ class MeshSpec:
 
     @property
     def expert_sizes(self) -> tuple[int, int, int]:
-        """Ranks with copies of the same experts, with shards of the same experts, and with different experts."""
+        """Number of ranks with replicas of the same experts, with shards of the same, and with different experts."""
         around = max(1, self.ep // self.dp_shard)
         return self.dp_replicate // around, self.dp_shard * around // self.ep, self.ep
 
     def expert_index(self, rank: int) -> int:
-        """Return which part of the experts `rank` holds."""
+        """Return the index of the group of experts that `rank` holds."""
         self._check_rank(rank)
         return rank % self.ep
 
@@ -143,7 +143,7 @@ class MeshSpec:
         return self.size(*AXES[AXES.index(axis) + 1 :])
 
     def _offsets(self, axes: list[Axis]) -> list[int]:
-        """What walking along `axes` adds to a rank that stands at their start, ascending."""
+        """Return the offsets of the ranks along `axes` from the rank with coordinate zero on them, ascending."""
         offsets = [0]
         for axis in axes:
             stride = self._stride(axis)
@@ -161,7 +161,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _check_experts(mesh: MeshSpec) -> None:
-    """Raise unless the experts can be divided among neighbouring data-parallel ranks."""
+    """Raise unless the experts can be divided among consecutive data-parallel ranks."""
     replicas, shards, others = mesh.dp_replicate, mesh.dp_shard, (Axis.PP, Axis.CP, Axis.TP)
     beside = [axis for axis in others if mesh.size(axis) > 1]
     if beside:
@@ -182,7 +182,7 @@ def _ordered(axes: tuple[Axis, ...]) -> list[Axis]:
 
 
 def _fill(world_size: int, sizes: dict[Axis, int]) -> dict[Axis, int]:
-    """`sizes` with the one axis that is FILL made concrete, checked against the world."""
+    """Return `sizes` with the FILL axis replaced by its size, checked against the world size."""
     shown = ", ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1) or "all sizes 1"
     for axis in AXES:
         if sizes[axis] != FILL and (sizes[axis] < 1 or world_size % sizes[axis]):
@@ -210,11 +210,11 @@ def _fill(world_size: int, sizes: dict[Axis, int]) -> dict[Axis, int]:
 
 
 _SHOWN: Final = 64
-"""Ranks a table lists; of a larger mesh the first and the last ones."""
+"""Number of ranks that a table lists; of a larger mesh, the first and the last ones."""
 
 
 def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
-    """Return the mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
+    """Return the mesh for a world size: the given axes, with the rest as replicas or, when sharding, as shards."""
     sizes = config.parallelism
     shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
     if config.strategy == "fsdp" and shard is None:
@@ -222,7 +222,7 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
             shard, replicate = local_world_size, -1
         else:
             shard = -1 if replicate != -1 else 1
-    engine = config.megatron if config.strategy == "megatron" else None  # its own degrees name the same axes
+    engine = config.megatron if config.strategy == "megatron" else None  # its degrees set the same axes
     return MeshSpec.build(
         world_size,
         pp=sizes.pp_size if engine is None else engine.pp_degree,
@@ -235,23 +235,23 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
 
 
 def _sequence_size(sizes: ParallelismConfig) -> int:
-    """Ranks that split a sequence, by DeepSpeed's name for it or ours; -1 for all that are left."""
+    """Return the number of ranks that split a sequence, from DeepSpeed's setting or hasten's; -1 for all remaining."""
     return sizes.sp_size if sizes.sp_size > 1 else sizes.cp_size
 
 
 def shards_parameters(config: Config, mesh: MeshSpec) -> bool:
-    """Whether parameters are sharded over `mesh` (FSDP2) rather than copied: asked for, or needed by another axis."""
+    """Return whether parameters are sharded over `mesh` (FSDP2) rather than replicated: requested, or required."""
     return config.strategy == "fsdp" or max(mesh.dp_shard, mesh.tp, mesh.ep) > 1
 
 
 def mesh_title(mesh: MeshSpec) -> str:
-    """Return the axes that several ranks share, with their sizes; empty for one process."""
+    """Return the axes larger than one, with their sizes; empty for one process."""
     axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
     return axes if mesh.ep == 1 else f"{axes} (experts over ep {mesh.ep})"
 
 
 def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
-    """Return one line per rank: its machine and its coordinate on each axis that several ranks share, below a heading."""
+    """Return a heading and one line per rank: its machine and its coordinate on each axis larger than one."""
     axes = [axis for axis in AXES if mesh.size(axis) > 1]
     experts = ["ep"] if mesh.ep > 1 else []
     rows = [["rank", "machine", *(str(axis) for axis in axes), *experts]]

@@ -1,4 +1,4 @@
-"""Compressed notations: SLURM's host lists like node[001-003,7] and task counts like 4(x2),1, and ranks in messages."""
+"""Compressed notations: SLURM host lists like node[001-003,7], task counts like 4(x2),1, and ranks in messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _split_terms(text: str) -> Iterator[str]:
-    """Yield the parts between the commas that stand outside brackets."""
+    """Yield the terms between the commas outside brackets."""
     depth, start = 0, 0
     for position, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
@@ -68,7 +68,7 @@ def _expand_numbers(text: str) -> Iterator[str]:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks with runs shortened: `rank 3`, `ranks 0, 2-5`."""
+    """Return the ranks as text with consecutive ranks shortened: `rank 3`, `ranks 0, 2-5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

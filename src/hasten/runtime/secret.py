@@ -1,4 +1,4 @@
-"""The job's token: what a launcher hands to its ranks, else a secret of the user's that all ranks can read. No torch here."""
+"""Token of a job: passed by the launcher, else a secret of the user that all ranks can read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.errors import ConfigError
 from hasten.runtime import env as environment
 
 TOKEN: Final = "HASTEN_TOKEN"
-"""The job's token, the same text on every rank; a launcher sets it, a user may."""
+"""The job's token, the same text on every rank; set by a launcher or by the user."""
 
 _SHORTEST: Final = 16
 _FILE: Final = "secret"
@@ -22,14 +22,14 @@ _MOST_BYTES: Final = 1024
 
 
 def job_token(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that gives every rank of a new job the same random token; the one that is set already stays."""
+    """Return the variable that gives every rank of a new job the same random token; an existing token is reused."""
     return {TOKEN: env.get(TOKEN) or secrets.token_hex(32)}
 
 
 def given_token(env: Mapping[str, str]) -> bytes | None:
-    """Return the token this job was given, or None.
+    """Return the token of this job, or None.
 
-    Raises: ConfigError for one that can be guessed.
+    Raises: ConfigError for a token that is too short.
     """
     token = env.get(TOKEN, "")
     if not token:
@@ -43,17 +43,17 @@ def given_token(env: Mapping[str, str]) -> bytes | None:
 
 
 def user_secret(env: Mapping[str, str]) -> bytes | None:
-    """Return the secret in the user's own folder, made at first use; None where there is no folder to keep it.
+    """Return the secret in the user's folder, created on first use; None if the folder cannot be used.
 
-    Processes of one user on one machine, or on machines that share the home folder, get the same.
+    Processes of one user on one machine, or on machines that share the home folder, get the same secret.
     Raises: ConfigError for a file that others can read or that is not the user's.
     """
     path = environment.home(env) / _FILE
-    with suppress(OSError):  # a home that cannot be written: an existing secret still counts
+    with suppress(OSError):  # a home folder that is not writable: an existing secret is still used
         _make(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # no secret here: the caller goes on without, and says what that means
+    except OSError:  # no secret: the caller continues without one, and reports the consequences
         return None
     try:
         _check_private(path, os.fstat(descriptor))
@@ -63,7 +63,7 @@ def user_secret(env: Mapping[str, str]) -> bytes | None:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret unless there is one; of several that try at once, one wins whole."""
+    """Write a new secret unless there is one; of several concurrent writers, exactly one succeeds."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

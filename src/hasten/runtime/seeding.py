@@ -1,4 +1,4 @@
-"""Random generators: seeding them, keeping and restoring their state without pickle, making ranks agree on it."""
+"""Random generators: seeding, saving and restoring their state without pickle, and synchronising it across ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, rank: int | None = None) -> int:
-    """Seed python, numpy, torch and every device; returns the seed that was used on this rank.
+    """Seed python, numpy, torch and every device; return the seed used on this rank.
 
-    `device_specific` adds the rank, so that ranks draw different numbers (`rank` is looked up if not given).
-    `deterministic` also makes torch refuse operations whose result depends on thread or kernel timing.
-    Raises: ConfigError for what is not a whole number from 0 to 2**63 - 1.
+    `device_specific` adds the rank, so that ranks draw different numbers (`rank` defaults to that of the process).
+    `deterministic` also makes torch reject operations whose result depends on thread or kernel timing.
+    Raises: ConfigError unless `seed` is a whole number from 0 to 2**63 - 1.
     """
     seed = _checked(seed)
     if device_specific:
         seed += _rank() if rank is None else rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # seeds every accelerator that torch knows as well
-    if "torch_xla" in sys.modules:  # whose devices it does not; strategy='xla' begins from torch's seed
+    torch.manual_seed(seed)  # also seeds every accelerator supported by torch
+    if "torch_xla" in sys.modules:  # torch does not seed XLA devices; strategy='xla' starts from torch's seed
         need("torch_xla").manual_seed(seed)
     if deterministic:
         _make_deterministic()
@@ -73,23 +73,23 @@ def _rank() -> int:
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The state of every generator of one process: tensors, numbers and words only, so nothing needs pickle.
+    """State of every generator of one process: tensors, numbers and strings only, so no pickle is needed.
 
-    `to_tree()` gives
+    `to_tree()` returns
         {"python": {"version": int, "words": int64[625], "gauss": float | None},
          "numpy":  {"kind": "MT19937", "words": int64[624], "position": int, "has_gauss": int, "gauss": float},
          "torch":  uint8[n],
          "device": {"type": "cuda", "state": uint8[n]} | None}
     """
 
-    python: Mapping[str, Any]  # Any: tensors beside numbers, as drawn above
+    python: Mapping[str, Any]  # Any: tensors and numbers, as listed above
     numpy: Mapping[str, Any]
     cpu: Tensor
     device: Mapping[str, Any] | None
 
     @classmethod
     def capture(cls, device: torch.device | str = "cpu") -> RngState:
-        """The state of all generators now; of the devices, only that of `device`, the one this process works on."""
+        """Return the current state of all generators; of the devices, only that of `device`, used by this process."""
         version, words, gauss = random.getstate()
         kind, state, position, has_gauss, cached = np.random.get_state()
         words_np = torch.from_numpy(np.asarray(state).astype(np.int64))
@@ -110,9 +110,9 @@ class RngState:
     def restore(self, device: torch.device | str = "cpu", missing: Literal["error", "warn"] = "error") -> None:
         """Set all generators to this state.
 
-        `missing` says what happens if the state was captured on another kind of device, so that the generator of
+        `missing` selects the behaviour if the state was captured on another kind of device, so that the generator of
         `device` cannot be restored.
-        Raises: DeviceError in that case, unless it is to be a warning.
+        Raises: DeviceError in that case, unless `missing` is "warn".
         """
         place = torch.device(device)
         saved = "cpu" if self.device is None else str(self.device["type"])
@@ -140,9 +140,9 @@ class RngState:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> RngState:
-        """Return the state in `tree`, as `to_tree` made it.
+        """Return the state in `tree`, as created by `to_tree`.
 
-        Raises: CorruptCheckpointError if it is not one.
+        Raises: CorruptCheckpointError if `tree` is not such a state.
         """
         try:
             python, numpy, device = tree["python"], tree["numpy"], tree["device"]
@@ -189,10 +189,10 @@ def _device_state(device: torch.device) -> Tensor:
 
 
 def _settled_xla_seed() -> int:
-    """Return the seed from which XLA devices go on, as it is between two steps; what was recorded is run.
+    """Return the seed of XLA devices as of the boundary between two steps; recorded operations are executed.
 
-    A step begins with a seed, each draw in it makes another, and its end makes the next step's out of the first: what a step in
-    progress shows would lead elsewhere. Where nothing was drawn, the seed stays as it is, so that saving changes no later draw.
+    A step starts with a seed, each draw derives another, and the end of the step derives the next step's seed from the first: the seed
+    in the middle of a step would give different numbers. If nothing was drawn, the seed is unchanged, so saving changes no later draw.
     """
     model, sync = need("torch_xla.core.xla_model"), need("torch_xla").sync
     shown = int(model.get_rng_state())
@@ -219,10 +219,10 @@ def _set_device_state(device: torch.device, state: Tensor) -> None:
 def synchronize_rng_states(
     types: Sequence[str], comm: Comm, generator: torch.Generator | None = None, src: int = 0
 ) -> None:
-    """Give every member of `comm` the generator states of member `src`.
+    """Broadcast the generator states of member `src` to every member of `comm`.
 
-    `types` are of "python", "numpy", "torch", "device" (or the name of the device's kind), and "generator", which
-    means the `generator` that is passed. Ranks: every member.
+    `types` are "python", "numpy", "torch", "device" (or the type of the device), and "generator", which
+    refers to the `generator` argument. Ranks: every member.
     Raises: ConfigError for an unknown type, or "generator" without one.
     """
     kinds = checked_rng_types(types, comm.device)
@@ -244,7 +244,7 @@ def synchronize_rng_states(
 
 
 def checked_rng_types(types: Sequence[str], device: torch.device) -> frozenset[str]:
-    """Return the kinds of generators that these names mean on a process that works on `device`.
+    """Return the kinds of generators that these names mean on a process whose device is `device`.
 
     Raises: ConfigError for an unknown name.
     """

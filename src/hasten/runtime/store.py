@@ -1,4 +1,4 @@
-"""The key-value store of a job, served on the one interface that its address names. Torch's own listens on all of them."""
+"""Key-value store of a job, served only on the interface of its address. Torch's store listens on all interfaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import DistError, TCPStore
 log = logging.getLogger(__name__)
 
 LOST: Final = (DistError, RuntimeError, OSError)
-"""What a store raises whose server is gone."""
+"""Errors raised by a store whose server is gone."""
 _LOOPBACK_NAMES: Final = ("localhost", "::1")
 _BACKLOG: Final = 2048
 _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -27,10 +27,10 @@ def serve(
     alone: bool = False,
     world_size: int | None = None,
 ) -> TCPStore:
-    """A store served by this process at `address`; port 0 takes a free one. With `world_size` it waits for so many clients.
+    """Serve a store at `address` and return it; port 0 selects a free port. `world_size` waits for that many clients.
 
-    `alone` says that every client is on this machine.
-    Raises: OSError if the port is taken; DistError if the store cannot be reached at its own address.
+    `alone` means that every client is on this machine.
+    Raises: OSError if the port is in use; DistError if the store cannot be reached at its address.
     """
     with _listener(address, port, alone) as listener:
         found = listener.getsockname()[1]
@@ -48,18 +48,18 @@ def serve(
 def join(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Return a client of the store at `address`.
 
-    Raises: DistError if none answers in time.
+    Raises: DistError if no server answers in time.
     """
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address` names this machine on every machine."""
+    """Return whether `address` is a loopback address, which means this machine on every machine."""
     return address in _LOOPBACK_NAMES or address.startswith("127.")
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the loopback interface, for libraries that want a name."""
+    """Return the name of the loopback interface, for libraries that are configured by interface name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
@@ -69,12 +69,12 @@ def _listener(address: str, port: int, alone: bool) -> socket.socket:
     local = alone or is_loopback(address)
     for family, _, _, _, sockaddr in sorted(resolved, key=lambda found: found[0] != socket.AF_INET):
         if is_loopback(str(sockaddr[0])) and not local:
-            continue  # many Linux machines call themselves 127.0.1.1, which no other machine reaches
+            continue  # many Linux machines resolve their name to 127.0.1.1, which no other machine reaches
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(sockaddr)
-            listener.listen(_BACKLOG)  # where two bind at the same moment, the second fails only here
+            listener.listen(_BACKLOG)  # if two processes bind at the same moment, the second fails only here
         except OSError as error:
             listener.close()
             if error.errno in _NOT_OURS:
@@ -85,7 +85,7 @@ def _listener(address: str, port: int, alone: bool) -> socket.socket:
 
 
 def _everywhere(address: str, port: int) -> socket.socket:
-    """Return all interfaces: behind a service name, the others come in by an address that this machine does not know."""
+    """Listen on all interfaces: behind a service name, others connect to an address that this machine does not have."""
     log.warning(
         "the store listens on all interfaces, because %s is not an address of this machine; give the address of one of its "
         "interfaces as main_process_ip to listen there alone",

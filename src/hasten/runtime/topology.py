@@ -1,8 +1,8 @@
-"""The place of this process in the job, parsed once from what the launcher left in the environment; no torch.
+"""Rank, world size and node of this process, parsed from the launcher's environment variables. Does not import torch.
 
-Looked at in this order, the first that speaks wins: RANK and WORLD_SIZE (torchrun, the Kubernetes torch operator, anything that
-speaks torch's own variables), MPI (Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS), LSF's jsrun, SLURM's srun, bare PMI,
-XLA, PET_* (a Kubernetes pod in which torchrun was not called). MPI comes before SLURM because mpirun inside a SLURM job
+Sources in order of precedence: RANK and WORLD_SIZE (torchrun, the Kubernetes torch operator, anything that
+sets torch's variables), MPI (Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS), LSF's jsrun, SLURM's srun, bare PMI,
+XLA, PET_* (a Kubernetes pod in which torchrun was not called). MPI precedes SLURM because mpirun inside a SLURM job
 starts its daemons with srun, whose variables then describe the daemons, not the workers.
 """
 
@@ -18,7 +18,7 @@ from hasten.runtime.nodelist import expand_hosts, expand_tasks
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number in `name`, None if it is not set."""
+    """Return the whole number in variable `name`; None if it is not set."""
     value = env.get(name)
     if value is None:
         return None
@@ -31,12 +31,12 @@ def number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def first(env: Mapping[str, str], *names: str) -> int | None:
-    """Return the number in the first of `names` that is set."""
+    """Return the number in the first variable of `names` that is set."""
     return next((found for name in names if (found := number(env, name)) is not None), None)
 
 
 def companion(env: Mapping[str, str], name: str, beside: str) -> int:
-    """Return the number in `name`, which must be there because `beside` is."""
+    """Return the number in variable `name`, which is required because `beside` is set."""
     value = number(env, name)
     if value is None:
         raise missing(env, name, beside)
@@ -44,7 +44,7 @@ def companion(env: Mapping[str, str], name: str, beside: str) -> int:
 
 
 def missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
-    """Return the error of `name` not being there although `beside` is."""
+    """Return the error for a missing variable `name` that is required because `beside` is set."""
     return TopologyError(
         f"{beside}={env.get(beside)} is set but {name} is not, so the place of this process in the job is unclear. "
         f"Export {name} as well, or unset {beside} to run alone."
@@ -52,7 +52,7 @@ def missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
 
 
 def contradiction(env: Mapping[str, str], name: str, other: str, why: str) -> TopologyError:
-    """Return the error of two variables that cannot both be true."""
+    """Return the error for two variables that contradict each other."""
     return TopologyError(
         f"{name}={env.get(name)} contradicts {other}={env.get(other)}: {why}. "
         f"Make them agree, or unset those that another launcher left behind."
@@ -67,7 +67,7 @@ _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who this process is among how many. `rendezvous` is where the world meets, None if nothing says."""
+    """Position of this process in the job. `rendezvous` is the rendezvous address, None if unknown."""
 
     rank: int = 0
     world_size: int = 1
@@ -77,9 +77,9 @@ class Topology:
     rendezvous: str | None = None
     source: Source = "single"
     restart_count: int = 0
-    """How often the launcher has restarted the workers: part of every key in a store that outlives them."""
+    """Number of restarts of the workers: part of every key in a store that outlives them."""
     note: str = ""
-    """Why the environment was read as it was, where that may surprise."""
+    """Explanation of an interpretation of the environment that may be unexpected."""
 
     def __post_init__(self) -> None:
         _check_range("rank", self.rank, "world_size", self.world_size, self.source)
@@ -97,8 +97,8 @@ class Topology:
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Return the topology described by `env`; a single process if nothing describes one.
 
-        Raises: TopologyError naming the variable and its value if one is not a number, missing beside its
-        companion, or contradicts another.
+        Raises: TopologyError with the variable and its value if it is not a number, its companion is missing,
+        or it contradicts another variable.
         """
         for parse in (_torch, _mpi, _lsf, _slurm, _pmi, _xla, _pod):
             found = parse(env)
@@ -108,18 +108,18 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its node."""
+        """True on the first process of its node."""
         return self.local_rank == 0
 
     def meeting_point(self) -> str:
-        """Return the address of the rendezvous, as init_process_group takes it.
+        """Return the rendezvous address in the form that init_process_group takes.
 
-        Raises: TopologyError if several processes were announced without one.
+        Raises: TopologyError if there are several processes but no address.
         """
         if self.rendezvous is None:
             raise TopologyError(
@@ -130,9 +130,9 @@ class Topology:
 
 
 def _torch(env: Mapping[str, str]) -> Topology | None:
-    """RANK and WORLD_SIZE, with or without LOCAL_RANK."""
+    """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK."""
     if "RANK" not in env and "LOCAL_RANK" not in env:
-        return None  # WORLD_SIZE alone is set by some clusters on login nodes and says nothing about this process
+        return None  # some clusters set WORLD_SIZE alone on login nodes, which does not describe this process
     rank, world_size = companion(env, "RANK", "LOCAL_RANK"), companion(env, "WORLD_SIZE", "RANK")
     node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if "LOCAL_RANK" not in env:
@@ -154,7 +154,7 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
 
 
 def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int) -> Topology:
-    """Return one process per pod, or several started by hand on one machine."""
+    """Return the topology of one process per pod, or of several started manually on one machine."""
     per_node = env.get("PET_NPROC_PER_NODE", "1")
     if per_node != "1":
         raise TopologyError(
@@ -176,7 +176,7 @@ def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int
 
 
 def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
-    """Return how many ranks share this node, from whatever says so."""
+    """Return the number of ranks on this node, from the first variable that provides it."""
     given = first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     if given is not None:
         return given
@@ -196,7 +196,7 @@ def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The variables of one MPI: world rank and size, rank and size on the node."""
+    """Variable names of one MPI: world rank and size, rank and size on the node."""
 
     rank: str
     size: str
@@ -216,7 +216,7 @@ _JSM: Final = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_
 
 def _mpi(env: Mapping[str, str]) -> Topology | None:
     if _JSM.rank in env:
-        return None  # jsrun sets Open MPI's names too, and its own know the hosts
+        return None  # jsrun sets Open MPI's variables too, but only the JSM variables include the hosts
     names = next((n for n in _MPI if n.rank in env and n.local_rank in env), None)
     return _from_names(env, names, "mpi") if names else None
 
@@ -226,7 +226,7 @@ def _lsf(env: Mapping[str, str]) -> Topology | None:
         return None
     found = _from_names(env, _JSM, "lsf")
     hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
-    # The first host of an LSF job runs the batch script; where it is a launch node it holds no ranks (one slot only).
+    # The first host of an LSF job runs the batch script; if it is a launch node it holds no ranks (one slot only).
     slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
     host = next((h for h, n in zip(hosts, slots, strict=False) if n != "1"), hosts[0] if hosts else None)
     port = _job_port(env, "LSB_JOBID", None)
@@ -234,7 +234,7 @@ def _lsf(env: Mapping[str, str]) -> Topology | None:
 
 
 def _pmi(env: Mapping[str, str]) -> Topology | None:
-    """PMI without a rank on the node, which only a lone process can do without."""
+    """Return the topology in PMI variables without a local rank, which is sufficient only for a single process."""
     if "PMI_RANK" not in env:
         return None
     if companion(env, "PMI_SIZE", "PMI_RANK") == 1:
@@ -255,7 +255,7 @@ def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topolo
             f"its node is unknown. Export both, or use torchrun, srun or `hasten launch`."
         )
     node_rank = first(env, "NODE_RANK", "GROUP_RANK")
-    # Open MPI numbers its jobs, so that two of them on one machine do not meet at the same port.
+    # Open MPI numbers its jobs, so that two jobs on one machine use different ports.
     port = _job_port(env, _OPEN_MPI_JOB, None) if _OPEN_MPI_JOB in env else DEFAULT_PORT
     return Topology(
         rank=rank,
@@ -269,7 +269,7 @@ def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topolo
 
 
 def _slurm(env: Mapping[str, str]) -> Topology | None:
-    """Return a task of srun. The batch script itself has SLURM_PROCID=0 as well, but no step: it is one process."""
+    """Return the topology of a task of srun. The batch script also has SLURM_PROCID=0, but no step: one process."""
     if "SLURM_PROCID" not in env:
         return None
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
@@ -329,7 +329,7 @@ def _expanded_hosts(env: Mapping[str, str], name: str) -> list[str]:
 
 
 def _xla(env: Mapping[str, str]) -> Topology | None:
-    """PJRT: hosts are numbered by TPU_WORKER_ID, processes on a host by PJRT_LOCAL_PROCESS_RANK."""
+    """Return the topology under PJRT: TPU_WORKER_ID numbers hosts, PJRT_LOCAL_PROCESS_RANK their processes."""
     if not env.get("PJRT_DEVICE"):
         return None
     local_rank = number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
@@ -352,7 +352,7 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
 
 
 def _pod(env: Mapping[str, str]) -> Topology | None:
-    """Return a pod whose PET_* variables were meant for torchrun, but whose command ran the script itself."""
+    """Return the topology of a pod whose PET_* variables are meant for torchrun, but which ran the script directly."""
     nodes, per_node = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
     if nodes == "1" and not (per_node.isdigit() and int(per_node) > 1):
         return None
@@ -367,12 +367,12 @@ def _pod(env: Mapping[str, str]) -> Topology | None:
 
 
 def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
-    """Return the address in MASTER_ADDR; this machine if the whole world is on it."""
+    """Return the address in MASTER_ADDR; the loopback address if the whole world is on this machine."""
     return _address(env, "127.0.0.1" if alone else None, DEFAULT_PORT)
 
 
 def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
-    """tcp://host:port, where MASTER_ADDR and MASTER_PORT win over what was derived."""
+    """Return tcp://host:port; MASTER_ADDR and MASTER_PORT take precedence over `host` and `port`."""
     host = env.get("MASTER_ADDR") or host
     given = number(env, "MASTER_PORT")
     if given is not None and not 0 < given < 65536:
@@ -398,7 +398,7 @@ def _check_range(name: str, value: int, size_name: str, size: int, source: Sourc
 
 
 def _variables(source: Source, local: bool) -> str:
-    """Return the names a user has to look at."""
+    """Return the names of the variables to show in an error."""
     match source:
         case "torch":
             return "LOCAL_RANK and LOCAL_WORLD_SIZE" if local else "RANK and WORLD_SIZE"

@@ -1,4 +1,4 @@
-"""The machines of a TPU slice: how many, which of them this is, and what makes one a world of its own; no torch."""
+"""Hosts of a TPU slice: number, index of this host, variables for using one host alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ _BOUNDS: Final = ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
 _METADATA: Final = "metadata.google.internal"
 _WAIT_S: Final = 3.0
 _CHIPS: Final = MappingProxyType({1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"})
-"""How the chips of one machine lie, by their number."""
+"""Layout of one machine's chips, by their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What is known of a TPU before a job is planned."""
+    """Facts about a TPU that are known before a job is planned."""
 
     hosts: int
     first: str | None = None
-    """The address of host 0, for jobs that are started from elsewhere."""
+    """The address of host 0, for jobs that are started from another machine."""
     worker: int | None = None
-    """The number of this machine."""
+    """The index of this host in the slice."""
 
 
 def workers(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of the slice as TPU_WORKER_HOSTNAMES lists them; none where a machine was told to be alone."""
+    """Return the hosts of the slice listed in TPU_WORKER_HOSTNAMES; empty if this host is configured to run alone."""
     return [] if alone(env) else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
 
 
 def alone(env: Mapping[str, str]) -> bool:
-    """Return whether variables tell libtpu to use this machine of a slice by itself."""
+    """Return whether variables configure libtpu to use this host of a slice alone."""
     bounds = next((env[name] for name in _BOUNDS if env.get(name)), "")
     return bool(bounds) and all(size.strip() == "1" for size in bounds.split(","))
 
 
 def count(env: Mapping[str, str]) -> int | None:
-    """Return the machines of this machine's slice: from variables, else from Google's metadata; None if neither knows."""
+    """Return the number of hosts in this host's slice: from variables, else from Google's metadata; None if unknown."""
     if alone(env):
         return 1
     return len(workers(env)) or (None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env))
 
 
 def worker(env: Mapping[str, str]) -> int | None:
-    """This machine's number in its slice: from TPU_WORKER_ID, else from Google's metadata; None if neither knows."""
+    """Return this host's index in its slice: from TPU_WORKER_ID, else from Google's metadata; None if unknown."""
     text = env.get("TPU_WORKER_ID") or (None if env.get("TPU_SKIP_MDS_QUERY") else _ask(env, "agent-worker-number"))
     return int(text) if text is not None and text.strip().isdecimal() else None
 
 
 def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
-    """Variables that make a machine of a slice with this many chips a world of its own; `env` has what was set by hand."""
+    """Return the variables that make a host with `chips` chips run alone; values in `env` take precedence."""
     own = {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}
     if chips in _CHIPS:
         own["TPU_CHIPS_PER_PROCESS_BOUNDS"] = env.get("TPU_CHIPS_PER_PROCESS_BOUNDS") or _CHIPS[chips]
@@ -66,10 +66,10 @@ def _by_metadata(env: Mapping[str, str]) -> int | None:
 
 
 def _ask(env: Mapping[str, str], name: str) -> str | None:
-    """What the metadata server of a TPU VM knows; GCE_METADATA_HOST is where Google's own programs look for it."""
+    """Return an attribute from the metadata server of a TPU VM, at GCE_METADATA_HOST or its default address."""
     url = f"http://{env.get('GCE_METADATA_HOST') or _METADATA}/computeMetadata/v1/instance/attributes/{name}"
     try:
-        # The server is on this machine's own link: a proxy would not reach it.
+        # The metadata server is link-local: a proxy would not reach it.
         with build_opener(ProxyHandler({})).open(
             Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_WAIT_S
         ) as answer:
@@ -80,7 +80,7 @@ def _ask(env: Mapping[str, str], name: str) -> str | None:
 
 
 def refusal(hosts: int) -> str:
-    """What a host of a slice must be told before it can train with the others, or by itself."""
+    """Return the error message for a host of a slice that is configured neither to join the others nor to run alone."""
     return (
         f"this TPU slice has {hosts} hosts, and this process was not told how to meet the others: XLA would wait for them and hasten would "
         "count one host. Start the same command on every host with `hasten launch --tpu --num_machines "
@@ -90,7 +90,7 @@ def refusal(hosts: int) -> str:
 
 
 def joined(hosts: int) -> str:
-    """Return why hosts that XLA has joined into one world are not trained on."""
+    """Return the error message for hosts that XLA has joined into one world, which is not supported."""
     return (
         f"XLA has joined {hosts} hosts into one world, in which strategy='xla' was never run; what it computed there could not be trusted. "
         "Start the script with `hasten launch --tpu`, which makes each host a world of its own (TPU_PROCESS_BOUNDS=1,1,1)."

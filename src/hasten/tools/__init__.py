@@ -1,1 +1,1 @@
-"""What the subcommands of `hasten` do, one folder each; imported by `cli` alone."""
+"""Implementation of the subcommands of `hasten`, one folder each; imported only by `cli`."""

@@ -1,4 +1,4 @@
-"""`hasten test --matrix`: one small training in every backend, precision and mesh of this machine, compared with one process."""
+"""`hasten test --matrix`: a small training with every backend, precision and mesh, compared with one process."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Cell:
     precision: str
     processes: int
     flags: tuple[str, ...]
-    """What `hasten launch` is given besides precision and processes."""
+    """Arguments of `hasten launch` besides precision and processes."""
     package: str = ""
-    """An optional package that it needs."""
+    """An optional package that the cell requires."""
     cpu_variable: tuple[str, str] | None = None
-    """What says "on the CPU" to an engine that chooses its device by a variable, in the place of --cpu."""
+    """Variable that selects the CPU in an engine without --cpu."""
 
     @property
     def name(self) -> str:
-        """As shown and as `--only` takes it."""
+        """The name as shown, and as accepted by `--only`."""
         return f"{self.backend}-{self.precision}"
 
     def command(self, out: str, cpu: bool) -> tuple[str, ...]:
-        """Return the words after `hasten launch` that run this cell and write what it found to the file `out`."""
+        """Return the arguments of `hasten launch` that run this cell and write its result to the file `out`."""
         return (
             *(("--cpu",) if cpu and self.cpu_variable is None else ()),
             *("--num_processes", str(self.processes), "--mixed_precision", dict(_SHORT)[self.precision]),
@@ -56,7 +56,7 @@ class Cell:
         )
 
     def missing(self, devices: int | None) -> str | None:
-        """What this machine lacks to run it, or None; `devices` is None on the CPU, where processes need none."""
+        """Return the requirement that this machine lacks, or None; `devices` is None on the CPU, which needs none."""
         if self.package and not available(self.package):
             return f"needs {self.package}"
         if devices is not None and self.processes > devices:
@@ -65,7 +65,7 @@ class Cell:
 
 
 def cells() -> tuple[Cell, ...]:
-    """Return every cell, the simplest first."""
+    """Return all cells, the simplest first."""
     all_, full = ("fp32", "bf16", "fp16"), ("fp32", "bf16")
     kinds: list[tuple[str, int, tuple[str, ...], tuple[str, ...], str]] = [
         ("single", 1, (), all_, ""),
@@ -94,9 +94,9 @@ def cells() -> tuple[Cell, ...]:
 
 
 def chosen(only: str | None) -> tuple[Cell, ...]:
-    """Return the cells of `--only`: names of backends (`ddp`), precisions (`bf16`) or cells (`ddp-bf16`), by commas.
+    """Return the cells selected by `--only`: a list of backends (`ddp`), precisions (`bf16`) or cells (`ddp-bf16`).
 
-    Raises: ConfigError for a name that is none.
+    Raises: ConfigError for an unknown name.
     """
     everything = cells()
     if only is None:
@@ -124,13 +124,13 @@ def chosen(only: str | None) -> tuple[Cell, ...]:
 
 
 def devices_of(kind: str, count: int, cpu: bool) -> int | None:
-    """Return how many devices processes may take one of each; None where they share the CPU."""
+    """Return the number of devices, of which each process takes one; None if the processes share the CPU."""
     return None if cpu or kind == "cpu" else count
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a cell."""
+    """Result of a cell."""
 
     cell: Cell
     status: str
@@ -142,11 +142,11 @@ class Outcome:
 
     @property
     def bad(self) -> bool:
-        """Whether the command must fail."""
+        """True if the command must fail."""
         return self.status in ("DIFFERS", "FAILED")
 
     def row(self) -> dict[str, object]:
-        """For `--json`."""
+        """Return the result as data for `--json`."""
         return {
             "name": self.cell.name,
             "backend": self.cell.backend,
@@ -161,7 +161,7 @@ class Outcome:
 
 
 def last_words(text: str) -> str:
-    """Return the line of a failed run's output that says most: its last error, else its last line."""
+    """Return the most informative line of a failed run's output: its last error, else its last line."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or ["no output"])[-1][:300]
@@ -171,7 +171,7 @@ _LIMIT_S: Final = 600.0
 
 
 def run(only: str | None, as_json: bool, cpu: bool) -> int:
-    """Run the chosen cells; 1 if a loss curve differs from one plain process or a cell fails, else 0."""
+    """Run the chosen cells; return 1 if a loss curve differs from one plain process or a cell fails, else 0."""
     host = look()
     devices = devices_of(host.device, host.num_devices, cpu)
     wanted = chosen(only)
@@ -208,7 +208,7 @@ def _try(cell: Cell, cpu: bool, place: str, told: Console) -> Outcome:
             spent = time.perf_counter() - began
             return Outcome(cell, "FAILED", seconds=spent, note=last_words(done.stdout + done.stderr))
         found = json.loads(out.read_text())
-    equal = found["difference"] <= found["tolerance"]  # nan is not
+    equal = found["difference"] <= found["tolerance"]  # False for NaN
     note = "" if equal else f"more than {found['tolerance']:g}"
     return Outcome(
         cell, "equal" if equal else "DIFFERS", found["difference"], found["seconds"], found["megabytes"], note
@@ -218,12 +218,12 @@ def _try(cell: Cell, cpu: bool, place: str, told: Console) -> Outcome:
 def _show(outcomes: Sequence[Outcome]) -> None:
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # a file or pipe has no edge to break lines at
+        console.width = 160  # a file or pipe has no width at which lines break
     console.print(table(outcomes))
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Return one row per cell, narrow enough for a terminal of 80 columns."""
+    """Return a table with one row per cell, narrow enough for a terminal of 80 columns."""
     shown = Table(title="the same training in one plain process, and here", box=box.SIMPLE_HEAD, pad_edge=False)
     for title, side in (
         ("backend", "left"),

@@ -1,1 +1,1 @@
-"""What watches a run: stalls, ranks that differ, losses that are not finite, memory. Each folder is one watch."""
+"""Monitors of a run: stalls, diverging ranks, NaN and inf losses, and memory; one folder or file each."""

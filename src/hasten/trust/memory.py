@@ -1,4 +1,4 @@
-"""What holds the memory of a rank: parameters, gradients, optimizer state, buffers, activations by module, the cache."""
+"""Memory of a rank by use: parameters, gradients, optimizer state, buffers, activations by module, and the cache."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _HEAD: Final = "outside of modules"
 
 @dataclass(slots=True)
 class MemoryReport:
-    """Bytes on this rank, by what they are for."""
+    """Bytes on this rank, by use."""
 
     cause: str
-    """The error that said memory ran out, in a line."""
+    """The out-of-memory error, in one line."""
     held: dict[str, int]
-    """Bytes by kind: what lives from step to step."""
+    """Bytes by kind that persist from step to step."""
     process: dict[str, int]
-    """Bytes of the whole process: in host memory, and on the device as torch's allocator counts them."""
+    """Bytes of the whole process: in host memory, and on the device according to torch's allocator."""
     by_module: dict[str, int] = field(default_factory=dict)
-    """Bytes that the forward of one sample keeps for its backward, by module; filled by `activations`."""
+    """Bytes that the forward of one sample saves for its backward, by module; filled by `activations`."""
 
     @contextmanager
     def activations(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """A block for a forward whose saved tensors are counted; an error leaves what was counted until then."""
+        """Context manager that counts the tensors saved by a forward; after an error the partial counts remain."""
         counter = _Activations(self.by_module)
         with ExitStack() as hooks:
             for model in models:
@@ -80,7 +80,7 @@ class MemoryReport:
 def measure(
     cause: str, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
 ) -> MemoryReport:
-    """What holds the memory of this rank now. Local; reads no tensor's content."""
+    """Return the memory use of this rank. Local; reads no tensor contents."""
     parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
     buffers = [buffer for model in models for buffer in model.buffers()]
     states = [tensor for optimizer in optimizers for tensor in trees.tensors(dict(optimizer.state))]
@@ -94,7 +94,7 @@ def measure(
 
 
 def process_memory(device: torch.device) -> dict[str, int]:
-    """Return bytes of this process: resident in host memory, and of the device's allocator where there is one."""
+    """Return the bytes of this process: resident in host memory, and in the device's allocator if there is one."""
     found = {"resident": MemoryGauge(torch.device("cpu")).used_bytes() or 0}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -109,7 +109,7 @@ def process_memory(device: torch.device) -> dict[str, int]:
 
 
 def words(size: int) -> str:
-    """`1.5 GiB`."""
+    """Return a size as text: `1.5 GiB`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -127,7 +127,7 @@ def _bars(sizes: Mapping[str, int]) -> list[str]:
 
 
 class _Activations:
-    """Counts the storages that autograd saves, once each, for the innermost module that is running."""
+    """Counter of storages that autograd saves, each once, attributed to the innermost running module."""
 
     def __init__(self, found: dict[str, int]) -> None:
         self._found = found
@@ -157,16 +157,16 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's parts of the tensors, storages counted once."""
+    """Return the bytes of this rank's shards of the tensors, counting each storage once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        part: Any = _local(tensor)  # Any: sparse tensors have no storage of their own
+        part: Any = _local(tensor)  # Any: sparse tensors have no storage themselves
         part = part._values() if part.is_sparse else part
         storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
 
 
-def _local(tensor: Any) -> Any:  # Any: a tensor, or the DTensor it is a part of
+def _local(tensor: Any) -> Any:  # Any: a tensor, or a DTensor
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -192,9 +192,9 @@ _MODULE_COLOUR: Final = "#d1495b"
 
 
 def parts_of(report: MemoryReport) -> dict[str, int]:
-    """What the memory consists of, in the order in which it is drawn; the bytes add up to the device, or to the process on a CPU.
+    """Return the memory by use, in drawing order; the bytes add up to the device, or to the process on a CPU.
 
-    Activations of one sample are gone when the report is made: what they took is part of the cache or free, and is drawn by module.
+    Activations of one sample are freed by the time of the report: their memory is in the cache or free, and is drawn by module.
     """
     held = dict(report.held)
     process = report.process
@@ -211,7 +211,7 @@ def parts_of(report: MemoryReport) -> dict[str, int]:
 
 
 def draw(report: MemoryReport, title: str) -> str:
-    """The picture as SVG text: one bar of all the memory, its parts with their sizes, and the activations by module."""
+    """Return the report as an SVG picture: a bar of all memory, its parts with sizes, and activations by module."""
     parts = parts_of(report)
     modules = sorted(report.by_module.items(), key=lambda item: -item[1])
     rows = [(name, size, _COLOURS[name]) for name, size in parts.items()]
@@ -233,7 +233,7 @@ def draw(report: MemoryReport, title: str) -> str:
 
 
 def save(report: MemoryReport, folder: Path, rank: int) -> Path:
-    """Write the picture; where it lies. Raises: OSError when the folder cannot be written."""
+    """Write the picture and return its path. Raises: OSError when the folder cannot be written."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"memory-rank{rank}-{stamp}-{os.getpid()}.svg"
@@ -245,7 +245,7 @@ Row = tuple[str, int, str]
 
 
 def _stacked(rows: Sequence[Row], y: int) -> Iterator[str]:
-    """Yield all parts in one bar, as wide as their share."""
+    """Yield one bar of all parts, each as wide as its share."""
     room, total = _WIDTH - 2 * _MARGIN, sum(size for _, size, _ in rows)
     x = float(_MARGIN)
     for name, size, colour in rows:
@@ -255,7 +255,7 @@ def _stacked(rows: Sequence[Row], y: int) -> Iterator[str]:
 
 
 def _drawn_bars(rows: Sequence[Row], y: int) -> Iterator[str]:
-    """Yield one line for each: its name, its size, and a bar as long as its share of the largest."""
+    """Yield one line per row: its name, its size, and a bar relative to the largest."""
     most = max((size for _, size, _ in rows), default=0)
     room = _WIDTH - 2 * _MARGIN - _LABEL - 90
     for number, (name, size, colour) in enumerate(rows):
@@ -278,9 +278,9 @@ def snapshot(
     folder: Path,
     rank: int,
 ) -> str:
-    """Write what holds the memory now as a picture and as JSON beside it; where the picture lies. Local.
+    """Write the current memory use as a picture and as JSON next to it; return the path of the picture. Local.
 
-    On a CUDA device the allocator's blocks go beside them, with stacks if `torch.cuda.memory._record_memory_history()` was called.
+    On a CUDA device the allocator's blocks are written too, with stacks if `torch.cuda.memory._record_memory_history()` was called.
     """
     if kind_of(device).lazy:
         raise DeviceError(

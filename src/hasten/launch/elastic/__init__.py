@@ -1,4 +1,4 @@
-"""torch's elastic agent, with restarts that work on gloo and an exit code that all machines agree on.
+"""torch's elastic agent, extended with restarts that work on gloo and an exit code on which all machines agree.
 
-Start with `agent.py`; `torch_agent.py` is the one file that reaches into torch's agent.
+Start with `agent.py`; `torch_agent.py` is the only file that uses private methods of torch's agent.
 """

@@ -1,4 +1,4 @@
-"""Runs a plan's processes under torch's elastic agent and tells how they ended. Imports torch: loaded by `run` alone."""
+"""Execution of a plan's processes under torch's elastic agent. Imports torch, so only `run` loads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Handler = FixedRendezvous | ElasticRendezvous
 
 
 class MachineSupervisor:
-    """Remembers how this machine's processes failed, and leaves none of their children behind."""
+    """Supervisor of one machine's processes: records their failures and kills their leftover children."""
 
     def __init__(self, handler: Handler, supervision: Supervision, guard: SignalGuard, say: Say) -> None:
         self._handler = handler
@@ -50,39 +50,39 @@ class MachineSupervisor:
         self._ended: dict[int, int] = {}
 
     def restart_count(self) -> int:
-        """Return how often the job, not this machine alone, has been started again."""
+        """Return the number of restarts of the whole job, not of this machine alone."""
         self.failures = []
         self._ended = {}
         launcher_files.write_ended({}, environment.snapshot())
         return self._handler.round
 
     def restarts_left(self, own: int) -> int:
-        """Machines of a fixed set share one budget; those that may come and go do not use it up."""
+        """Return the restarts left: machines of a fixed set share one budget; elastic ones use the agent's count."""
         elastic = isinstance(self._handler, ElasticRendezvous)
         return own if elastic else max(0, self._supervision.max_restarts - self._handler.round)
 
     def started(self, pids: Collection[int]) -> None:
-        """Remember the process groups."""
+        """Record the process groups."""
         self.groups.update(pids)
 
     def some_ended(self, ends: Sequence[End]) -> None:
-        """Inform the ranks of this machine, and the other machines, of processes that have ended while others run."""
+        """Report ended processes, while others still run, to the ranks of this machine and to the other machines."""
         codes = {end.rank: end.code for end in ends if end.code is not None}
         if codes == self._ended:
             return
         self._ended = codes
         if (peers := self._handler.peers) is not None and len(peers.hosts) > 1:
-            peers.ended.update(codes)  # exchanged by the watch over the other machines
+            peers.ended.update(codes)  # exchanged by the thread that polls the other machines
         else:
             launcher_files.write_ended(codes, environment.snapshot())
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
-        """Keep the failures, end what the processes left behind, and say whether they start again."""
+        """Record the failures, kill leftover processes, and return the number of restarts left."""
         self.failures = _failures_of(result)
-        kill_groups(self.groups)  # loader processes of ranks that died without ending them
+        kill_groups(self.groups)  # loader workers of ranks that died without stopping them
         self.groups.clear()
         if restarts_left > 0 and self._told_elsewhere():
-            return 0  # another machine was told to stop: whoever told it starts the whole job again
+            return 0  # another machine received a stop signal; the scheduler restarts the whole job
         if restarts_left > 0:
             most = self._supervision.max_restarts
             self._say(render_failure(self.failures))
@@ -101,7 +101,7 @@ class MachineSupervisor:
         return told[0]
 
     def stopping(self, number: signal.Signals) -> int:
-        """Tell the other machines; processes that were told to stop may save first, and that takes the time it takes."""
+        """Notify the other machines, and return the seconds that the processes may take to save and exit."""
         if number not in SAVING:
             return SHUTDOWN_S
         self._guard.hold()
@@ -110,7 +110,7 @@ class MachineSupervisor:
         return math.ceil(self._supervision.stop_grace_s)
 
     def finished(self) -> bool:
-        """Wait for the other machines of a fixed set; torch does it for a changing one."""
+        """Wait for the other machines of a fixed set; torch does this for an elastic set."""
         if isinstance(self._handler, FixedRendezvous):
             self._handler.wait_done()
             return True
@@ -119,7 +119,7 @@ class MachineSupervisor:
 
 @dataclass(slots=True)
 class _Run:
-    """One machine's part of a job from the meeting to its exit code."""
+    """Execution of a job on one machine, from the rendezvous to the exit code."""
 
     plan: LaunchPlan
     check_in: CheckIn
@@ -130,7 +130,7 @@ class _Run:
     agent: TorchAgent | None = None
 
     def to_the_end(self, scratch: str) -> int:
-        """Return the exit code of the processes of this machine."""
+        """Run to completion and return the exit code of this machine's processes."""
         meeting, supervision = self.plan.meeting, self.plan.supervision
         assert meeting is not None, "a torchrun plan has a meeting"
         self.handler = _handler(meeting, self.check_in)
@@ -140,7 +140,7 @@ class _Run:
         return self._outcome(self.agent, self.handler, self.supervisor)
 
     def _outcome(self, agent: TorchAgent, handler: Handler, supervisor: MachineSupervisor) -> int:
-        """Run the processes, and print how they failed."""
+        """Run the processes, report their failures, and return the exit code."""
         try:
             result: RunResult | None = agent.run()
         except PeerMachineFailed as error:
@@ -156,8 +156,8 @@ class _Run:
                 self.say(render_failure(supervisor.failures, python=sys.executable))
             return 1
         self.guard.hold()
-        if result is None or not result.is_failed():  # None: the job has ended while this machine wanted to join
-            supervisor.groups.clear()  # what a finished program left running in the background is its own affair
+        if result is None or not result.is_failed():  # None: the job ended while this machine was waiting to join
+            supervisor.groups.clear()  # background processes of a program that succeeded are left running
             return 0
         return self._tell_failure(supervisor.failures, handler.peers)
 
@@ -173,13 +173,13 @@ class _Run:
         return first.exit_code or 1
 
     def _left_early(self) -> list[Failure]:
-        """Return this machine's processes that ended by themselves without an error, while others still ran."""
+        """Return this machine's processes that exited without an error while others still ran."""
         host, now = socket.gethostname(), time.time()
         ends = self.agent.ends() if self.agent is not None else []
         return [Failure(end.rank, host, 0, now, end.pid) for end in ends if end.code == 0]
 
     def stopped(self, number: int) -> int:
-        """Return the exit code after a signal: that of a preempted run if all processes have saved."""
+        """Return the exit code after a signal; that of a preempted run if all processes have saved."""
         self.guard.hold()
         name = signal.Signals(number).name
         codes = [end.code for end in self.agent.ends()] if self.agent is not None else []
@@ -190,7 +190,7 @@ class _Run:
         return 128 + number
 
     def agreed(self, code: int) -> int:
-        """Return the exit code on which the machines agree; from here on signals change nothing."""
+        """Return the exit code on which the machines agree; later signals no longer change it."""
         if self.plan.meeting is None or self.plan.meeting.alone:
             return code
         self.guard.settle(code)
@@ -200,12 +200,12 @@ class _Run:
         return code
 
     def groups(self) -> Collection[int]:
-        """Return the process groups that may still be there."""
+        """Return the process groups that may still be alive."""
         return self.supervisor.groups if self.supervisor is not None else ()
 
 
 def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
-    """Return the exit code of the job, after its processes have run on this machine (and on the others).
+    """Run the plan's processes on this machine and return the exit code of the job, agreed with the other machines.
 
     The processes inherit this process's environment, so the plan's variables must be set in it.
     """
@@ -225,7 +225,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
             try:
                 code = run.agreed(run.to_the_end(scratch))
                 if run.handler is not None:
-                    run.handler.shutdown()  # not after a signal: the other machines of an elastic job may go on
+                    run.handler.shutdown()  # not after a signal: the other machines of an elastic job may continue
                 return code
             except (SignalException, Interrupted) as stop:
                 return run.agreed(run.stopped(stop.sigval if isinstance(stop, SignalException) else stop.number))
@@ -234,7 +234,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 
 
 def _failures_of(result: RunResult) -> list[Failure]:
-    """Return the failures of this machine's ranks; torch lists those it found dead before those it then stopped."""
+    """Return the failures of this machine's ranks; torch lists ranks that died before ranks that it stopped."""
     host, now = socket.gethostname(), time.time()
     found = [
         read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=now)
@@ -257,7 +257,7 @@ def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
 
 
 def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
-    """Return where output goes: the terminal by default; with log_dir also or only into files; error files always."""
+    """Return the log settings: terminal output by default; with log_dir files instead, or both; error files always."""
     keep = supervision.log_dir is not None
     tee = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
     folder = Path(supervision.log_dir or scratch)
@@ -273,7 +273,7 @@ def _handler(meeting: Meeting, check_in: CheckIn) -> Handler:
 
 
 def _quieten_torch(supervision: Supervision) -> None:
-    """Leave the telling to us: torch's elastic loggers repeat every failure in their own words."""
+    """Silence torch's elastic loggers, which repeat every failure that hasten already reports."""
     if supervision.debug:
         return
     for name in list(logging.root.manager.loggerDict):

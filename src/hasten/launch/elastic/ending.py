@@ -1,7 +1,7 @@
-"""The end of a machine's part of a job: failures exchanged, one exit code agreed on, and only then the launcher leaves.
+"""Shutdown of a machine: exchange of failures and agreement on one exit code before the launcher exits.
 
-A scheduler that started one launcher per machine ends the others as soon as the first has left with a code other than 0
-(`srun --kill-on-bad-exit`, `mpirun`), and takes the highest code for the job's. So none may leave before all know the code.
+A scheduler that started one launcher per machine ends the others as soon as the first exits with a nonzero code
+(`srun --kill-on-bad-exit`, `mpirun`), and uses the highest code as the job's. So no launcher may exit before all know the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLLECT_S: Final = 3.0
 
 
 def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[Failure], list[str]]:
-    """Return all machines' failures, and the machines that do not answer any more."""
+    """Return the failures of all machines, and the machines that no longer respond."""
     if peers is None or len(peers.hosts) == 1:
         return list(failures), []
     known = {(f.host, f.rank) for f in failures}
@@ -31,13 +31,13 @@ def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[
         others.extend(f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known)
         silent[:] = peers.silent()
 
-    # For machine 0 the others' failures arrive while it waits; for them a late answer is an answer from nobody.
+    # Machine 0 collects the others' failures while it waits; the others treat a late answer as no answer.
     within((2 if peers.index == 0 else 1) * COLLECT_S + 1, exchange)
     return [*failures, *others], silent
 
 
 def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
-    """Return the exit code of the job, once every machine knows it; `code` where the others do not answer.
+    """Return the exit code of the job after every machine knows it; `code` if the others do not respond.
 
     A machine whose ranks have saved waits up to `saving_s` for the others, which may still be saving.
     """
@@ -55,10 +55,10 @@ def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
 
 
 def within(seconds: float, talk: Callable[[], None]) -> None:
-    """Talk to the other machines for some seconds at most: a store whose network is gone never answers."""
+    """Run `talk` for at most `seconds`: a store call never returns once the network is down."""
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # torch's network errors: machine 0 has gone, what is known is used
+        with contextlib.suppress(RuntimeError):  # torch's network errors: machine 0 has exited; partial results count
             talk()
 
     thread = threading.Thread(target=run, name="hasten-ending", daemon=True)

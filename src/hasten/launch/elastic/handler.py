@@ -1,4 +1,4 @@
-"""Torch's elastic rendezvous with a store of ours beneath it, whose pickled state is checked before torch loads it. Imports torch."""
+"""Torch's elastic rendezvous over hasten's store, with pickled state validated before torch loads it. Imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hasten.launch import network
 from hasten.launch.base import Meeting
 from hasten.runtime.store import join, serve
 
-# Torch's waits are made for thousands of machines; these find a lost machine in seconds.
+# Torch's timeouts suit thousands of machines; these detect a lost machine within seconds.
 _DEFAULTS: Final = MappingProxyType(
     {"last_call_timeout": "5", "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
 )
@@ -42,7 +42,7 @@ _STATE_CLASSES: Final = frozenset(
 
 
 def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
-    """Torch's handler for machines that come and go.
+    """Return torch's rendezvous handler for a job whose machines may join and leave.
 
     Raises: LaunchError if the store cannot be served or reached.
     """
@@ -66,24 +66,24 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
         etcd = import_module("torch.distributed.elastic.rendezvous.etcd_rendezvous_backend")  # needs python-etcd
         backend, store = etcd.create_backend(parameters)
         return create_handler(store, CheckedBackend(backend), parameters)
-    return registry.get_rendezvous_handler(parameters)  # etcd: keeps its state as JSON
+    return registry.get_rendezvous_handler(parameters)  # etcd: stores its state as JSON, not pickle
 
 
 class CheckedBackend(RendezvousBackend):
-    """A backend that gives torch, which unpickles the state it gets, only states made of torch's own records."""
+    """Rendezvous backend that rejects pickled state containing anything other than torch's rendezvous classes."""
 
     def __init__(self, inner: RendezvousBackend) -> None:
         self._inner = inner
 
     @property
     def name(self) -> str:
-        """The name of the backend inside."""
+        """The name of the wrapped backend."""
         return self._inner.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the state and its token.
 
-        Raises: RendezvousStateError for a state that anybody but torch has written.
+        Raises: RendezvousStateError for a state that was not written by torch.
         """
         found = self._inner.get_state()
         if found is not None:
@@ -91,7 +91,7 @@ class CheckedBackend(RendezvousBackend):
         return found
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Return the state that now holds, after this one was offered.
+        """Store `state` if `token` is current, and return the resulting state.
 
         Raises: as get_state.
         """
@@ -102,13 +102,13 @@ class CheckedBackend(RendezvousBackend):
 
 
 def check_state(state: bytes) -> None:
-    """Return if loading `state` can make nothing but the records of a rendezvous.
+    """Raise unless unpickling `state` creates only rendezvous records.
 
-    Raises: RendezvousStateError if it names anything else.
+    Raises: RendezvousStateError if the pickle names any other class.
     """
     try:
         _StateReader(io.BytesIO(state)).load()
-    except Exception as error:  # hostile bytes fail in every way there is
+    except Exception as error:  # malicious bytes can raise any exception
         raise RendezvousStateError(
             f"the state of the rendezvous in the store was not written by a launcher ({error}), so it was not loaded: another "
             f"program uses this job's port. Choose another --main_process_port, and keep it away from other users."

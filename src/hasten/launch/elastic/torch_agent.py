@@ -1,8 +1,8 @@
-"""Torch's elastic agent with named places where a supervisor acts: the only file that relies on the agent's private names.
+"""Torch's elastic agent with callbacks to a supervisor: the only file that uses private methods of the agent.
 
-`LocalElasticAgent` offers no public way to learn which processes failed, to choose the restart count they are given, or to decide how
-long they may take to stop. `TorchAgent` overrides the four private methods that do these things and calls a `Supervisor`.
-`tests/unit/launch/test_elastic_contract.py` checks, for the torch that is installed, every private name and what it does.
+`LocalElasticAgent` has no public way to find out which processes failed, to set the restart count passed to them, or to set the time
+that they may take to stop. `TorchAgent` overrides the four private methods involved and calls a `Supervisor`.
+`tests/unit/launch/test_elastic_contract.py` checks every private name and its behaviour for the installed torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 SHUTDOWN_S: Final = 15
-"""How long processes may take to end after SIGTERM when another one has failed."""
+"""Seconds that processes may take to exit after SIGTERM when another process has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How one process ended."""
+    """Exit status of one process."""
 
     rank: int
     pid: int
@@ -35,35 +35,35 @@ class End:
 
 
 class Supervisor(Protocol):
-    """What happens to a machine's processes, and what is decided about them."""
+    """Callbacks for events of a machine's processes, and decisions about restarts and shutdown."""
 
     def restart_count(self) -> int:
-        """Return the restart count that processes started now are given: it is part of names that all ranks share."""
+        """Return the restart count to pass to new processes; it is part of names that all ranks share."""
         ...
 
     def restarts_left(self, own: int) -> int:
-        """Return how many restarts are left after a start; `own` is what this agent counted by itself."""
+        """Return the number of restarts left after a start; `own` is this agent's count."""
         ...
 
     def started(self, pids: Collection[int]) -> None:
-        """Processes were started."""
+        """Handle the start of processes."""
         ...
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
-        """Processes failed and the others were stopped; returns how many restarts are left from here."""
+        """Handle a failure, after the other processes were stopped, and return the number of restarts left."""
         ...
 
     def stopping(self, number: signal.Signals) -> int:
-        """Return a signal told the agent to stop; returns how many seconds the processes may take to end."""
+        """Handle a stop signal, and return the seconds that the processes may take to exit."""
         ...
 
     def finished(self) -> bool:
-        """Return the processes of this machine have finished; returns whether the other machines have been waited for."""
+        """Handle successful completion on this machine; return whether the other machines were already waited for."""
         ...
 
 
 class TorchAgent(LocalElasticAgent):
-    """Torch's agent, reporting to a supervisor."""
+    """Torch's elastic agent that reports to a supervisor."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class TorchAgent(LocalElasticAgent):
         supervisor: Supervisor,
         some_ended: Callable[[Sequence[End]], None] = lambda ends: None,
     ) -> None:
-        """`some_ended` is given the processes that have ended, again and again while others run."""
+        """`some_ended` is called repeatedly with the processes that have ended while others still run."""
         super().__init__(spec, logs, exit_barrier_timeout=60)
         self._supervisor = supervisor
         self._some_ended = some_ended
 
     def ends(self) -> list[End]:
-        """How the processes started last ended, those that still run left out. Torch keeps exit codes nowhere else."""
+        """Return the exit status of ended processes of the last start. Torch stores exit codes nowhere else."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         found = [End(ranks[local], handler.proc.pid, handler.proc.poll()) for local, handler in started.items()]
@@ -86,7 +86,7 @@ class TorchAgent(LocalElasticAgent):
 
     @property
     def num_started(self) -> int:
-        """How many processes were started last."""
+        """Number of processes in the last start."""
         return len(getattr(self._pcontext, "subprocess_handlers", {}))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
@@ -110,7 +110,7 @@ class TorchAgent(LocalElasticAgent):
         told = isinstance(sys.exception(), SignalException)
         seconds = self._supervisor.stopping(death_sig) if told else SHUTDOWN_S
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, seconds)  # torch<2.12: its _shutdown takes no time of ours
+            self._pcontext.close(death_sig, seconds)  # torch<2.12: _shutdown() does not accept a timeout
         super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:
@@ -120,9 +120,9 @@ class TorchAgent(LocalElasticAgent):
 
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Let signals take effect at the end of the block.
+    """Defer signals to the end of the block.
 
-    Torch's handler raises. In the middle of a start it would lose the handles of processes that already run, which nobody stops then.
+    Torch's handler raises. In the middle of a start it would lose the handles of running processes, which would then never be stopped.
     """
     raising = processes._terminate_process_handler
     received: list[int] = []

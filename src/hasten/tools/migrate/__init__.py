@@ -1,1 +1,1 @@
-"""`hasten migrate`: the diff that moves a script from Hugging Face Accelerate. Start with `migrating.py`."""
+"""`hasten migrate`: a diff that ports a script from Hugging Face Accelerate. Start with `migrating.py`."""

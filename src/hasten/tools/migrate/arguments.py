@@ -1,4 +1,4 @@
-"""Advice of `hasten migrate` about arguments that hasten does not have, from the tables by which settings files are translated."""
+"""Advice of `hasten migrate` about arguments that hasten lacks, from the tables that translate settings files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECTIONS: Final = MappingProxyType(
         "ParallelismConfig": "parallelism_config",
     }
 )
-"""Plugin -> the section of a settings file with the same options."""
+"""Section of a settings file with the same options, by plugin."""
 _CLASSES: Final = MappingProxyType(
     {
         "dataloader": "dataloader_config=DataLoaderConfiguration",
@@ -36,7 +36,7 @@ _CLASSES: Final = MappingProxyType(
         "parallelism": "parallelism_config=ParallelismConfig",
     }
 )
-"""Section of the settings -> the argument of the Accelerator that holds it."""
+"""Argument of the Accelerator that holds a section, by section of the settings."""
 _OWN: Final = MappingProxyType(
     {
         "state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
@@ -49,7 +49,7 @@ _OWN: Final = MappingProxyType(
 
 
 def advice(owner: str, argument: ast.keyword, known: Collection[str]) -> str:
-    """Return what to write instead of an argument that `owner`, a class or method of hasten's, does not have; empty if unknown."""
+    """Return the replacement of an argument that hasten's class or method `owner` does not have; empty if unknown."""
     name = argument.arg or ""
     short = name.removeprefix("fsdp_")
     if owner == "FullyShardedDataParallelPlugin" and short in OLD_NAMES:
@@ -69,7 +69,7 @@ def advice(owner: str, argument: ast.keyword, known: Collection[str]) -> str:
 
 
 def _fsdp(name: str, value: ast.expr) -> str:
-    """Return the translation of an FSDP1-style option, for its value if the script writes it out."""
+    """Return the translation of an FSDP1 option, for its value if the script writes it as a literal."""
     if (given := _literal(value)) is None:
         return f"hasten.fsdp_from_fsdp1({{{name!r}: ...}}) translates its value"
     try:
@@ -80,8 +80,8 @@ def _fsdp(name: str, value: ast.expr) -> str:
     return f"write {written}" if written else f"remove it{f': {said[0]}' if said else ', FSDP2 does this by itself'}"
 
 
-def _literal(value: ast.expr) -> Any:  # Any: of the script
-    """Return the value of a constant, or the name of an enumeration's member; None for what is worked out."""
+def _literal(value: ast.expr) -> Any:  # Any: a value in the script
+    """Return the value of a constant, or the name of an enum member; None for a computed value."""
     match value:
         case ast.Constant():
             return value.value

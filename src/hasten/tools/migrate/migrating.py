@@ -1,4 +1,4 @@
-"""Rewriting a script from `accelerate` to `hasten`: only names change, so that comments and layout survive."""
+"""Rewriting of a script from `accelerate` to `hasten`: only names change, so that comments and layout are preserved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTES: Final = MappingProxyType(
         "init_trackers": "opens hasten's trackers, whose files and folders have other names",
     }
 )
-"""Methods whose result is not what it was, and how."""
+"""Methods whose behaviour differs from Accelerate's, with the difference."""
 _SIZES: Final = "hasten's ParallelismConfig holds the sizes alone; work this out from its *_size fields"
 ELSEWHERE: Final = MappingProxyType(
     {
@@ -45,7 +45,7 @@ ELSEWHERE: Final = MappingProxyType(
         "deepspeed_config_process": "hasten's DeepSpeedPlugin fills its configuration in prepare(), not by hand",
     }
 )
-"""Attributes of other objects that hasten's do not have, and what there is instead."""
+"""Attributes of other objects that hasten's do not have, with their replacements."""
 _LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before there is an Accelerator"
 _COPIES: Final = (
     "hasten's prepared loaders, optimizers and schedulers are not copied or pickled; save their state_dict()"
@@ -74,7 +74,7 @@ _ASKS_CLASS: Final = ("type(loader)", "type(optimizer)", "type(scheduler)", "typ
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """One line that needs a look."""
+    """One line that needs a review."""
 
     line: int
     text: str
@@ -82,7 +82,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """A script's new text, and what is left to its author."""
+    """A script's new text, and the findings for its author."""
 
     text: str
     findings: tuple[Finding, ...]
@@ -96,7 +96,7 @@ class _Edit:
 
 
 def migrate(source: str) -> Migrated:
-    """Return the script with hasten's names. Raises: SyntaxError for text that is no Python."""
+    """Return the script with hasten's names. Raises: SyntaxError for text that is not Python."""
     tree = ast.parse(source)
     work = _Script(source, tree)
     work.imports()
@@ -108,7 +108,7 @@ def migrate(source: str) -> Migrated:
 
 
 class _Script:
-    """One script while it is read: edits as places in its UTF-8 bytes."""
+    """One script under analysis; edits are offsets in its UTF-8 bytes."""
 
     def __init__(self, source: str, tree: ast.Module) -> None:
         self.edits: list[_Edit] = []
@@ -120,10 +120,10 @@ class _Script:
         for line in lines:
             self._starts.append(self._starts[-1] + len(line))
         self._bytes = source.encode()
-        self._known: dict[str, str] = {}  # names of the script that are hasten's now -> hasten's own name
+        self._known: dict[str, str] = {}  # names in the script that now refer to hasten -> hasten's names
         self._num_made = 0
-        self._model_line = 0  # where something else than an optimizer or a scheduler is prepared first; 0: nowhere
-        self._modules: set[str] = set()  # names of the script for the package itself
+        self._model_line = 0  # line of the first prepare() of something else than an optimizer or a scheduler; 0: none
+        self._modules: set[str] = set()  # names in the script for the package itself
 
     def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
         self.findings.append(Finding(node.lineno, text))
@@ -150,7 +150,7 @@ class _Script:
         for one in left:
             self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
         begin, end = self._span(node)
-        if taken and not left:  # the module's name alone: parentheses and comments between the names stay
+        if taken and not left:  # only the module's name, to preserve parentheses and comments between the names
             at = self._bytes.index(node.module.encode(), begin)
             self.edits.append(_Edit(at, at + len(node.module), NEW))
         elif taken:
@@ -171,7 +171,7 @@ class _Script:
 
     # -- uses -----------------------------------------------------------------------------------------------------
     def uses(self) -> None:
-        """Edit dotted names, and note calls that hasten answers differently."""
+        """Edit dotted names, and note calls that behave differently in hasten."""
         objects = set(self._accelerators())
         self._schedules(objects)
         calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
@@ -187,7 +187,7 @@ class _Script:
                 self._habits(node, objects)
 
     def _schedules(self, objects: set[str]) -> None:
-        """Divide the lengths of prepared schedules by the number of processes, rounded up: they count updates now."""
+        """Divide the lengths of prepared schedules by the number of processes, rounded up: hasten counts updates."""
         if not self._known and not self._modules:
             return
         for node, owner in lengths(self._tree, objects, _MAIN):
@@ -198,7 +198,7 @@ class _Script:
             self.edits.append(_Edit(begin, end, new))
 
     def _prepares(self, node: ast.Call, objects: set[str]) -> bool:
-        """Return whether this calls prepare, or a method for one kind of object, of an Accelerator."""
+        """Return whether this calls prepare, or a prepare method for one kind of object, on an Accelerator."""
         method = node.func
         if not isinstance(method, ast.Attribute) or not method.attr.startswith("prepare"):
             return False
@@ -207,7 +207,7 @@ class _Script:
         return made or (isinstance(owner, ast.Name) and owner.id in objects)
 
     def _accelerators(self) -> Iterator[str]:
-        """Yield names that hold an Accelerator."""
+        """Yield the names of variables that hold an Accelerator."""
         for node in ast.walk(self._tree):
             if (
                 isinstance(node, ast.Assign)
@@ -218,7 +218,7 @@ class _Script:
         yield "accelerator"
 
     def _name(self, node: ast.expr) -> str | None:
-        """hasten's name that an expression stands for."""
+        """Return hasten's name for an expression, or None."""
         if isinstance(node, ast.Name):
             return self._known.get(node.id)
         if isinstance(node, ast.Attribute) and _root(node) in self._modules:
@@ -253,7 +253,7 @@ class _Script:
             self._note(node, f"accelerate.{node.attr} has no equivalent of that name in hasten")
 
     def _replace_dotted(self, node: ast.Attribute) -> None:
-        """accelerate.utils.set_seed becomes hasten.set_seed."""
+        """Replace a dotted name: accelerate.utils.set_seed becomes hasten.set_seed."""
         begin, end = self._span(node)
         root = _root(node)
         self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}.{node.attr}"))
@@ -287,7 +287,7 @@ class _Script:
             self._keywords(node, f"Accelerator.{method}", found)
 
     def _habits(self, node: ast.Call, objects: set[str]) -> None:
-        """Note calls of other functions that rely on what hasten does not do."""
+        """Note calls of other functions that rely on behaviour that hasten does not have."""
         text = ast.unparse(node)
         if self._prepares(node, objects) and _follows(node) and not 0 < self._model_line <= node.lineno:
             self._note(node, _ALONE)
@@ -302,10 +302,10 @@ class _Script:
         if text.startswith(("pickle.dump", "copy.deepcopy(optim", "copy.deepcopy(sched", "copy.deepcopy(loader")):
             self._note(node, _COPIES)
 
-    def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten's
+    def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten
         try:
             known = inspect.signature(target).parameters
-        except (TypeError, ValueError):  # a property, or one without a signature: nothing to compare
+        except (TypeError, ValueError):  # a property, or a callable without a signature: nothing to compare
             return
         names = {*known, *(Keywords.__annotations__ if name == _MAIN else ())}
         if name != _MAIN and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
@@ -317,7 +317,7 @@ class _Script:
 
 
 def _follows(node: ast.Call) -> bool:
-    """Return whether all that a call prepares are optimizers and schedulers, by their names."""
+    """Return whether a call prepares only optimizers and schedulers, judged by their names."""
     words = [ast.unparse(one).lower() for one in node.args]
     kinds = ("prepare_optimizer", "prepare_scheduler")
     if isinstance(node.func, ast.Attribute) and node.func.attr in kinds:

@@ -1,4 +1,4 @@
-"""Schedules in a script for Accelerate: lengths that count a step for each process, and the same lengths in updates."""
+"""Learning-rate schedules in a script for Accelerate: lengths in steps of all processes, converted to updates."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ COUNTS: Final = MappingProxyType[str, tuple[tuple[str, int], ...]](
 
 
 def lengths(tree: ast.Module, owners: set[str], main: str) -> Iterator[tuple[ast.expr, str]]:
-    """Yield each expression that counts steps of a schedule which is prepared later, with the name of the Accelerator.
+    """Yield each expression that counts steps of a schedule that is prepared later, with the name of its Accelerator.
 
     `owners` are the names of Accelerators, `main` the name of their class. Nothing is yielded for a script in which Accelerate
-    steps a schedule once per update itself (`split_batches`, `step_scheduler_with_optimizer=False`).
+    itself steps a schedule once per update (`split_batches`, `step_scheduler_with_optimizer=False`).
     """
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -55,7 +55,7 @@ def lengths(tree: ast.Module, owners: set[str], main: str) -> Iterator[tuple[ast
 
 
 def _prepared(calls: list[ast.Call], owners: set[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield (Accelerator, name, line) of what calls of prepare and prepare_scheduler are given by name."""
+    """Yield (Accelerator, name, line) for each variable passed to prepare and prepare_scheduler."""
     for call in calls:
         method = call.func
         if (

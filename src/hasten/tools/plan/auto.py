@@ -1,4 +1,4 @@
-"""`hasten launch --auto`: the strategy for a script on the processes of a launch, as settings with their reason."""
+"""`hasten launch --auto`: selection of the strategy for a script on a launch's processes, as settings with reasons."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hasten.tools.plan.trace import trace
 from hasten.tools.plan.traced import PrecisionName
 
 _SOURCE: Final = Source("file", "--auto")
-"""Below flags and variables: what is asked for outright wins."""
+"""Precedence below flags and variables: explicit settings win."""
 _PRECISIONS: Final[Mapping[str, PrecisionName]] = MappingProxyType(
     {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 )
-"""What a precision is traced as."""
+"""The precision with which a setting is traced."""
 _GIB: Final = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Settings, and why."""
+    """Chosen settings, and the reasons."""
 
     entries: tuple[Entry, ...]
     reasons: tuple[str, ...]
@@ -42,10 +42,10 @@ def choose(
     device_name: str,
     host_memory_bytes: int,
 ) -> Chosen:
-    """Return the strategy for `script` (its path and arguments) on so many processes.
+    """Return the strategy for `script` (its path and arguments) on the given number of processes.
 
-    The script's batch size, accumulation and precision stay what they are; the strategy, recompute and offload are chosen.
-    Raises: ConfigError when nothing fits, or the script does not come to a step.
+    The script's batch size, accumulation and precision are unchanged; the strategy, recompute and offload are chosen.
+    Raises: ConfigError when nothing fits, or the script does not reach a step.
     """
     if not script or not script[0].endswith(".py"):
         raise ConfigError("--auto plans a script by its first step; give a .py file, or leave --auto out.")

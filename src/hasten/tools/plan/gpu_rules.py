@@ -1,6 +1,6 @@
-"""Makes a step on CPU tensors keep what it would keep on a GPU: fused attention, boolean dropout masks, autocast's float32 list.
+"""Emulation of GPU memory use on CPU tensors: fused attention, boolean dropout masks, autocast's float32 list.
 
-Torch has no fake CUDA device where CUDA is absent, so plans are made on fake CPU tensors, and the few functions whose memory
+Torch has no fake CUDA device without CUDA, so plans are made on fake CPU tensors, and the few functions whose memory use
 differs are replaced while the step is traced.
 """
 
@@ -27,17 +27,17 @@ _IN_FLOAT32: Final = frozenset(
         *(Tensor.softmax, Tensor.log_softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.sum, Tensor.cumsum),
     )
 )
-"""Functions that autocast computes in float32 on GPUs and leaves alone on CPUs."""
+"""Functions that autocast computes in float32 on GPUs but not on CPUs."""
 
 Attention = Callable[[float, int, str], None]
-"""Told of each attention: operations in its forward and in its backward (2.5 times as many), the keys' width, and the dtype."""
+"""Callback for each attention: forward operations (the backward has 2.5 times as many), key width and dtype."""
 
 
 class FusedAttention(torch.autograd.Function):
-    """What a fused attention kernel keeps for backward: queries, keys, values, output and one number for each row."""
+    """Attention that saves what a fused kernel saves: query, key, value, output and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # Any: torch's own
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # Any: as in torch
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, rows)
@@ -51,11 +51,9 @@ class FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def gpu_rules(attention: Attention) -> Iterator[None]:
-    """Replace functions whose memory on a GPU differs from that on a CPU, inside the block."""
+    """Replace functions whose memory use on a GPU differs from that on a CPU, inside the block."""
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:  # Any: they change nothing
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # Any: ignored
         return _attend(attention, query, key, value, causal=bool(kwargs.get("is_causal")))
 
     before = functional.scaled_dot_product_attention, functional.dropout
@@ -75,9 +73,9 @@ def gpu_rules(attention: Attention) -> Iterator[None]:
 
 
 class _Float32List(TorchFunctionMode):
-    """Casts what GPUs compute in float32 under autocast.
+    """Function mode that casts inputs of operations that GPUs compute in float32 under autocast.
 
-    Torch turns function modes off while a backward runs; blocks that are recomputed there turn it on again.
+    Torch disables function modes during a backward; blocks that are recomputed there enable it again.
     """
 
     def __init__(self) -> None:
@@ -86,14 +84,14 @@ class _Float32List(TorchFunctionMode):
         self._depth = 0
 
     def entered(self, module: nn.Module, inputs: object) -> None:
-        """Turn the mode on where a module is recomputed."""
+        """Enable the mode while a module is recomputed."""
         if self._in_backward:
             self._depth += 1
             if self._depth == 1:
                 self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def left(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Turn it off again."""
+        """Disable the mode again."""
         if self._in_backward:
             self._depth -= 1
             if self._depth == 0:
@@ -101,7 +99,7 @@ class _Float32List(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # Any: torch's own protocol
+    ) -> Any:  # Any: torch's protocol
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._in_backward = True
@@ -116,7 +114,7 @@ class _Float32List(TorchFunctionMode):
 
 
 def _attend(attention: Attention, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """Return an attention of any mask, dropout and grouping: none of them changes what is kept."""
+    """Return the output of an attention; mask, dropout and grouping do not affect the saved tensors."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(half), key.to(half), value.to(half)
@@ -133,7 +131,7 @@ def _full(value: Any) -> Any:  # Any: an argument of a torch function
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout with a mask of one byte for each number."""
+    """Apply dropout with a mask of one byte per element."""
     if not training or p == 0.0:
         return input
     out, _ = torch.native_dropout(input, p, True)

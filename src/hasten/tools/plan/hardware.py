@@ -1,4 +1,4 @@
-"""Accelerators a job can be planned for: speed, memory and links, by name, and entries of the user's own from a YAML file."""
+"""Accelerators for which a job can be planned: speed, memory and links, by name, with user entries from a YAML file."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _GIB: Final = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One kind of device. Speeds are the vendor's dense peaks; the efficiencies say which part of them training reaches."""
+    """One kind of device. Speeds are the vendor's dense peaks; `_share` fields are fractions reached by training."""
 
     name: str
     memory_gib: float
-    """What torch can allocate."""
+    """Memory that torch can allocate."""
     tflops_bf16: float
     tflops_fp32: float
     tflops_tf32: float = 0.0
     tflops_fp8: float = 0.0
     memory_gb_s: float
     node_gb_s: float
-    """What one device sends to its neighbours in a machine, in one direction."""
+    """Speed of one device to others in its machine, in one direction."""
     network_gb_s: float
-    """What one device sends to other machines, in one direction."""
+    """Speed of one device to other machines, in one direction."""
     per_node: int = 8
     host_gb_s: float = 25.0
-    """From and to host memory, per device."""
+    """Speed to and from host memory, per device."""
     matmul_share: float = 0.6
-    """Share of the peak that matrix products of a training step reach on matrix units."""
+    """Fraction of the peak that matrix products of a training step reach on matrix units."""
     fp32_share: float = 0.75
-    """The same for products in float32 without TF32, which run outside of them."""
+    """Fraction of the peak for products in float32 without TF32, which do not use matrix units."""
     memory_share: float = 0.75
-    """Share of the memory's speed that other operations reach."""
+    """Fraction of the memory bandwidth that other operations reach."""
     link_share: float = 0.75
-    """Share of the links' speed that collectives reach."""
+    """Fraction of the link speed that collectives reach."""
     launch_us: float = 5.0
-    """Time the host needs to start one operation."""
+    """Time in which the host launches one operation."""
     reserved_gib: float = 1.0
-    """Taken by the driver and by communication libraries before anything is allocated."""
+    """Memory used by the driver and by communication libraries before anything is allocated."""
 
     @property
     def memory_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Accelerator:
         return int((self.memory_gib - self.reserved_gib) * _GIB)
 
     def flops(self, dtype: str, tf32: bool = False) -> float:
-        """Floating-point operations per second that matrix products of `dtype` reach."""
+        """Return the floating-point operations per second that matrix products of `dtype` reach."""
         peaks = {
             "bf16": self.tflops_bf16,
             "fp16": self.tflops_bf16,
@@ -188,15 +188,15 @@ KNOWN: Final = _known(
         reserved_gib=0.3,
     ),
 )
-"""The table that comes with hasten, by name."""
+"""Accelerators known to hasten, by name."""
 
 _ALIASES: Final = MappingProxyType({"4090": "rtx4090", "v5e": "tpu-v5e", "tpuv5e": "tpu-v5e", "a100-80gb": "a100"})
 
 
 def find(name: str, own: Mapping[str, Accelerator] = KNOWN) -> Accelerator:
-    """Return the accelerator called `name`, in any spelling; a product's name as drivers give it works too.
+    """Return the accelerator called `name`, in any spelling; product names as reported by drivers are accepted too.
 
-    Raises: ConfigError that lists the names there are.
+    Raises: ConfigError that lists the known names.
     """
     by_plain = {_plain(key): entry for key, entry in own.items()}
     by_plain |= {_plain(alias): own[key] for alias, key in _ALIASES.items() if key in own}
@@ -221,7 +221,7 @@ def _plain(name: str) -> str:
 
 
 def linked(accelerator: Accelerator, links: Links) -> Accelerator:
-    """`accelerator` with measured speeds in place of the table's, where there are any. They are what collectives reach, not a peak."""
+    """Return `accelerator` with measured link speeds, where available; collectives reach these speeds in full."""
     share = accelerator.link_share
     return replace(
         accelerator,
@@ -232,9 +232,9 @@ def linked(accelerator: Accelerator, links: Links) -> Accelerator:
 
 
 def read(path: Path | str, known: Mapping[str, Accelerator] = KNOWN) -> dict[str, Accelerator]:
-    """Return the known accelerators, and those of a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
+    """Return the known accelerators, and those in a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
 
-    Raises: ConfigError for a file that cannot be read, an unknown field, or one that is missing where `like` is not given.
+    Raises: ConfigError for a file that cannot be read, an unknown field, or a missing field without `like`.
     """
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Formulas for the bytes one rank needs in a training step, by kind. No torch."""
+"""Formulas for the bytes that one rank needs in a training step, by kind. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hasten.runtime.mesh_plan import LOSS, SHARD
 from hasten.tools.plan.traced import ITEM, Candidate, ModelTrace, Moment, ParameterKind, Variant
 
 _MARGIN: Final = 0.05
-"""Share of what comes and goes in a step that fragmentation makes unusable."""
+"""Fraction of transient memory that is lost to fragmentation."""
 _BLOCKS_AT_ONCE: Final = 2
-"""Blocks that are whole at a time under sharding: the one that computes and the next one."""
+"""Number of blocks that are unsharded at a time: the current one and the next one."""
 
 
 Kept = tuple[float, float, float]
@@ -21,37 +21,37 @@ Kept = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes of the rank that needs most."""
+    """Bytes on the rank with the largest need."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    """At the peak, with what operations allocate for a moment."""
+    """Activations at the peak, including temporary allocations of operations."""
     communication: float
-    """Buckets, gathered parameters, and gradients on their way."""
+    """Buckets, gathered parameters, and gradients in flight."""
     margin: float
     peak: float
-    """The most that is allocated at one time: not every kind is at its largest at that time."""
+    """The maximum allocated at one time; not every kind is at its maximum then."""
     host: float = 0.0
-    """In host memory."""
+    """Bytes in host memory."""
     peak_module: str = ""
 
     @property
     def total(self) -> float:
-        """What a device must have: the peak and the margin."""
+        """Memory that a device must have: the peak and the margin."""
         return self.peak + self.margin
 
     def words(self) -> str:
-        """Return the kinds in words."""
+        """Return the kinds with their sizes as text."""
         kinds = ("parameters", "gradients", "optimizer", "activations", "communication", "margin")
         return ", ".join(f"{kind} {size(getattr(self, kind))}" for kind in kinds if getattr(self, kind))
 
 
 def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int:
-    """Numbers of one such parameter on the `rank`-th of the ranks that share it: rows are dealt out in equal chunks.
+    """Return the number of elements of one such parameter on the `rank`-th of its shards.
 
-    Exactly what DTensor does: the first ranks have a whole chunk, the last ones less or nothing.
+    As in DTensor, the first ranks have a whole chunk of rows, the last ones less or nothing.
     """
     shape = list(kind.shape)
     if kind.split is not None and candidate.mesh.tp > 1:
@@ -66,9 +66,9 @@ def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int
 
 
 def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
-    """Return bytes of parameters, gradients and optimizer state that a rank holds between steps.
+    """Return the bytes of parameters, gradients and optimizer state that a rank holds between steps.
 
-    Under a pipeline those of a stage with its share of the blocks and everything that is in no block.
+    Under a pipeline, those of a stage with its share of the blocks and everything outside of blocks.
     """
     parameters = gradients = optimizer = 0.0
     per_number = sum(trace.optimizer.states)
@@ -83,9 +83,9 @@ def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
 
 
 def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> Need:
-    """What a candidate needs, on the first of its ranks. The variant it asks for must have been traced.
+    """Return the memory need of a candidate on the first of its ranks. Its variant must have been traced.
 
-    `kept` is what `held` says of this layout, for callers that try many micro-batches.
+    `kept` is the result of `held` for this layout, for callers that try many micro-batches.
     """
     variant = trace.variant(candidate.precision, candidate.recompute)
     assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
@@ -115,18 +115,18 @@ def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> N
 @dataclass(frozen=True, slots=True)
 class _Buffers:
     standing: float = 0.0
-    """There all the time."""
+    """Bytes allocated throughout training."""
     passing: float = 0.0
-    """There while forward and backward run."""
+    """Bytes allocated during forward and backward."""
     ending: float = 0.0
-    """There when a backward ends."""
+    """Bytes allocated at the end of a backward."""
 
 
 def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
-    """Return bytes that the strategy adds to what the model needs."""
+    """Return the bytes that the strategy adds to those of the model."""
     if not candidate.sharded:
         several = candidate.mesh.size(*LOSS) > 1
-        return _Buffers(standing=own if several else 0.0)  # DDP's buckets are beside the gradients
+        return _Buffers(standing=own if several else 0.0)  # DDP's buckets are separate from the gradients
     gathered, reduced = ITEM if candidate.precision == "no" else 2, ITEM
     outside = trace.outside_blocks
     inside = (trace.num_parameters - outside) / candidate.mesh.pp / candidate.mesh.tp
@@ -142,9 +142,9 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
 
 
 def _highest(trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float) -> Moment:
-    """Return the moment of the peak for this micro-batch."""
+    """Return the moment of the memory peak for this micro-batch."""
     share = 0.0 if candidate.micro_steps > 1 or candidate.offload else gradients
-    if candidate.sharded and candidate.mesh.size(*LOSS) == 1:  # gradients wait in the gathered precision
+    if candidate.sharded and candidate.mesh.size(*LOSS) == 1:  # gradients are stored in the gathered precision
         share = trace.num_parameters * (ITEM if candidate.precision == "no" else 2)
     return max(
         variant.moments,

@@ -1,4 +1,4 @@
-"""A plan in words: the ranked rows, why the best is the best, what a better one would need, and its settings. No torch."""
+"""Text of a plan: ranked rows, reasons for the best one, requirements of faster ones, and its settings. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Test = Callable[[Candidate], bool]
 
 
 def why(plan: Plan) -> list[str]:
-    """Return one sentence for each choice of the best option: what the nearest option without it would cost."""
+    """Return one sentence per choice of the best option, with the cost of the nearest option without that choice."""
     best = plan.best
     lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
     if best.asks:
@@ -36,7 +36,7 @@ def why(plan: Plan) -> list[str]:
 
 
 def _only_with_a_change(plan: Plan) -> str:
-    """Return why no layout that leaves the loop as it is can be taken."""
+    """Return the reason why every layout that works without changes of the loop is ruled out."""
     request, kept = plan.request, [option for option in plan.options if not option.asks]
     words = f"the loop must call {plan.best.asks}: layouts that leave it as it is "
     if not kept:
@@ -48,13 +48,13 @@ def _only_with_a_change(plan: Plan) -> str:
 
 
 def _simpler(plan: Plan) -> str:
-    """Return why the best is not the fastest."""
+    """Return the reason why the best option is not the fastest."""
     gain = plan.best.time.total / plan.fastest.time.total - 1
     return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is taken"
 
 
 def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
-    """The choices that could have been made otherwise, with a test for candidates that make this choice alone otherwise."""
+    """Yield the choices that could be made differently, with a test for candidates that differ only in that choice."""
 
     def same(candidate: Candidate, *apart: str) -> bool:
         names = {"recompute", "offload", "precision", "sharded"} - set(apart)
@@ -88,7 +88,7 @@ def _compared(other: Option, plan: Plan) -> str:
 
 
 def better(plan: Plan) -> list[str]:
-    """What would have to change for a faster option: memory, or the loop."""
+    """Return the changes that a faster option would need: of memory, or of the loop."""
     best, has = plan.best, plan.request.accelerator.memory_bytes
     faster = [option for option in plan.options if option.time.total < 0.995 * best.time.total]
     lines = []
@@ -113,7 +113,7 @@ def _words(option: Option) -> str:
 
 
 def rows(plan: Plan, most: int) -> list[dict[str, Any]]:
-    """Return the first options by names, for a table or JSON."""
+    """Return the first options as rows, for a table or JSON."""
     return [_row(plan, option) for option in plan.options[:most]]
 
 
@@ -149,7 +149,7 @@ def _reason(plan: Plan, option: Option) -> str:
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """Return the whole plan for JSON."""
+    """Return the whole plan as data for JSON."""
     return {
         "model": plan.trace.name,
         "parameters": plan.trace.num_parameters,
@@ -163,7 +163,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 
 def config_of(plan: Plan, option: Option) -> Config:
-    """Return the settings of one option; the loader's batch size is the script's own."""
+    """Return the settings of one option; the loader's batch size remains the script's."""
     chosen, mesh = option.candidate, option.candidate.mesh
     machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
     parallelism = ParallelismConfig(tp_size=mesh.tp, cp_size=mesh.cp, pp_size=mesh.pp)
@@ -185,7 +185,7 @@ def config_of(plan: Plan, option: Option) -> Config:
 
 
 def notes(plan: Plan, option: Option) -> list[str]:
-    """What the settings cannot say: the batch size of the script's loader, and the bytes on the wire."""
+    """Return notes that settings cannot express: the batch size of the script's loader, and the bytes sent."""
     chosen = option.candidate
     each = chosen.micro_batch * (chosen.micro_steps if chosen.mesh.pp > 1 else 1)
     reads, steps = _count(chosen.mesh.size(*BATCH), "rank"), _count(chosen.micro_steps, "micro-step")
@@ -199,7 +199,7 @@ def notes(plan: Plan, option: Option) -> list[str]:
 
 
 def _fixed(plan: Plan, option: Option) -> Iterator[str]:
-    """Settings that the script fixes in its code, where they win over the file."""
+    """Yield a note for each setting that the script fixes in its code, where it overrides the file."""
     config = config_of(plan, option)
     planned: dict[str, tuple[str | int, ...]] = {
         "mixed_precision": (config.mixed_precision,),
@@ -219,7 +219,7 @@ def _count(number: int, what: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time in the unit that suits it."""
+    """Return a time with a suitable unit."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.{1 if value >= 0.01 else 2}f} ms"

@@ -1,4 +1,4 @@
-"""The search: every way to train that this version offers, with what it needs and how long it takes, ranked. No torch."""
+"""Search over all supported layouts, ranked by predicted memory and time. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from hasten.tools.plan.traced import Candidate, ModelTrace, PrecisionName
 _MOST_STAGES: Final = 16
 _MOST_CONTEXT: Final = 8
 _LEAST_TOKENS: Final = 2048
-"""Of a sequence on each rank."""
+"""Minimum tokens of a sequence on each rank."""
 _MOST_GPUS: Final = 65_536
 SIMPLER: Final = 0.03
-"""A simpler layout is taken when it is slower by at most this share: predictions are no nearer, and simple things break less."""
+"""Largest slowdown for which a simpler layout is preferred: predictions are not more accurate than that."""
 _LARGEST: Final = 2
-"""Micro-batches whose time is predicted, of those that fit."""
+"""Number of fitting micro-batches whose time is predicted, the largest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for."""
+    """Request for a plan: the devices, the batch and the allowed layouts."""
 
     gpus: int
     accelerator: Accelerator
     global_batch: int
     precisions: tuple[PrecisionName, ...] = ("bf16", "no")
     micro_batch: int | None = None
-    """Samples in a forward, where the script decides it."""
+    """Samples in a forward, if fixed by the script."""
     offload: bool = True
     """Whether host memory may be used."""
     tf32: bool = False
     only_data: bool = False
-    """Whether only data parallelism is offered: every rank then reads its own samples, whatever is chosen."""
+    """Whether only data parallelism is considered, so that every rank reads different samples."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -56,17 +56,17 @@ class Option:
     time: Time
     fits: bool
     asks: str = ""
-    """What the training loop must call for it; empty where it runs as it is."""
+    """Call that the training loop must add; empty if it works unchanged."""
 
     @property
     def usable(self) -> bool:
-        """Whether it fits and the loop needs no change."""
+        """True if the option fits and the loop needs no change."""
         return self.fits and not self.asks
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The outcome: options from best to worst, those that can be used before all others.
+    """Result of a search: options from best to worst, usable ones first.
 
     The first one is the simplest of those that are nearly as fast as the fastest (`SIMPLER`).
     """
@@ -77,19 +77,19 @@ class Plan:
 
     @property
     def best(self) -> Option:
-        """The option to take: it fits and runs as the loop is."""
+        """The recommended option: it fits and needs no change of the loop, if any such option exists."""
         return self.options[0]
 
     @property
     def fastest(self) -> Option:
-        """The fastest option that can be used; the best unless a simpler one is nearly as fast."""
+        """The fastest usable option; equal to the best unless a simpler one is nearly as fast."""
         return min((one for one in self.options if one.usable), key=_rank, default=self.best)
 
 
 def search(trace: ModelTrace, request: Request) -> Plan:
-    """Return every option, ranked: what fits and needs no change of the loop first, then by time.
+    """Return every option, ranked: those that fit without changes of the loop first, then by time.
 
-    Raises: ConfigError when nothing fits, with the smallest need there is, or when the batch cannot be divided.
+    Raises: ConfigError when nothing fits, with the smallest memory need found, or when the batch cannot be divided.
     """
     options = list(_options(trace, request))
     if not options:
@@ -110,7 +110,7 @@ def search(trace: ModelTrace, request: Request) -> Plan:
 
 
 def _changed(option: Option) -> int:
-    """Return how many things are done that a plain loop on copies does not do."""
+    """Return the number of features that plain replicated training does not use."""
     chosen = option.candidate
     return int(chosen.offload) + int(chosen.recompute) + int(chosen.sharded) + int(chosen.mesh.tp > 1)
 
@@ -139,9 +139,9 @@ def _nothing_fits(trace: ModelTrace, request: Request, options: Sequence[Option]
 
 
 def _options(trace: ModelTrace, request: Request) -> Iterator[Option]:
-    """For every layout the micro-batch that is fastest among those that fit, and the next larger one that does not.
+    """Yield for every layout the fastest micro-batch that fits, and the next larger one that does not.
 
-    Memory grows with the micro-batch, and so does speed, except where a pipeline needs many of them.
+    Memory grows with the micro-batch, and so does speed, except where a pipeline needs many micro-batches.
     """
     has = request.accelerator.memory_bytes
     for layout in layouts(trace, request):
@@ -171,7 +171,7 @@ def _option(trace: ModelTrace, request: Request, pair: tuple[Candidate, Need], k
 
 
 def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
-    """Yield the layout with every way to divide the batch into micro-batches."""
+    """Yield the layout with every division of the batch into micro-batches."""
     ranks = layout.mesh.size(*BATCH)
     if request.global_batch % ranks:
         return
@@ -183,11 +183,11 @@ def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
 
 
 def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
-    """Yield every strategy on every mesh, in every precision, with and without recompute, kept parameters and offload."""
+    """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, sharded in _meshes(trace, request):
         reshards = (True, False) if sharded and mesh.dp_shard * mesh.cp > 1 else (True,)
         offloads: tuple[bool, ...] = (False, True) if sharded and request.offload and mesh.pp == 1 else (False,)
-        if sharded and mesh.world_size == 1:  # shards of one rank save nothing but the place where they lie
+        if sharded and mesh.world_size == 1:  # sharding over one rank only makes sense for offload
             offloads = (True,) if request.offload else ()
         for variant in trace.variants:
             if variant.precision not in request.precisions:
@@ -207,7 +207,7 @@ def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
 
 
 def _meshes(trace: ModelTrace, request: Request) -> Iterator[tuple[MeshSpec, bool]]:
-    """Meshes of all GPUs, with whether parameters are sharded on them."""
+    """Yield the meshes of all GPUs, and whether parameters are sharded on them."""
     gpus, node = request.gpus, request.accelerator.per_node
     splits = [1, *(tp for tp in trace.tp_sizes if tp > 1 and tp <= node and gpus % tp == 0)]
     stages = [pp for pp in divisors(gpus) if pp <= min(_MOST_STAGES, max(trace.num_blocks, 1))]
@@ -223,12 +223,12 @@ def _meshes(trace: ModelTrace, request: Request) -> Iterator[tuple[MeshSpec, boo
 
 
 def _divides_context(trace: ModelTrace, cp: int) -> bool:
-    """Whether sequences are worth dividing over `cp` ranks: attention is known, and parts are long enough to compute on."""
+    """Return whether sequences can be divided over `cp` ranks: attention is known, and the shards are long enough."""
     return cp == 1 or bool(trace.key_width and trace.sequence % (2 * cp) == 0 and trace.sequence // cp >= _LEAST_TOKENS)
 
 
 def _data_parallel(ranks: int, tp: int, pp: int, cp: int, node: int) -> Iterator[tuple[MeshSpec, bool]]:
-    """Copies, shards over all ranks, and shards inside a machine with copies across."""
+    """Yield replicas, shards over all ranks, and shards within a machine with replicas across machines."""
     if tp == 1:
         yield MeshSpec(dp_replicate=ranks, cp=cp, pp=pp), False
     if ranks * cp * pp * tp == 1:

@@ -1,4 +1,4 @@
-"""How long one update takes: compute, communication and waiting, from a model's trace and a table of hardware. No torch."""
+"""Predicted time of an update: compute, communication and waiting, from a trace and a hardware table. No torch."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _GB: Final = 1e9
 _NODE_LATENCY_S: Final = 8e-6
 _NETWORK_LATENCY_S: Final = 20e-6
 _UPDATE_ACCESSES: Final = 3.0
-"""How often an optimizer of many small operations reads or writes each of its numbers, on average."""
+"""Average number of reads or writes of each number by an optimizer of many small operations."""
 _HOST_UPDATE_GB_S: Final = 20.0
-"""Numbers a host updates in offloaded training."""
+"""Speed at which a host updates parameters in offloaded training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """Seconds of one update, and what they are spent on."""
+    """Seconds of one update, by cause."""
 
     compute: float
     update: float
     exposed: float
-    """Communication that computing does not hide."""
+    """Communication that does not overlap with compute."""
     bubble: float
-    """Waiting of pipeline stages."""
+    """Idle time of pipeline stages."""
     sent: Traffic
     model_flops: float
-    """Operations of all ranks without those that recompute."""
+    """Operations of all ranks, without recomputation."""
 
     @property
     def total(self) -> float:
-        """The whole update."""
+        """Seconds of the whole update."""
         return self.compute + self.update + self.exposed + self.bubble
 
     def mfu(self, accelerator: Accelerator, candidate: Candidate) -> float:
-        """Model FLOPs utilisation: the share of the vendor's peak in the candidate's precision."""
+        """Return the model FLOPs utilisation: the fraction of the vendor's peak in the candidate's precision."""
         peak = accelerator.tflops_fp32 if candidate.precision == "no" else accelerator.tflops_bf16
         return self.model_flops / (self.total * peak * 1e12 * candidate.mesh.world_size)
 
     def words(self) -> str:
-        """What takes the time, the largest first."""
+        """Return the causes with their share of the time, the largest first."""
         parts = {
             "compute": self.compute,
             "update": self.update,
@@ -61,7 +61,7 @@ class Time:
 def predict(
     trace: ModelTrace, candidate: Candidate, accelerator: Accelerator, tf32: bool = False, kept: Kept | None = None
 ) -> Time:
-    """Return the time of one update of a candidate; `kept` as in `memory.need`."""
+    """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
     variant = trace.variant(candidate.precision, candidate.recompute)
     plain = trace.variant(candidate.precision, False) or variant
     assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
@@ -78,7 +78,7 @@ def predict(
             covered += seconds
         else:
             shown += seconds
-    first = covered / max(trace.num_blocks, 1) / max(steps, 1)  # nothing computes beside the first gather or last sum
+    first = covered / max(trace.num_blocks, 1) / max(steps, 1)  # the first gather and last reduce do not overlap
     samples = candidate.global_batch
     return Time(
         compute=compute,
@@ -93,21 +93,21 @@ def predict(
 def micro_step(
     trace: ModelTrace, candidate: Candidate, variant: Variant, accelerator: Accelerator, tf32: bool = False
 ) -> float:
-    """Seconds of one forward and backward on one rank: operations that compute, those that move memory, or the host's pace."""
+    """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
     mesh, samples = candidate.mesh, candidate.micro_batch
     within = mesh.tp * mesh.cp * mesh.pp
     flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / within
     split = 1 - trace.split_share + trace.split_share / mesh.tp
     line = (
         Line(0.0, variant.moved.slope) if candidate.sharded else variant.moved
-    )  # `_copying` has the casts of parameters
+    )  # `_copying` accounts for the casts of parameters
     moved = line.at(samples) * split / mesh.cp / mesh.pp
     memory = moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
     return max(flops + memory, variant.operations / mesh.pp * accelerator.launch_us * 1e-6)
 
 
 def _copying(trace: ModelTrace, candidate: Candidate, accelerator: Accelerator) -> float:
-    """Seconds in which sharded parameters are cast, copied into and out of collectives' buffers, in one micro-step."""
+    """Return the seconds per micro-step for casting sharded parameters and copying them to and from buffers."""
     if not candidate.sharded:
         return 0.0
     mesh, item = candidate.mesh, ITEM if candidate.precision == "no" else 2
@@ -118,7 +118,7 @@ def _copying(trace: ModelTrace, candidate: Candidate, accelerator: Accelerator) 
 
 
 def update(candidate: Candidate, accelerator: Accelerator, kept: Kept) -> float:
-    """Return seconds of the optimizer's step on one rank that holds `kept`."""
+    """Return the seconds of the optimizer's step on a rank that holds `kept`."""
     parameters, gradients, optimizer = kept
     numbers = parameters + gradients + optimizer
     if candidate.offload:
@@ -128,17 +128,17 @@ def update(candidate: Candidate, accelerator: Accelerator, kept: Kept) -> float:
 
 
 def _spans_nodes(mesh: MeshSpec, axis: str, per_node: int) -> bool:
-    """Return whether ranks along `axis` are on several machines: ranks of inner axes are neighbours."""
+    """Return whether ranks along `axis` are on several machines: ranks of inner axes are adjacent."""
     names = axis.split("+")
     outermost = min(AXES.index(Axis(name)) for name in names)
     return mesh.size(*AXES[outermost:]) > per_node
 
 
 def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
-    """Return bytes a second that one rank sends along `axis`.
+    """Return the bytes per second that one rank sends along `axis`.
 
-    A collective over several machines passes between them at the speed of all network links of a machine together, when
-    its ranks fill the machine, since only one of its neighbours in the ring is elsewhere.
+    A collective over several machines uses all network links of a machine together if
+    its ranks fill the machine, since only one neighbour in the ring is on another machine.
     """
     if not _spans_nodes(mesh, axis, accelerator.per_node):
         return accelerator.node_gb_s * _GB * accelerator.link_share
@@ -150,7 +150,7 @@ def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
 
 
 def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: Accelerator) -> float:
-    """Return seconds that starting the collectives of one update takes."""
+    """Return the latency of the collectives of one update, in seconds."""
     mesh = candidate.mesh
     each = _NETWORK_LATENCY_S if _spans_nodes(mesh, axis, accelerator.per_node) else _NODE_LATENCY_S
     blocks = max(1, ceil(trace.num_blocks / mesh.pp)) + 1

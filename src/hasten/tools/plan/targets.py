@@ -1,4 +1,4 @@
-"""What can be planned: a script, a function that returns a model, or a model's folder, each as a training loop to trace."""
+"""Targets of a plan: a script, a function that returns a model, or a model's folder, each as a loop to trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hasten.trees import map_tensors, tensors
 
 Loop = Callable[[], object]
 _LONGEST: Final = 4096
-"""Tokens of a sample where neither the request nor the model says less."""
+"""Maximum tokens of a sample if neither the request nor the model specifies fewer."""
 _OPTIMIZERS: Final = (("adamw", AdamW), ("adam", Adam), ("sgd", SGD))
 
 
@@ -32,7 +32,7 @@ def loop_of(
 ) -> tuple[Loop, str]:
     """Return the training loop of a target, and the target's name.
 
-    Raises: ConfigError for a target that is none of the three.
+    Raises: ConfigError for a target that is neither a script, nor a function, nor a folder.
     """
     path = Path(target)
     if path.suffix == ".py" or path.is_file():
@@ -66,7 +66,7 @@ def _arguments(words: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[None]:
-    """Find modules beside a script, as `python script.py` does."""
+    """Make modules next to a script importable, as `python script.py` does."""
     sys.path.insert(0, str(folder.absolute()))
     try:
         yield
@@ -81,7 +81,7 @@ def _from_factory(target: str, sequence: int | None) -> tuple[nn.Module, Sample]
     name, _, function = target.partition(":")
     with _beside(Path.cwd()):
         try:
-            made = getattr(import_module(name), function)()  # the user's own module, named on the command line
+            made = getattr(import_module(name), function)()  # the user's module, named on the command line
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
@@ -116,8 +116,8 @@ def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
 
 
 def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
-    """Return one sample for a model of transformers, by its configuration: tokens with labels, or an image."""
-    config: Any = getattr(model, "config", None)  # Any: of transformers
+    """Return one sample for a model of transformers, from its configuration: tokens with labels, or an image."""
+    config: Any = getattr(model, "config", None)  # Any: a configuration of transformers
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" in accepted and hasattr(config, "vocab_size"):
         longest = getattr(config, "max_position_embeddings", None) or _LONGEST
@@ -140,12 +140,12 @@ def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
 
 
 def _labels_tokens(model: nn.Module) -> bool:
-    """Return whether labels are one for each token rather than one for each sequence."""
+    """Return whether there is one label per token rather than one per sequence."""
     return not type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
 
 
 class _Rows(Dataset[Any]):
-    """One sample, several times."""
+    """Dataset that repeats one sample."""
 
     def __init__(self, sample: Any) -> None:  # Any: a tree of tensors
         self._sample = map_tensors(lambda tensor: tensor[0] if tensor.dim() else tensor, sample)
@@ -158,7 +158,7 @@ class _Rows(Dataset[Any]):
 
 
 def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
-    """The plain loop around a model whose output is, or has, a loss; else the mean of its output stands for one."""
+    """Train a model in a plain loop; if its output is not and has no loss, the mean of the output is the loss."""
     kind = dict(_OPTIMIZERS).get(optimizer.lower())
     if kind is None:
         raise ConfigError(f"optimizer {optimizer!r} is not known here; use one of {', '.join(dict(_OPTIMIZERS))}.")
@@ -176,7 +176,7 @@ def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
         updates.step()
 
 
-def _loss(output: Any) -> Tensor:  # Any: whatever the model returns
+def _loss(output: Any) -> Tensor:  # Any: the output of any model
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -1,4 +1,4 @@
-"""From a training loop to its trace: the anatomy of the model, and one step per variant, joined to lines in the samples."""
+"""Trace of a training loop: the structure of the model, and one step per variant, fitted linearly in the samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trace(
 ) -> ModelTrace:
     """Return the trace of one step of `loop`, which prepares a model with an Accelerator and trains it.
 
-    Raises: ConfigError when the loop does not come to a step, or the step cannot run on fake tensors.
+    Raises: ConfigError when the loop does not reach a step, or the step cannot run on fake tensors.
     """
     if not hasattr(os, "fork"):
         raise ConfigError("planning forks the training loop, which this system cannot; run it on Linux or macOS.")
@@ -53,7 +53,7 @@ def trace(
 
 @dataclass(slots=True)
 class Findings:
-    """What is known of the models before they are made fake."""
+    """Facts about the models, collected before they are replaced by fake ones."""
 
     parameters: tuple[ParameterKind, ...] = ()
     anatomy: Anatomy = field(default_factory=Anatomy)
@@ -63,7 +63,7 @@ class Findings:
     tp_summed: int = 0
 
     def look(self, models: list[nn.Module]) -> Anatomy:
-        """Take notes of parameters, blocks and layers that can be split."""
+        """Record parameters, blocks and layers that can be split."""
         model = max(models, key=lambda one: sum(p.numel() for p in one.parameters()))
         blocks = _outermost(blocks_to_recompute(model, FullyShardedDataParallelPlugin()))
         split = self._splits(model)
@@ -92,15 +92,15 @@ class Findings:
         return self.anatomy
 
     def _splits(self, model: nn.Module) -> Split:
-        """Return the layers that can be split, and over how many ranks."""
+        """Return the layers that can be split; record the possible numbers of ranks."""
         sizes: list[int] = []
         chosen = Split("none")
         for ranks in _TP_SIZES:
             try:
                 found = decide(model, "auto", (), ranks)
-            except (ConfigError, PrepareError):  # this number of ranks does not divide the layers: it is not offered
+            except (ConfigError, PrepareError):  # this number of ranks does not divide the layers
                 break
-            if sizes and found.styles != chosen.styles:  # some layers would be whole from here on
+            if sizes and found.styles != chosen.styles:  # some layers would no longer be split
                 break
             chosen = found
             sizes.append(ranks)
@@ -167,7 +167,7 @@ def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, Tensor
 
 
 def _variant(one: Step, two: Step) -> Variant:
-    """Return the lines through steps of one and of two samples."""
+    """Return the linear fits through steps of one and of two samples."""
     first, second = one.watched, two.watched
     names = sorted({*first.flops, *second.flops})
     return Variant(
@@ -182,7 +182,7 @@ def _variant(one: Step, two: Step) -> Variant:
 
 
 def _moments(one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]) -> list[Moment]:
-    """Moments of both steps joined by their place; of steps that differ in length, by their highest ones."""
+    """Return the moments of both steps paired by position; for steps that differ in length, only the highest ones."""
     if len(one) != len(two):
         one, two = [max(one, key=sum, default=(0, 0, 0))], [max(two, key=sum, default=(0, 0, 0))]
     total = max((gradients for _, _, gradients in one), default=0) or 1

@@ -1,4 +1,4 @@
-"""What a trace of one training step found, as plain numbers: the input of every formula here. No torch."""
+"""Results of tracing one training step, as plain numbers: the input of all formulas. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec, mesh_title
 
 PrecisionName = Literal["no", "bf16", "fp16"]
 ITEM: Final = 4
-"""Bytes of a number in float32."""
+"""Bytes of a float32 number."""
 
 
 OWN: Final = ("mixed_precision", "gradient_accumulation_steps", "strategy")
-"""Settings that plans choose and scripts may fix in their code."""
+"""Settings that plans choose, but scripts may fix in their code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterKind:
-    """Parameters that are alike in all that matters for memory, and how many there are."""
+    """Parameters that are equal in everything that affects memory, and their number."""
 
     shape: tuple[int, ...]
     item: int = ITEM
     count: int = 1
     trained: bool = True
     in_block: bool = False
-    """Whether it belongs to a repeated block, which is sharded on its own."""
+    """Whether the parameter belongs to a repeated block, which is sharded separately."""
     split: int | None = None
-    """The dimension that tensor parallelism divides; None for a parameter that stays whole."""
+    """The dimension that tensor parallelism splits; None for a parameter that is not split."""
 
     @property
     def numel(self) -> int:
-        """Numbers in one of them."""
+        """Number of elements of one parameter."""
         total = 1
         for size in self.shape:
             total *= size
@@ -39,32 +39,32 @@ class ParameterKind:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all parameters of this kind."""
         return self.numel * self.item * self.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """What an optimizer keeps of each parameter, and needs for a moment while it updates."""
+    """Memory of an optimizer: persistent state per parameter, and temporary memory during the update."""
 
     name: str = "AdamW"
     states: tuple[int, ...] = (4, 4)
-    """Bytes per number of each state that has the parameter's shape."""
+    """Bytes per element of each state that has the parameter's shape."""
     counter_bytes: int = 4
-    """Bytes of other state, for each parameter; on the host."""
+    """Bytes of other state per parameter; on the host."""
     passing: float = 1.0
-    """Bytes allocated during the update, as a share of the parameters' bytes."""
+    """Bytes allocated during the update, as a fraction of the parameters' bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A quantity that grows with the number of samples: `fixed + slope * samples`."""
+    """A quantity that is linear in the number of samples: `fixed + slope * samples`."""
 
     fixed: float = 0.0
     slope: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the quantity for so many samples; never negative."""
+        """Return the quantity for the given number of samples; never negative."""
         return max(0.0, self.fixed + self.slope * samples)
 
     @classmethod
@@ -75,13 +75,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One moment of forward and backward: bytes alive beside parameters and optimizer state."""
+    """One moment of forward and backward: bytes allocated besides parameters and optimizer state."""
 
     activations: Line
     copies: Line = field(default_factory=Line)
-    """Parameters cast to another precision, which autograd keeps."""
+    """Parameters cast to another precision, which autograd saves."""
     gradients: float = 0.0
-    """Share of the gradients that exist by now, of 1."""
+    """Fraction of the gradients that exist at this moment, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +91,13 @@ class Variant:
     precision: PrecisionName
     recompute: bool
     flops: dict[str, Line]
-    """Floating-point operations of matrix products, convolutions and attention, by dtype; recomputed ones included."""
+    """Floating-point operations of matrix products, convolutions and attention, by dtype; including recomputation."""
     moved: Line
     """Bytes that all other operations read and write."""
     operations: int
     moments: tuple[Moment, ...]
     peak_module: str = ""
-    """Where the peak of activations is."""
+    """The module at the peak of activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,25 +111,25 @@ class ModelTrace:
     num_blocks: int = 0
     block_classes: tuple[str, ...] = ()
     largest_block: int = 0
-    """Numbers in the largest block."""
+    """Number of elements in the largest block."""
     split_share: float = 0.0
-    """Share of activations that tensor parallelism divides."""
+    """Fraction of activations that tensor parallelism splits."""
     block_share: float = 1.0
-    """Share of activations that belongs to blocks, which a pipeline divides."""
+    """Fraction of activations in blocks, which a pipeline divides."""
     tp_sizes: tuple[int, ...] = ()
     """Numbers of ranks over which layers can be split."""
     tp_summed: int = 0
-    """Widths summed over tensor-parallel ranks in a forward and backward (see `runtime.bytes_plan.tensor_traffic`)."""
+    """Widths all-reduced over tensor-parallel ranks per forward and backward (see `bytes_plan.tensor_traffic`)."""
     width: int = 0
-    """Width of what blocks pass on."""
+    """Width of the hidden states between blocks."""
     sequence: int = 1
     """Tokens of one sample."""
     key_width: int = 0
     """Width of the keys, which context parallelism exchanges."""
     batch_size: int = 0
-    """Samples in a batch of the script's own loader; 0 where there is none."""
+    """Batch size of the script's loader; 0 if there is none."""
     own: tuple[tuple[str, str | int], ...] = ()
-    """Settings of `OWN` that the script gives its Accelerator itself: they win over any file."""
+    """Settings of `OWN` that the script passes to its Accelerator, which override any file."""
 
     def variant(self, precision: str, recompute: bool) -> Variant | None:
         """Return the variant of this kind, if it was traced."""
@@ -137,34 +137,34 @@ class ModelTrace:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters."""
+        """Number of elements in all parameters."""
         return sum(kind.numel * kind.count for kind in self.parameters)
 
     @property
     def outside_blocks(self) -> int:
-        """Numbers in parameters that are in no block."""
+        """Number of elements in parameters outside of blocks."""
         return sum(kind.numel * kind.count for kind in self.parameters if not kind.in_block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One point of the search."""
+    """One point of the search space."""
 
     mesh: MeshSpec
     sharded: bool = False
-    """Whether parameters are sharded (FSDP2) rather than copied (DDP)."""
+    """Whether parameters are sharded (FSDP2) rather than replicated (DDP)."""
     precision: PrecisionName = "bf16"
     recompute: bool = False
     reshard: bool = True
     """Whether gathered parameters are freed after the forward."""
     offload: bool = False
-    """Whether parameters, gradients and optimizer state lie in host memory."""
+    """Whether parameters, gradients and optimizer state are in host memory."""
     micro_batch: int = 1
     micro_steps: int = 1
 
     @property
     def strategy(self) -> str:
-        """The strategy as settings name it."""
+        """The strategy's name in settings."""
         if self.sharded:
             return "fsdp"
         return "ddp" if self.mesh.world_size > 1 else "none"

@@ -1,4 +1,4 @@
-"""The bytes a candidate's ranks send in one update, by axis: the formulas of `runtime.bytes_plan` for a traced model. No torch."""
+"""Bytes that a candidate's ranks send in an update, by axis: `runtime.bytes_plan` applied to a trace. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hasten.tools.plan.traced import ITEM, Candidate, ModelTrace
 
 
 def weights(trace: ModelTrace, candidate: Candidate) -> Weights:
-    """Return the trained parameters of a rank's stage, by the way they are spread."""
+    """Return the trained parameters of a rank's stage, by the way they are distributed."""
     whole = split = 0.0
     for kind in trace.parameters:
         if kind.trained:
@@ -21,7 +21,7 @@ def weights(trace: ModelTrace, candidate: Candidate) -> Weights:
 
 
 def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
-    """Return bytes each rank sends in one update, by axis."""
+    """Return the bytes that each rank sends in one update, by axis."""
     mesh, steps = candidate.mesh, candidate.micro_steps
     half = candidate.precision != "no"
     item = 2 if half else ITEM
@@ -37,7 +37,7 @@ def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
     tokens = candidate.micro_batch * trace.sequence // mesh.cp
     extra: list[Traffic] = []
     if mesh.tp > 1:
-        repeated = 1.5 if candidate.recompute else 1.0  # sums of the forward are done again
+        repeated = 1.5 if candidate.recompute else 1.0  # all-reduces of the forward are repeated
         extra.append(tensor_traffic(mesh, tokens=tokens, summed=round(trace.tp_summed * repeated / mesh.pp), item=item))
     if mesh.cp > 1:
         one = context_traffic(
@@ -53,5 +53,5 @@ def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
 
 
 def hidden(axis: str) -> bool:
-    """Whether what is sent along `axis` overlaps with computing: parameters and gradients do, layers wait for each other."""
+    """Return whether traffic along `axis` overlaps with compute: only that of data parallelism does."""
     return axis not in (Axis.TP, Axis.CP, Axis.PP)

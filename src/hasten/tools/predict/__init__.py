@@ -1,1 +1,1 @@
-"""`hasten predict`: a model over all rows of a file, on all processes, in order. Start with `predict.py`."""
+"""`hasten predict`: a model applied to all rows of a file, on all processes, in order. Start with `predict.py`."""

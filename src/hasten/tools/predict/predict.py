@@ -1,4 +1,4 @@
-"""The program of `hasten predict`: every batch on one of the processes, results in the order of the data, one rename at the end.
+"""Program of `hasten predict`: batches distributed over processes, results in order, written atomically.
 
 Run under `hasten launch -m hasten.tools.predict.predict`.
 """
@@ -27,7 +27,7 @@ from hasten.trainer.collate import DataCollatorWithPadding
 from hasten.trainer.evaluation import EvalPrediction
 from hasten.trainer.metrics import classification_metrics
 
-# Any in this file: rows and results are the user's own; so are models of transformers.
+# Any in this file: rows, results and models of transformers.
 Rows = Sequence[dict[str, Any]]
 Predict = Callable[[Rows], Sequence[Any]]
 
@@ -38,7 +38,7 @@ _TEXTS: Final = (
 
 
 def load(target: str, accelerator: Accelerator) -> Predict:
-    """What turns a batch of rows into as many results. Ranks: every rank.
+    """Return a function that maps a batch of rows to as many results. Ranks: every rank.
 
     Raises: ConfigError when there is no such folder, module or name, or the folder holds another kind of model.
     """
@@ -55,7 +55,7 @@ def load(target: str, accelerator: Accelerator) -> Predict:
 
 
 class SavedClassifier:
-    """A model of transformers for sequence classification with its tokenizer, from a folder."""
+    """A transformers model for sequence classification with its tokenizer, loaded from a folder."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         transformers: Any = need("transformers", ">=4.45", why="predicting with a saved folder")
@@ -111,7 +111,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line that `hasten predict` wrote, and predict. Ranks: every rank."""
+    """Parse the command line written by `hasten predict`, and predict. Ranks: every rank."""
     parser = argparse.ArgumentParser(prog="hasten predict")
     parser.add_argument("target")
     parser.add_argument("data", type=Path)
@@ -128,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predict_file(
     accelerator: Accelerator, target: str, data: Path, output: Path, batch_size: int, evaluate: bool = False
 ) -> str:
-    """Write the results of all rows of a file; what there is to say about it. Ranks: every rank.
+    """Write the results of all rows of a file, and return a summary. Ranks: every rank.
 
-    Started again after a failure, it keeps the batches that were finished; the output is there as a whole or not at all.
+    After a failure, a new run reuses the finished batches; the output is written atomically.
     Raises: on every rank when a row, the target or the disk fails on one.
     """
     with agree(accelerator.comm, f"reading {data} and loading {target}"):
@@ -165,14 +165,14 @@ def predict_file(
 def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     """Return the results of a batch.
 
-    Raises: DataError when there are not as many as rows; what the user's function raises, with the rows noted.
+    Raises: DataError when their number differs from that of the rows; any error of the user's function, with a note of the rows.
     """
     try:
         made = predict([rows[index] for index in batch])
         if not isinstance(made, Iterable):
             raise DataError(f"{made!r} came back instead of results; return a list with one result per row.")
         results = list(made)
-    except Exception as error:  # any error of the user's code: noted and raised again
+    except Exception as error:  # any error of the user's code: re-raised with a note
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")
         raise
     if len(results) != len(batch):
@@ -184,7 +184,7 @@ def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
 
 
 def metrics(output: Path, rows: Rows) -> Mapping[str, float]:
-    """Accuracy and F1 of the written scores against the rows' labels.
+    """Return accuracy and F1 of the written scores against the rows' labels.
 
     Raises: DataError when rows have no label or results no scores.
     """
@@ -206,7 +206,7 @@ def digest(path: Path) -> str:
 
 
 def fingerprint(target: str) -> str:
-    """What changes when the target does: the sizes and times of a folder's files, or the text of the function's module."""
+    """Return a hash that changes with the target: of a folder's file sizes and times, or of the function's module."""
     folder = Path(target)
     if folder.is_dir():
         facts = [

@@ -1,4 +1,4 @@
-"""Rows of a file, read in parts by all processes and written in order."""
+"""Rows of an input file, and an output file written in parts by all processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JOB: Final = "job.json"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an output: whole batches each, cut the same way on any number of processes."""
+    """The parts of an output: whole batches each, divided identically for any number of processes."""
 
     output: Path
     num_rows: int
@@ -32,12 +32,12 @@ class Parts:
 
     @property
     def folder(self) -> Path:
-        """Where finished parts wait for the others."""
+        """The folder of finished parts."""
         return self.output.with_name(f"{self.output.name}.parts")
 
     @property
     def rows_per_part(self) -> int:
-        """Rows of every part but the last: one batch, or more where that would make too many files."""
+        """Rows of every part but the last: one batch, or more if that would make too many files."""
         num_batches = -(-self.num_rows // self.batch_size)
         return self.batch_size * max(-(-num_batches // _MOST_PARTS), 1)
 
@@ -47,16 +47,16 @@ class Parts:
         return -(-self.num_rows // self.rows_per_part)
 
     def batches(self, part: int) -> list[range]:
-        """Return the rows of each batch of a part."""
+        """Return the row ranges of the batches of a part."""
         first, last = part * self.rows_per_part, min((part + 1) * self.rows_per_part, self.num_rows)
         return [range(begin, min(begin + self.batch_size, last)) for begin in range(first, last, self.batch_size)]
 
     def missing(self) -> list[int]:
-        """Return the parts that are not there yet."""
+        """Return the parts that are not finished."""
         return [part for part in range(self.count) if not self._path(part).exists()]
 
     def begin(self, job: Mapping[str, Any]) -> str:
-        """Keep the parts of the same job, remove those of another; says which facts differed. Ranks: main only."""
+        """Reuse the parts of the same job, remove those of another; return the facts that differ. Ranks: main only."""
         text = json.dumps(dict(job), sort_keys=True)
         record = self.folder / _JOB
         differing = ""
@@ -76,11 +76,11 @@ class Parts:
         return differing
 
     def finish(self, part: int, results: Sequence[Any]) -> None:
-        """Keep the results of a part, one line each."""
+        """Write the results of a part, one per line."""
         write_whole(self._path(part), "".join(f"{to_json(result)}\n" for result in results))
 
     def publish(self) -> None:
-        """Make the output of all parts, in order, and remove them. Ranks: main only, when none is missing."""
+        """Join all parts in order into the output, and remove them. Ranks: main only, when none is missing."""
         draft = self.folder / "output"
         with draft.open("wb") as file:
             for part in range(self.count):
@@ -95,7 +95,7 @@ class Parts:
 
 
 def _facts(record: Path) -> dict[str, Any]:
-    """What is known of an earlier job; nothing if it was interrupted while it wrote that down."""
+    """Return the facts of an earlier job; empty if it was interrupted while writing them."""
     try:
         known = json.loads(record.read_text("utf-8"))
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def _facts(record: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all, also when the machine stops."""
+    """Write a file atomically, even if the machine stops."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -114,14 +114,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def to_json(result: Any) -> str:
-    """Return a result as one line of JSON; what is no object becomes the value of `prediction`."""
+    """Return a result as one line of JSON; a value that is not a dict becomes the value of `prediction`."""
     return json.dumps(
         result if isinstance(result, dict) else {"prediction": result}, default=_plain, ensure_ascii=False
     )
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists."""
+    """Convert arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise DataError(
@@ -131,13 +131,13 @@ def _plain(value: Any) -> Any:
 
 KINDS: Final = (".jsonl", ".csv", ".tsv", ".txt")
 
-# Any in this file: the values of a row are the user's own.
+# Any in this file: the values of a row.
 
 
 def read_rows(path: Path) -> Sequence[dict[str, Any]]:
-    """Return all rows of a file; a line of a text file is the column `text`.
+    """Return all rows of a file; each line of a text file has the column `text`.
 
-    Raises: ConfigError for a file of another kind, DataError for a line that is no row.
+    Raises: ConfigError for an unsupported kind of file, DataError for a line that is not a row.
     """
     match path.suffix:
         case ".jsonl":

@@ -1,4 +1,4 @@
-"""From runs to what their page draws: every chart reduced to a few thousand points, tables of settings and differences."""
+"""Data of the report page: charts reduced to a few thousand points, tables of settings and differences."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MOST_POINTS: Final = 4000
 _BUCKETS: Final = 400
 _SECONDS: Final = ("runtime", "per_second")
 
-# Any in this file: what becomes JSON.
+# Any in this file: JSON values.
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """The curve with at most `most` points: of each stretch the lowest and the highest, so that no peak is lost."""
+    """Return the curve with at most `most` points: minimum and maximum of each interval, to preserve peaks."""
     length = len(curve.values)
     if length <= most:
         return curve
@@ -41,7 +41,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 
 
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Return every chart of the page, in order: metrics first, then where the time went."""
+    """Return all charts of the page, in order: metrics first, then timings."""
     found = [_metric(name, runs) for name in _metric_names(runs)]
     logged = [(run, log) for run in runs for log in sorted(run.ranks, key=lambda log: log.rank) if len(log.steps)]
     if not logged:
@@ -99,7 +99,7 @@ def _label(run: RunFolder, log: LoggedRank, several: bool) -> str:
 
 
 def _bucketed(log: LoggedRank, columns: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Times and the sums of columns over stretches of steps, with the number of steps as the last column."""
+    """Return times and the sums of columns over intervals of steps, with the number of steps as the last column."""
     steps = log.steps
     edges = np.unique(np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int))
     sums = [np.add.reduceat(steps[name].astype(np.float64), edges[:-1]) for name in columns]
@@ -118,7 +118,7 @@ def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any
 
 def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
     found = [_bucketed(log, PARTS) for log in logs]
-    gap = np.full((len(PARTS) + 1, 1), np.nan)  # nothing is drawn between two starts
+    gap = np.full((len(PARTS) + 1, 1), np.nan)  # a gap in the chart between two starts
     times = np.concatenate([np.concatenate([times[:1], times, times[-1:]]) for times, _ in found])
     sums = np.concatenate([part for _, sums in found for part in (gap, sums, gap)], axis=1)
     return [_trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1]) for index, part in enumerate(PARTS)]
@@ -136,7 +136,7 @@ def _memory(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
 
 
 def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """Return a row per metric: its name, and for each run the last value and the lowest and highest it had."""
+    """Return a row per metric: its name, and for each run its last, lowest and highest value."""
     names = dict.fromkeys(name for run in runs for name in run.curves)
     return [[name, *(_last(run.curves.get(name)) for run in runs)] for name in names]
 
@@ -150,7 +150,7 @@ def _last(curve: Curve | None) -> str:
 
 
 def unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the unit of the time axes, by the longest of them: seconds, minutes or hours, and how many are a minute."""
+    """Return the unit of the time axes, by the longest one: seconds, minutes or hours, and the units per minute."""
     longest = max((max(trace["minutes"], default=0.0) for chart in charts for trace in chart["traces"]), default=0.0)
     if longest < 3:
         return {"name": "seconds", "per_minute": 60.0}
@@ -158,7 +158,7 @@ def unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def duration(minutes: float) -> str:
-    """Return a time since the beginning as seconds below a minute, else as hours, minutes and seconds."""
+    """Return a duration as seconds below a minute, else as hours, minutes and seconds."""
     seconds = minutes * 60
     if abs(seconds) < 60:
         return f"{seconds:.3g} s"
@@ -166,7 +166,7 @@ def duration(minutes: float) -> str:
 
 
 def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """What happened in which run, in minutes since its beginning."""
+    """Return the events of all runs, with their minutes since the start of the run."""
     return [
         {"run": run.name, **event, "minutes": round((event["time"] - run.began_s) / 60, 4)}
         for run in runs
@@ -175,7 +175,7 @@ def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def spread(run: RunFolder) -> list[list[str]]:
-    """Return a row per rank: steps, mean and 95th percentile of a step, and its share of waiting for data."""
+    """Return a row per rank: steps, mean and 95th percentile of the step time, and the share of each part."""
     rows = []
     for rank in sorted({log.rank for log in run.ranks}):
         logs = [log.steps for log in run.ranks if log.rank == rank and len(log.steps)]
@@ -191,7 +191,7 @@ def spread(run: RunFolder) -> list[list[str]]:
 
 
 def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """Return a row per setting or fact that is not the same in all runs: its name and its value in each."""
+    """Return a row per setting or fact that differs between runs: its name and its value in each."""
     tables = [{**{k: v for k, (v, _) in run.settings.items()}, **run.environment} for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[name, *(table.get(name, "—") for table in tables)] for name in names]
@@ -206,7 +206,7 @@ _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
 def images(runs: Sequence[RunFolder]) -> list[str]:
-    """Return one part per name and run: its images at up to 8 steps, the first and the last among them."""
+    """Return HTML per name and run with its images at up to 8 steps, including the first and the last."""
     found, room = [], MOST_BYTES
     for run in runs:
         for name, logged in run.images.items():
@@ -237,7 +237,7 @@ def _chosen(logged: Sequence[LoggedImage]) -> list[LoggedImage]:
 
 
 def _content(path: Path, folder: Path, room: int) -> bytes | None:
-    """The PNG, or None if it is missing, no PNG, larger than the room that is left, or outside the run's folder."""
+    """Return the PNG, or None if it is missing, not a PNG, larger than `room`, or outside the run's folder."""
     whole = path.resolve()
     if not whole.is_relative_to(folder.resolve()) or not whole.is_file() or whole.stat().st_size > room:
         return None
@@ -246,7 +246,7 @@ def _content(path: Path, folder: Path, room: int) -> bytes | None:
 
 
 def tables(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, heading and rows of the newest table of each name and run."""
+    """Return title, heading and rows of the latest table of each name and run."""
     return [
         (
             f"{name}{f': {run.name}' if len(runs) > 1 else ''} (step {table.step})",

@@ -1,4 +1,4 @@
-"""`hasten report --live`: makes the report again whenever the files of a run have grown, until it is interrupted."""
+"""`hasten report --live`: renders the report again whenever the files of a run have grown, until interrupted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp(folders: Sequence[str]) -> Stamp:
-    """What tells that a run has grown: its files with their sizes and times; empty until all runs have begun."""
+    """Return the files of the runs with their sizes and times, to detect growth; empty until all runs have started."""
     files = [run_files(Path(folder)) for folder in folders]
     return tuple(_facts(path) for paths in files for path in paths) if all(files) else ()
 
@@ -23,7 +23,7 @@ def _facts(path: Path) -> tuple[str, int, int]:
 
 
 def follow(folders: Sequence[str], every_s: float, render: Callable[[], None]) -> int:
-    """Call `render` for every growth of the runs, at most once in `every_s` seconds; how often, once Ctrl-C has ended it."""
+    """Call `render` whenever the runs have grown, at most every `every_s` seconds; return the count after Ctrl-C."""
     count, last = 0, None
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The page of `hasten report`: one HTML file that holds its data, images and drawing code, and needs no network."""
+"""HTML page of `hasten report`: one file with its data, images and drawing code, which needs no network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hasten.tracking.run_log import PARTS
 
 
 def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
-    """Return the HTML about these runs; with `reload_s` the browser reads it again after as many seconds.
+    """Return the HTML about these runs; with `reload_s` the browser reloads it at that interval.
 
-    Charts are drawn by plotly where it is installed (they zoom), else as plain SVG.
+    Charts are drawn by plotly if it is installed (with zoom), else as plain SVG.
     """
     charts = report_data.charts(runs)
     content = {
@@ -42,7 +42,7 @@ def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
 
 
 def script_json(content: Any) -> str:  # Any: JSON values
-    """Return JSON that stands in a script element without ending it or beginning a comment."""
+    """Return JSON that is safe inside a script element: it neither ends the element nor starts a comment."""
     text = msgspec.json.encode(content).decode()
     return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -52,7 +52,7 @@ def _file(name: str) -> str:
 
 
 def _plotly() -> str:
-    """Return the library's source; empty if it is not installed, or older than the page needs."""
+    """Return the source of plotly; empty if it is not installed, or older than required."""
     if not available("plotly", ">=5.24"):
         return ""
     folder = Path(need("plotly", ">=5.24").__file__).parent

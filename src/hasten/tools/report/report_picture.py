@@ -1,4 +1,4 @@
-"""The charts of `hasten report` as one PNG picture, for places where no page can be opened."""
+"""Charts of `hasten report` as one PNG picture, for environments without a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKED: Final = ("saved", "loaded", "restarted", "skipped")
 
 
 def picture(runs: Sequence[RunFolder]) -> bytes:
-    """Return the PNG of every chart about these runs.
+    """Return a PNG with every chart about these runs.
 
     Raises: MissingPackageError when matplotlib is not installed.
     """
@@ -41,7 +41,7 @@ def picture(runs: Sequence[RunFolder]) -> bytes:
 
 
 def _lonely(values: Sequence[float]) -> bool:
-    """Return True if a point stands between two gaps, where no line shows it."""
+    """Return whether a point is isolated between two gaps, where no line would show it."""
     missing = [True, *(value != value for value in values), True]
     return any(missing[at - 1] and not missing[at] and missing[at + 1] for at in range(1, len(values) + 1))
 

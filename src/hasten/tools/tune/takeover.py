@@ -1,8 +1,8 @@
-"""Runs a training loop up to its first batch, then traces one step of it per variant, each in a forked process.
+"""Tracing of a training loop: runs it up to its first batch, then traces one step per variant in forked processes.
 
-The loop is the user's own. Its Accelerators ask the `Takeover`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
-models fake and returns loaders that give one batch. A fork returns from there into the loop and ends at the first update. The
-process that forked never comes that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
+The loop is the user's. Its Accelerators consult the `Takeover`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
+models fake and returns loaders that yield one batch. A fork returns from there into the loop and ends at the first update. The
+parent process never gets that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from hasten.tools.tune.watch import Anatomy, Saved, SavedNotes, StepWatch, Watch
 from hasten.trees import batch_size, concat, map_tensors, slice_rows
 
 Inspect = Callable[[list[nn.Module]], Anatomy]
-"""Looks at the models before they are made fake."""
+"""Callback that inspects the models before they are made fake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One forked step: what to trace."""
+    """Configuration of one forked step."""
 
     precision: PrecisionName
     recompute: tuple[str, ...]
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(slots=True)
 class Step:
-    """What one forked step found."""
+    """Result of one forked step."""
 
     run: Run
     watched: Watched = field(default_factory=Watched)
@@ -63,7 +63,7 @@ class Step:
 
 
 class _EndOfPlanning(BaseException):
-    """Leaves the user's loop: not an Exception, so that no handler of theirs keeps it."""
+    """Raised to leave the user's loop; not an Exception, so that no handler of the loop catches it."""
 
 
 class Takeover(Rehearsal):
@@ -75,7 +75,7 @@ class Takeover(Rehearsal):
         self._workers = max(1, workers)
         self.steps: list[Step] = []
         self.own: dict[str, str | int] = {}
-        """Settings that the script gives its Accelerator itself, of those that plans are about."""
+        """Settings of `OWN` that the script passes to its Accelerator."""
         self._run: Run | None = None
         self._to_parent: IO[bytes] | None = None
         self._accelerators: list[Accelerator] = []
@@ -93,7 +93,7 @@ class Takeover(Rehearsal):
     def run(self, loop: Callable[[], object]) -> list[Step]:
         """Run `loop` until its first `prepare()` with a model, and trace its step there.
 
-        Raises: ConfigError when it ends or fails before, or when the step cannot be traced.
+        Raises: ConfigError when the loop ends or fails before, or when the step cannot be traced.
         """
         try:
             with rehearsing(self), redirect_stdout(sys.stderr), self._building:
@@ -104,8 +104,8 @@ class Takeover(Rehearsal):
         except SystemExit as error:
             said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
             self._fail(f"it ended{said}")
-        except Exception as error:  # of any kind: the loop is the user's own, and the sentence says what it raised
-            if self._run is None and isinstance(error, ConfigError):  # a sentence already
+        except Exception as error:  # any kind: the loop is the user's, and the message includes the error
+            if self._run is None and isinstance(error, ConfigError):  # already has a full message
                 raise
             self._fail(happened(error).rstrip("."))
         if self._run is not None:
@@ -116,7 +116,7 @@ class Takeover(Rehearsal):
         )
 
     def _fail(self, what: str) -> None:
-        """End a forked step, or the planning, with a sentence."""
+        """End a forked step, or the planning, with an error message."""
         if self._run is not None:
             self._answer(Step(self._run, error=what))
         raise ConfigError(
@@ -124,19 +124,19 @@ class Takeover(Rehearsal):
             "give module:function, which needs no data."
         )
 
-    # -- in the process that forks ----------------------------------------------------------------------------------
+    # -- in the parent process --------------------------------------------------------------------------------------
     def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
-        """Fork once for each variant where the first model is prepared, and go on in the fork alone."""
+        """Fork once per variant where the first model is prepared, and continue only in the forks."""
         if self._run is not None:
             return self._prepare_fake(objects, go_on)
         models = [value for value in objects if isinstance(value, nn.Module)]
-        if not models:  # loaders may come before
+        if not models:  # loaders may be prepared before
             return go_on(objects)
         owner = next(one for one in self._accelerators if one.prepared is done)
         self._anatomy = self._inspect(models)
         blocks = self._anatomy.block_classes
         self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
-        prepared = Accelerator.prepare(owner, *objects)  # which was built again, for this variant
+        prepared = Accelerator.prepare(owner, *objects)  # `owner` was rebuilt for this variant
         return prepared if len(objects) > 1 else (prepared,)
 
     def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
@@ -179,19 +179,19 @@ class Takeover(Rehearsal):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._building.close()
         for accelerator in self._accelerators:
-            Accelerator.__init__(accelerator)  # the script holds it already, so it is built again in its place
+            Accelerator.__init__(accelerator)  # the script already holds a reference, so it is rebuilt in place
 
     def built(self, accelerator: Accelerator) -> None:
-        """Remember an Accelerator of the script."""
+        """Register an Accelerator of the script."""
         if not any(accelerator is known for known in self._accelerators):
             self._accelerators.append(accelerator)
 
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
-        """What an Accelerator is built with instead of what the script gave."""
+        """Return the arguments of an Accelerator in place of the script's."""
         if self._run is None:
             self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
         own: dict[str, Any] = {"cpu": True, "numbers": "off", "stall": "off", "divergence": "off", "strategy": "none"}
-        own["device_placement"] = False  # everything is on the CPU, and torch cannot move what is fake
+        own["device_placement"] = False  # everything is on the CPU, and torch cannot move fake tensors
         own["mixed_precision"] = "no" if self._run is None else self._run.precision
         if self._run is not None and self._run.recompute:
             own["recompute"] = self._run.recompute
@@ -206,20 +206,20 @@ class Takeover(Rehearsal):
             for group in optimizer.param_groups:
                 group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = True  # as torch decides on a GPU
+                    group["foreach"] = True  # torch's default on a GPU
         with self._mode:
             return go_on(objects)
 
-    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
-        """Return a loader that gives one batch."""
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
+        """Return a loader that yields one batch."""
         return OneBatch(loader, self)
 
     def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
         """Return an optimizer whose first step ends the trace."""
         return LastStep(optimizer, clock, precision, self)
 
-    def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's own batches
-        """Return the first batch of a loader, with as many samples as this run asks for, as fake tensors."""
+    def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's batches
+        """Return the first batch of a loader as fake tensors, with the number of samples of this run."""
         assert self._run is not None, "loaders of the process that forks are not replaced"
         first = next(iter(loader))
         rows = batch_size(first) or 1
@@ -249,7 +249,7 @@ class Takeover(Rehearsal):
         self._inside.enter_context(watch)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Look at the update in place of doing it: the traced step ends here."""
+        """Measure the update in place of performing it, and end the traced step."""
         if self._run is None or self._watch is None or self._notes is None:
             return
         step = Step(self._run, batch_size=self._rows)
@@ -268,7 +268,7 @@ class Takeover(Rehearsal):
 
     def _answer(self, step: Step) -> None:
         assert self._to_parent is not None, "only forks answer"
-        self._inside.pop_all()  # closing it would run the user's own exits; the process ends
+        self._inside.pop_all()  # closing it would run the user's exit handlers; the process ends anyway
         self._to_parent.write(msgspec.json.encode(step))
         self._to_parent.close()
         os._exit(0)
@@ -278,19 +278,19 @@ _MOMENTS: Final = 256
 
 
 class LastStep(PreparedOptimizer):
-    """A prepared optimizer of a traced loop: `step` ends it, also inside an accumulation window."""
+    """A prepared optimizer of a traced loop; its `step` ends the trace, even inside an accumulation window."""
 
     def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: Takeover) -> None:
         super().__init__(inner, clock, precision)
         self._takeover = takeover
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as in the class it stands for
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as in the base class
         """End the traced step."""
         self._takeover.step(self.optimizer)
 
 
 class OneBatch:
-    """A loader that gives one batch; whatever else is asked of it, the loader itself answers."""
+    """A loader that yields one batch; all other attributes are those of the original loader."""
 
     def __init__(self, loader: DataLoader[Any], takeover: Takeover) -> None:
         self._loader = loader
@@ -314,13 +314,13 @@ def _decode(content: bytes, run: Run) -> Step:
 
 
 def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return the highest moment of each of some hundred equal spans."""
+    """Return the highest moment of each of a few hundred equal intervals."""
     span = max(1, -(-len(alive) // _MOMENTS))
     return [max(alive[start : start + span], key=sum) for start in range(0, len(alive), span)]
 
 
 def _facts(optimizer: Optimizer, alive: list[tuple[int, int, int]], before: tuple[int, int, int]) -> OptimizerFacts:
-    """What an optimizer keeps, from its state after the first update, and what it allocated besides while it updated."""
+    """Return an optimizer's memory: its state after the first update, and temporary allocations during the update."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     states: tuple[int, ...] = ()
     counters = 0

@@ -1,7 +1,7 @@
-"""The program of one trial of `hasten tune`: a script's first updates under given values, timed. Started by name, imported by nobody.
+"""Program of one trial of `hasten tune`: a script's first updates under given values, timed. Run with -m.
 
-The script's Accelerator asks the `Timed` run, a `Rehearsal`, which changes what it is built with and what it prepares, as
-`docs/planning.md` tells, and ends the script after enough updates, before its own end: nothing is evaluated or saved.
+The script's Accelerator consults the `Timed` run, a `Rehearsal`, which changes its arguments and the objects that it prepares (see
+`docs/planning.md`), and ends the script after enough updates, so that nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hasten.tools.plan.targets import run_script
 from hasten.tools.tune.tuning import Outcome, happened
 
 _OFTEN: Final = 10
-"""Updates between two looks whether a trial is hopeless."""
+"""Number of updates between two checks whether a trial is hopeless."""
 
 
 class Spec(msgspec.Struct):
-    """What a trial is told."""
+    """Parameters of a trial."""
 
     values: dict[str, Any]  # Any: numbers, names and flags
     result: str
@@ -45,7 +45,7 @@ class Spec(msgspec.Struct):
 
 
 class _Enough(BaseException):
-    """Leaves the script: not an Exception, so that no handler of its own keeps it."""
+    """Raised to leave the script; not an Exception, so that no handler of the script catches it."""
 
 
 class Timed(Rehearsal):
@@ -64,14 +64,14 @@ class Timed(Rehearsal):
         self._batch_size_done = False
         self._accelerator: Accelerator | None = None
         self._overwritten = False
-        """The compiled model writes its outputs, a loss among them, to the same memory in each step."""
+        """True if the compiled model writes its outputs, including the loss, to the same memory in each step."""
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:  # Any: arguments of an Accelerator
-        """What the script gave its Accelerator, with this trial's values in their place."""
+        """Return the script's arguments of its Accelerator, overridden by this trial's values."""
         values, own = self.spec.values, dict(given)
         own |= {"log_with": None, "project_dir": None}
         if own.get("numbers") == "off":
-            own["numbers"] = "report"  # what notes the losses
+            own["numbers"] = "report"  # required to record the losses
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
         if values.get("recompute"):
@@ -91,8 +91,8 @@ class Timed(Rehearsal):
             own["ddp"] = {"bucket_cap_mb": values["bucket_cap_mb"]}
         return own
 
-    def _changed(self, value: Any) -> Any:  # Any: what the script prepares
-        """Return one of the script's objects, as this trial wants it."""
+    def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
+        """Return one of the script's objects, modified for this trial."""
         values = self.spec.values
         if isinstance(value, nn.Module):
             self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
@@ -106,7 +106,7 @@ class Timed(Rehearsal):
         return value
 
     def built(self, accelerator: Accelerator) -> None:
-        """Count the updates of an Accelerator, after whoever else looks at them."""
+        """Count the updates of an Accelerator, after its existing callback."""
         self._accelerator = accelerator
         self.precision = accelerator.precision.spec
         self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
@@ -121,21 +121,21 @@ class Timed(Rehearsal):
         clock.after_update = updated
 
     def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
-        """Prepare the script's objects as this trial wants them."""
+        """Prepare the script's objects, modified for this trial."""
         return go_on(tuple(self._changed(value) for value in objects))
 
-    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
-        """Prepare a loader as this trial wants it; the first is the one that trains."""
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
+        """Prepare a loader, modified for this trial; the first loader is the training loader."""
         made = go_on(self._resized(loader))
         self.rows = self.rows or made.batch_size or 0
         return made
 
     def capturing(self) -> None:
-        """Note that the step is given as a whole."""
+        """Record that the script captures its whole step."""
         self.whole_step = True
 
     def loss_listener(self) -> Callable[[Tensor], None]:
-        """Who notes losses."""
+        """Return the callback that records losses."""
         return self.loss
 
     def _resized(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -144,7 +144,7 @@ class Timed(Rehearsal):
             loader.num_workers = values["num_workers"]
             loader.prefetch_factor = 2
         wanted = values.get("batch_size")
-        if wanted and not self._batch_size_done:  # the first loader is the one that trains
+        if wanted and not self._batch_size_done:  # the first loader is the training loader
             self._batch_size_done = True
             return DataLoader(
                 loader.dataset,
@@ -160,12 +160,12 @@ class Timed(Rehearsal):
         return loader
 
     def loss(self, loss: Tensor) -> None:
-        """Note a loss that is sent backward; while a CUDA graph is recorded nothing runs, and its first replay counts."""
+        """Record a loss before its backward; during CUDA graph capture nothing runs, and the first replay counts."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
 
     def updated(self) -> None:
-        """Note an update; the script ends at the last one."""
+        """Record an update; the script ends at the last one."""
         done = len(self.marks)
         if done in (self.spec.warmup, self.spec.warmup + self.spec.updates) and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -185,7 +185,7 @@ class Timed(Rehearsal):
         return self.rows * self._accelerator.clock.every * self._accelerator.ctx.mesh.size(*BATCH)
 
     def outcome(self, error: str = "") -> Outcome:
-        """What was measured."""
+        """Return the measurements."""
         measured = self.marks[self.spec.warmup :]
         step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
         if not error and not step:
@@ -198,7 +198,7 @@ class Timed(Rehearsal):
         losses: list[float] = []
         try:
             losses += [float(loss) for loss in self.losses]
-        except RuntimeError as wrong:  # a kernel of the script failed, and reading is where one learns of it
+        except RuntimeError as wrong:  # a kernel of the script failed, which surfaces when its result is read
             error = error or happened(wrong)
         cuda = torch.cuda.is_available()
         return Outcome(
@@ -217,13 +217,13 @@ class Timed(Rehearsal):
 
 
 def _resident() -> int:
-    """Return the most memory that this process has held at one time."""
+    """Return the peak resident memory of this process."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def main(argv: list[str]) -> int:
-    """Run `spec.json script.py [arguments]` and write what was measured."""
+    """Run `spec.json script.py [arguments]` and write the measurements."""
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
     timed = Timed(spec)
     if spec.values.get("tf32"):
@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
         pass
     except SystemExit as ended:
         error = f"it ended with exit code {ended.code}" if ended.code else ""
-    except Exception as wrong:  # of any kind: the script is the user's own, and the table says what it raised
+    except Exception as wrong:  # any kind: the script is the user's, and the table shows what it raised
         error = happened(wrong)
     if facade_rank() == 0:
         Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))

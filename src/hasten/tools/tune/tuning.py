@@ -1,4 +1,4 @@
-"""What `hasten tune` tries and what it concludes: the knobs, the order, when losses agree, when a trial is hopeless. No torch."""
+"""Search of `hasten tune`: the knobs, their order, the comparison of losses, and early stopping. No torch."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from hasten.errors import ConfigError
 SAME: Final = 1e-3
 """Relative difference of losses that rounding in the same precision may cause over some steps."""
 HALF: Final = 3e-2
-"""The same between float32 and half precision."""
+"""Relative difference of losses between float32 and half precision."""
 ROUNDED: Final = 1e-2
-"""The same when the script itself computes in half precision, where another order of operations rounds more."""
+"""Relative difference of losses if the script itself uses half precision, where reordered operations round more."""
 WORTH: Final = 0.02
-"""A candidate is taken when it is faster by more than this share: less is noise."""
+"""Speedup above which a candidate is taken; less is noise."""
 HOPELESS: Final = 1.5
-"""A trial ends early when its steps take so many times as long as the best ones."""
+"""Ratio of the step time to the best one above which a trial ends early."""
 NAMES: Final = (
     *("mixed_precision", "fused", "compile", "step_graph", "num_workers", "channels_last"),
     *("tf32", "prefetch", "bucket_cap_mb", "batch_size", "recompute"),
 )
-"""Every knob there is."""
+"""Names of all knobs."""
 Values = Mapping[str, Any]  # Any: numbers, names and flags
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One thing that can be set, and the values to try."""
+    """One adjustable option, and the values to try."""
 
     name: str
     values: tuple[Any, ...]  # Any: numbers, names and flags
     tolerance: float = SAME
     advice: str = ""
-    """What to write in the script, for a knob that is no setting of hasten; `{}` is the value."""
+    """Change of the script for a knob that is not a setting of hasten; `{}` is the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What decides which knobs make sense."""
+    """Properties of the machine that determine the applicable knobs."""
 
     cuda: bool = False
     cores: int = 1
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one trial measured."""
+    """Measurements of one trial."""
 
     step_s: float = 0.0
     samples_per_s: float = 0.0
@@ -66,14 +66,14 @@ class Outcome:
     convolutions: bool = False
     precision: str = "no"
     whole_step: bool = False
-    """Whether the script gives its step to `capture_step()`."""
+    """Whether the script passes its step to `capture_step()`."""
     error: str = ""
     gave_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run of the script: what was set, what came out, and what was concluded."""
+    """One run of the script: its values, its measurements, and the verdict."""
 
     values: Values
     outcome: Outcome
@@ -83,19 +83,19 @@ class Trial:
 
 @dataclass(slots=True)
 class Tuning:
-    """The course of a tuning: a baseline, then one knob after the other on top of the best so far."""
+    """A tuning run: a baseline, then one knob after the other on top of the best values so far."""
 
     knobs: Sequence[Knob]
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     not_tried: list[Values] = field(default_factory=list)
-    """What time was up for."""
+    """Values that were not tried for lack of time."""
 
     def run(self, measure: Callable[[Values, float | None], Outcome], in_time: Callable[[], bool]) -> None:
-        """Measure the script as it is and with each value of each knob, until time is up.
+        """Measure the script unchanged and with each value of each knob, until time is up.
 
-        `measure` is given the values and the time of a step beyond which a trial is hopeless.
-        Raises: ConfigError when the script does not run as it is.
+        `measure` takes the values and the step time beyond which a trial is hopeless.
+        Raises: ConfigError when the unchanged script does not run.
         """
         first = measure({}, None)
         if first.error:
@@ -118,23 +118,23 @@ class Tuning:
                 if not in_time():
                     self.not_tried.append(values)
                     continue
-                limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # it computes more
+                limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # these are slower
                 self._conclude(knob, values, measure(values, limit), base.outcome)
         if self.best is not base and in_time():
             self._confirm(base, measure({}, None))
 
     @property
     def not_tried_words(self) -> list[str]:
-        """What time was up for: a knob's name, or its values where others of it were tried."""
+        """Values not tried for lack of time: a knob's name, or its values if others of it were tried."""
         left: dict[str, list[str]] = {}
         for values in self.not_tried:
-            name = [knob.name for knob in self.knobs if knob.name in values][-1]  # values of later knobs come later
+            name = [knob.name for knob in self.knobs if knob.name in values][-1]  # values of later knobs come last
             left.setdefault(name, []).append(str(values[name]))
         num = {knob.name: len(knob.values) for knob in self.knobs}
         return [name if len(some) == num[name] else f"{name} ({', '.join(some)})" for name, some in left.items()]
 
     def _confirm(self, base: Trial, again: Outcome) -> None:
-        """Compare with the script as it is once more: a machine that was busy at first makes everything look faster."""
+        """Compare with a second run of the unchanged script: a machine that was busy at first exaggerates speedups."""
         assert self.best is not None, "the baseline comes first"
         if not again.error:
             self.trials.append(Trial({}, again, "as it is, once more"))
@@ -143,7 +143,7 @@ class Tuning:
 
     @property
     def gain(self) -> float:
-        """How many times as fast the best is as the faster of all runs of the script as it is."""
+        """Speedup of the best values over the fastest run of the unchanged script."""
         assert self.best is not None, "the baseline comes first"
         plain = [trial.outcome.step_s for trial in self.trials if not trial.values and not trial.outcome.error]
         return min(plain) / self.best.outcome.step_s if self.best.values else 1.0
@@ -177,9 +177,9 @@ class Tuning:
 
 
 def together(values: Values, name: str, value: Any) -> Values:  # Any: a number, a name or a flag
-    """Return the values with one more on top.
+    """Return `values` with one more value.
 
-    A step that is captured as a whole needs no CUDA graphs of the compiler inside it, so its model is compiled without them.
+    A step that is captured as a whole cannot contain CUDA graphs of the compiler, so its model is compiled without them.
     """
     joined = {**values, name: value}
     if name == "step_graph" and value and values.get("compile") == "cuda graph":
@@ -188,14 +188,14 @@ def together(values: Values, name: str, value: Any) -> Values:  # Any: a number,
 
 
 def senseless(values: Values) -> str:
-    """Return why a combination of values is not worth a trial; empty when it is."""
+    """Return the reason why a combination of values is not worth a trial; empty if it is."""
     if values.get("step_graph") and values.get("compile") == "cuda graph":
         return "the whole step is one CUDA graph already, and the compiler's own graphs cannot be inside it"
     return ""
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference of losses of the same updates; infinite when one of them is not a number."""
+    """Return the largest relative difference between losses of the same updates; infinite if one is NaN."""
     worst = 0.0
     for a, b in zip(one, other, strict=False):
         apart = abs(a - b) / max(abs(a), 1e-6)
@@ -204,7 +204,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def knobs(machine: Machine, base: Outcome) -> list[Knob]:
-    """Return the knobs that make sense on this machine for this script, the most promising first."""
+    """Return the knobs that apply to this machine and script, the most promising first."""
     same = SAME if base.precision == "no" else ROUNDED
     workers = tuple(n for n in (1, 2, 4, 8) if n <= machine.cores)
     some = []
@@ -233,7 +233,7 @@ def knobs(machine: Machine, base: Outcome) -> list[Knob]:
 
 
 def check_names(only: Sequence[str]) -> None:
-    """Raises: ConfigError for a name that is no knob anywhere."""
+    """Raise ConfigError for a name that is not a knob."""
     if unknown := next((name for name in only if name not in NAMES), None):
         near = get_close_matches(unknown, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}."
@@ -241,9 +241,9 @@ def check_names(only: Sequence[str]) -> None:
 
 
 def chosen(some: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
-    """Return the knobs of these names, in the order they are given; all when none is.
+    """Return the knobs with the given names, in that order; all knobs if no names are given.
 
-    Raises: ConfigError for a name that is no knob here.
+    Raises: ConfigError for a knob that does not apply here.
     """
     known = {knob.name: knob for knob in some}
     if missing := next((name for name in only if name not in known), None):
@@ -259,7 +259,7 @@ def _batches(own: int) -> tuple[int, ...]:
 
 
 def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
-    """Return the settings that hold a choice of values, as far as there are settings for them."""
+    """Return the settings for a choice of values, as far as there are settings for them."""
     config = base
     if "mixed_precision" in values:
         config = replace(config, mixed_precision=values["mixed_precision"])
@@ -282,7 +282,7 @@ def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
 
 
 def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
-    """What to change in the script, for values that no setting holds."""
+    """Return the changes of the script for values that are not settings."""
     lines = []
     for knob in tried:
         if knob.advice and knob.name in values:
@@ -291,7 +291,7 @@ def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
 
 
 def batch_advice(trials: Sequence[Trial]) -> list[str]:
-    """Return the largest batch size that ran, and the one with the most samples a second."""
+    """Return a line with the largest batch size that ran, and the one with the most samples per second."""
     tried = [trial for trial in trials if "batch_size" in trial.values and not trial.outcome.error]
     if not tried:
         return []
@@ -317,21 +317,21 @@ def seconds(text: str) -> float:
 
 _LONGEST: Final = 160
 _RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?")
-"""The line of a traceback that names the exception, and not a frame or a note of the interpreter."""
+"""Pattern of the line in a traceback that names the exception, as opposed to a frame or an interpreter's note."""
 _PREFIX: Final = re.compile(r"^\[[^\]]*\]:? ?")
-"""What launchers put before the lines of a rank."""
+"""Pattern of the prefix that launchers add to the lines of a rank."""
 _WHERE: Final = " Stack trace:"
-"""Torch's messages go on in the same line with the place in the user's code."""
+"""Start of the source location that torch appends to its messages on the same line."""
 
 
 def happened(error: BaseException) -> str:
-    """Return the kind of an exception, and the first line of its message."""
+    """Return the class of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 
 def in_output(stderr: str, code: int) -> str:
-    """Return why a process ended with `code`: what its last traceback raised, else its last line, else the code."""
+    """Return the cause of exit code `code`: its last traceback's exception, else its last line, else the code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
@@ -345,13 +345,13 @@ def in_output(stderr: str, code: int) -> str:
 
 
 def _unqualified(line: str) -> str:
-    """Return the line with the class alone, as `happened` names it."""
+    """Return the line with an unqualified class name, as in `happened`."""
     kind, colon, message = line.partition(":")
     return f"{kind.rpartition('.')[2]}{colon}{message}"
 
 
 def _short(text: str) -> str:
-    """Return the text as far as it says what happened, in sentences or words that fit a table."""
+    """Return the text shortened to whole sentences or words that fit a table."""
     text = text.partition(_WHERE)[0].strip()
     if len(text) <= _LONGEST:
         return text

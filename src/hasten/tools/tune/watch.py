@@ -1,4 +1,4 @@
-"""Watches one training step on fake tensors: bytes alive after every operation, FLOPs, bytes moved, and the module at work."""
+"""Measurement of a training step on fake tensors: bytes allocated after every operation, FLOPs, bytes moved."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hasten.trees import tensors
 
 Kind = Literal["activations", "copies", "gradients"]
 _ROUND: Final = 512
-"""Allocators of GPUs hand out multiples of so many bytes."""
+"""Allocation granularity of GPU allocators, in bytes."""
 _CASTS: Final = "aten::_to_copy"
 _READ: Final = "aten::_local_scalar_dense"
 
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen."""
+    """Measurements of a step."""
 
     alive: list[tuple[int, int, int]] = field(default_factory=list)
     """Bytes of activations, cast parameters and gradients after each operation."""
@@ -36,7 +36,7 @@ class Watched:
 
 
 class StepWatch(TorchDispatchMode):
-    """Counts what operations allocate, and how long it lives. Any in this class: operators of torch's dispatcher."""
+    """Dispatch mode that records allocations and their lifetimes. Any in this class: torch's operators."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -46,7 +46,7 @@ class StepWatch(TorchDispatchMode):
         self._parameters = {id(p.untyped_storage()) for model in models for p in model.parameters()}
         self._pinned = [
             p.untyped_storage() for model in models for p in model.parameters()
-        ]  # an id is good while it lives
+        ]  # an id is valid only while its object is alive
         self._models = models
         self._known: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}
         self._bytes: dict[Kind, int] = {"activations": 0, "copies": 0, "gradients": 0}
@@ -55,7 +55,7 @@ class StepWatch(TorchDispatchMode):
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follow modules and gradients inside the block."""
+        """Track modules and gradients inside the block."""
         with ExitStack() as stack:
             for handle in (
                 module_hooks.register_module_forward_pre_hook(self._enter),
@@ -71,19 +71,19 @@ class StepWatch(TorchDispatchMode):
             yield
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter, a view of one, or one that was cast."""
+        """Return whether a tensor is a parameter, a view of one, or a cast one."""
         key = id(tensor.untyped_storage())
         return key in self._parameters or (key in self._known and self._known[key][1] == "copies")
 
     def count(self, flops: float, dtype: str) -> None:
-        """Add operations of a function that is not torch's own."""
+        """Add operations of a function that is not an operator of torch."""
         name = _short(dtype)
         self.seen.flops[name] = self.seen.flops.get(name, 0.0) + flops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.name()
-        if name.startswith(_READ):  # numbers that the loop reads: any will do, since nothing is computed
+        if name.startswith(_READ):  # numbers that the loop reads: any value works, since nothing is computed
             return 1.0 if args[0].is_floating_point() else 1
         out = func(*args, **kwargs)
         given, made = _flat(args), _flat(out)
@@ -102,7 +102,7 @@ class StepWatch(TorchDispatchMode):
         if formula is not None and made:
             self.count(float(formula(*args, **kwargs, out_val=out)), str(given[0].dtype).removeprefix("torch."))
             self.seen.operations += 1
-        elif new or name.partition(".")[0].endswith("_"):  # neither a view nor something that only looks
+        elif new or name.partition(".")[0].endswith("_"):  # neither a view nor a metadata query
             self.seen.moved += sum(_size(tensor) for tensor in (*given, *made))
             self.seen.operations += 1
 
@@ -127,7 +127,7 @@ class StepWatch(TorchDispatchMode):
     def _note(self) -> None:
         values = self._bytes["activations"], self._bytes["copies"], self._bytes["gradients"]
         self.seen.alive.append(values)
-        if values[0] + values[1] > self._highest:  # gradients may be sharded, and say nothing of a module
+        if values[0] + values[1] > self._highest:  # gradients may be sharded, and belong to no module
             self._highest = values[0] + values[1]
             inner = self.names.get(id(self.stack[-1]), "") if self.stack else ""
             self.seen.peak_module = f"module {inner}" if inner else (not self.stack and self._last) or "the loss"
@@ -157,7 +157,7 @@ class StepWatch(TorchDispatchMode):
 
 
 def _flat(values: Any) -> list[Tensor]:  # Any: arguments or results of an operator
-    """Return the tensors among values and lists of values: all that operators have, and found faster than in a tree."""
+    """Return the tensors among values and lists of values, which covers all operators and is faster than `trees`."""
     if isinstance(values, Tensor):
         return [values]
     if not isinstance(values, (list, tuple)):
@@ -180,7 +180,7 @@ def _short(dtype: str) -> str:
 
 
 def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Replace a model's parameters and buffers by fake ones, in place, inside a fake tensor mode; by the old one's identity."""
+    """Replace a model's parameters and buffers by fake ones in place; return new parameters by id of the old ones."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -195,17 +195,17 @@ def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """The parts of a model that the planner distinguishes, by identity."""
+    """The modules of a model that the planner distinguishes, by id."""
 
     blocks: frozenset[int] = frozenset()
     block_classes: tuple[str, ...] = ()
     by_rows: frozenset[int] = frozenset()
-    """Layers that tensor parallelism splits by rows: their inputs are divided."""
+    """Layers that tensor parallelism splits row-wise; their inputs are split."""
 
 
 @dataclass(slots=True)
 class Saved:
-    """Bytes kept for backward, and the sizes of what flows through blocks."""
+    """Bytes saved for backward, and the sizes of hidden states between blocks."""
 
     total: int = 0
     in_blocks: int = 0
@@ -217,22 +217,22 @@ class Saved:
 
 @dataclass(slots=True)
 class SavedNotes:
-    """Takes notes while a forward runs."""
+    """Recorder of saved tensors and shapes while a forward runs."""
 
     watch: StepWatch
     anatomy: Anatomy
     saved: Saved = field(default_factory=Saved)
     _seen: dict[int, weakref.ref[Any]] = field(
         default_factory=dict
-    )  # Any: storages; to hold them would change the peak
+    )  # Any: storages; strong references would change the peak
 
     def attention(self, flops: float, key_width: int, dtype: str) -> None:
-        """Note an attention: its forward, and a backward with two and a half times as many operations."""
+        """Record an attention: its forward, and a backward with two and a half times as many operations."""
         self.watch.count(3.5 * flops, dtype)
         self.saved.key_width = key_width
 
     def entered(self, module: nn.Module, args: object, kwargs: object = None) -> None:
-        """Note the shape of what the first block is given."""
+        """Record the shape of the first block's input."""
         if self.saved.width == 0 and id(module) in self.anatomy.blocks:
             first = next((value for value in tensors([args, kwargs]) if value.is_floating_point()), None)
             if first is not None and first.dim() >= 2:
@@ -240,7 +240,7 @@ class SavedNotes:
                 self.saved.sequence = first.shape[-2] if first.dim() > 2 else 1
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd keeps."""
+        """Record a tensor that autograd saves."""
         storage = tensor.untyped_storage()
         known = self._seen.get(id(storage))
         if (known is not None and known() is storage) or self.watch.is_parameter(tensor):
@@ -255,7 +255,7 @@ class SavedNotes:
         return tensor
 
     def _is_divided(self, tensor: Tensor) -> bool:
-        """Whether tensor parallelism divides it: what blocks pass on stays whole, what split layers exchange does not."""
+        """Return whether tensor parallelism splits this tensor: inputs of row-wise layers, all but hidden states."""
         if self.watch.stack and id(self.watch.stack[-1]) in self.anatomy.by_rows:
             return True
         return tensor.dim() > 3 or tensor.shape[-1:] != (self.saved.width,)

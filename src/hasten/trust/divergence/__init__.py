@@ -1,4 +1,4 @@
-"""Ranks compare fingerprints of what they should hold in common.
+"""Divergence check: ranks compare fingerprints of values that must be equal.
 
-Start with `sentinel.py` (when and what is compared), then `fingerprint.py`; `divergence.py` (pure) finds the cause.
+Start with `sentinel.py` (schedule of the comparison), then `fingerprint.py`; `divergence.py` (pure) finds the cause.
 """

@@ -1,4 +1,4 @@
-"""Why ranks that must hold the same values do not: decided from what every rank says it holds, without torch."""
+"""Diagnosis of ranks that hold different values, from the records of all ranks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cause = Literal[
     "updates", "settings", "data", "random", "gradients", "state", "initialisation", "outside", "buffers", "statistics"
 ]
 EVIDENCE: Final = frozenset({"updates", "gradient", "random"})
-"""Kinds that may differ without harm; they tell why others do."""
+"""Kinds that may differ without harm, but help to find the cause of other differences."""
 _SHOWN: Final = 4
 _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
     {
@@ -78,7 +78,7 @@ _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds under one name."""
+    """One rank's value under one name."""
 
     kind: str
     name: str
@@ -90,41 +90,41 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs, and who holds what."""
+    """One value that differs, and the ranks that hold each version."""
 
     kind: str
     name: str
     odd: tuple[int, ...]
-    """Ranks that hold something else than the majority of their group."""
+    """Ranks whose value differs from the majority of their group."""
     groups: tuple[tuple[int, ...], ...]
-    """The ranks of each group that disagrees with itself."""
+    """The groups of ranks that hold different values."""
     said: Mapping[int, str]
     statistics: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """What differs, where and why."""
+    """A divergence: the differing values, the ranks and the cause."""
 
     cause: Cause
     step: int
     agreed_at: int | None
-    """The newest update at which all agreed; None if there was none."""
+    """The latest update at which all ranks agreed; None if there was none."""
     differences: tuple[Difference, ...]
-    """Everything that differs and must not, the telling one first."""
+    """All harmful differences, starting with the most informative one."""
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks in the minority."""
+        """Ranks in the minority."""
         return self.differences[0].odd
 
     @property
     def mild(self) -> bool:
-        """Whether training is right all the same."""
+        """True if training is correct nevertheless."""
         return self.cause == "statistics"
 
     def message(self, then: str) -> str:
-        """Return the report in words; `then` says what happens now."""
+        """Return the report as text; `then` describes the consequence."""
         first, rest = self.differences[0], self.differences[1:]
         others = sorted({rank for group in first.groups for rank in group} - set(first.odd))
         reason, cure = _CAUSES[self.cause]
@@ -142,7 +142,7 @@ class Divergence:
 
 
 def _parties(odd: Sequence[int], others: Sequence[int]) -> str:
-    """Who differs from whom; where both sides are as many, it cannot be told which is right."""
+    """Return the ranks that differ and the others; two groups of equal size are reported symmetrically."""
     one, two = ranks_in_words(odd), ranks_in_words(others)
     if len(odd) == len(others):
         return f"{two} and {one} differ from each other"
@@ -152,7 +152,7 @@ def _parties(odd: Sequence[int], others: Sequence[int]) -> str:
 def find(
     records: Mapping[int, Sequence[Record]], mesh: MeshSpec, step: int, agreed_at: int | None
 ) -> Divergence | None:
-    """What the ranks' records say; None when everything that must be equal is."""
+    """Return the divergence in the ranks' records; None if all values that must be equal are equal."""
     found = list(_differences(records, mesh))
     harmful = [one for one in found if one.kind not in EVIDENCE]
     if not harmful:
@@ -181,7 +181,7 @@ def _differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Ite
 
 
 def _minority(group: tuple[int, ...], by_rank: Mapping[int, Record]) -> list[int]:
-    """The ranks that hold something else than most; of equal camps the one with the lowest rank is the majority."""
+    """Return the ranks outside the majority; of groups of equal size, the one with the lowest rank is the majority."""
     camps: dict[int | None, list[int]] = defaultdict(list)
     for rank in group:
         camps[by_rank[rank].value if rank in by_rank else None].append(rank)
@@ -190,7 +190,7 @@ def _minority(group: tuple[int, ...], by_rank: Mapping[int, Record]) -> list[int
 
 
 def _cause(found: Sequence[Difference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
-    """Return the likeliest cause, and the kind of thing that shows it."""
+    """Return the likeliest cause, and the kind of value that shows it."""
     kinds = {one.kind for one in found}
     along_tp = {one.kind for one in found if _along_tp(one, mesh)}
     if "updates" in kinds and kinds & {"parameter", "state"}:

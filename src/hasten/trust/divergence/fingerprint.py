@@ -1,8 +1,8 @@
-"""Fingerprints of tensors: one 64-bit number for the bits of each, computed where the tensors are, without a sync.
+"""Fingerprints of tensors: a 64-bit hash of each tensor's bits, computed on its device without a sync.
 
-The bits are read as integers of at most 32 bits. Each row of 256 of them is multiplied by fixed odd 64-bit numbers and added up modulo
-2**64; the sums are mixed, multiplied by an odd number for their row, and added up again. One changed element always changes the result;
-several cancel each other with a chance of about 2**-32. Floating-point rules play no part: NaN has bits like any other number,
+The bits are read as integers of at most 32 bits. Each row of 256 of them is multiplied by fixed odd 64-bit numbers and summed modulo
+2**64; the sums are mixed, multiplied by an odd number for their row, and summed again. One changed element always changes the result;
+several changes cancel with a probability of about 2**-32. Floating-point rules do not apply: NaN has bits like any other number,
 and the order of additions does not matter.
 """
 
@@ -25,33 +25,33 @@ from hasten.runtime.mesh_plan import Axis, MeshSpec
 from hasten.trust.divergence.divergence import Record
 
 CHUNK: Final = 1 << 18
-"""Elements in one piece of a tensor."""
+"""Elements per piece of a tensor."""
 _CPU_ROWS, _DEVICE_ROWS = 1 << 10, 1 << 13
-"""Rows that are multiplied at once, in a few kernels however many tensors they belong to; fewer stay in a processor's cache."""
+"""Rows multiplied at once, in a few kernels for any number of tensors; a smaller number fits a CPU's cache."""
 _WIDTH: Final = 256
 _INTEGERS: Final = MappingProxyType({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8})
 _KEPT: Final = 64
-"""Layouts that are remembered; those of a run are few, and a script that keeps changing them must not fill memory."""
+"""Size of the layout cache; a run has few layouts, and a script that keeps changing them must not fill memory."""
 
 
 Piece = tuple[int, int, Tensor]
-"""Up to CHUNK elements: the number of the tensor they belong to, that of the piece in it, and the elements."""
+"""Up to CHUNK elements: the index of their tensor, the index of the piece in the tensor, and the elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How pieces of certain sizes lie behind each other, each in whole rows."""
+    """Memory layout of consecutive pieces of given sizes, each padded to whole rows."""
 
     padding: list[Tensor | None]
-    """Zeros behind each piece."""
+    """Zeros to append to each piece."""
     multipliers: Tensor
-    """One for each row, by its number in the piece."""
+    """One multiplier per row, by its index in the piece."""
     ends: Tensor
     """The last row of each piece."""
 
 
 class Fingerprints:
-    """Computes fingerprints, and keeps what depends on sizes only between calls."""
+    """Computes fingerprints, with a cache of data that depends on sizes only."""
 
     def __init__(self) -> None:
         self._odd: dict[torch.device, Tensor] = {}
@@ -60,7 +60,7 @@ class Fingerprints:
 
     @torch.no_grad()
     def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the fingerprint of each tensor, as int64 on `device`. Tensors may lie on different devices."""
+        """Return the fingerprint of each tensor, as int64 on `device`. Tensors may be on different devices."""
         result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         kinds: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
         for index, tensor in enumerate(tensors):
@@ -109,7 +109,7 @@ class Fingerprints:
         return self._layouts[key]
 
     def _place(self, places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the tensor that each piece belongs to, and an odd number for the piece's number."""
+        """Return the index of each piece's tensor, and an odd multiplier for each piece's index."""
         key = device, places
         if key not in self._places:
             if len(self._places) >= _KEPT:
@@ -127,23 +127,23 @@ class Fingerprints:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as a flat tensor of a dtype whose elements can be joined."""
+    """Return the tensor's memory as a flat tensor of a dtype that torch.cat supports."""
     dtype = tensor.dtype
     if dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     flat = tensor.reshape(-1)
-    return flat if dtype.itemsize > 1 else flat.view(torch.uint8)  # 8-bit floats cannot be joined
+    return flat if dtype.itemsize > 1 else flat.view(torch.uint8)  # torch.cat does not support 8-bit floats
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Elements in one row of integers."""
+    """Return the number of elements in one row of integers."""
     return _WIDTH // 2 if dtype.itemsize == 8 else _WIDTH
 
 
 def _packed(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces that have room in one batch."""
+    """Yield lists of consecutive pieces that fit into one batch."""
     width, room = _width(pieces[0][2].dtype), _CPU_ROWS if pieces[0][2].is_cpu else _DEVICE_ROWS
     batch: list[Piece] = []
     used = 0
@@ -158,7 +158,7 @@ def _packed(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _odd_numbers(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Odd numbers without a pattern (a counter through splitmix64's finaliser), the same on every rank."""
+    """Return pseudo-random odd numbers (a counter through splitmix64's finaliser), identical on every rank."""
     with np.errstate(over="ignore"):
         mixed = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -169,19 +169,19 @@ def _odd_numbers(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 _AXES: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
-"""Axes along which something can be equal; pipeline stages hold different layers."""
+"""Axes along which values can be equal; pipeline stages hold different layers."""
 _CLASSES: Final = 1 << len(_AXES)
 _MASK: Final = (1 << 64) - 1
 _KEPT_VOTES: Final = 16
-"""Checks whose notes are in the store: the newest ones, each in the place of the one that is so many checks older."""
+"""Number of recent checks whose messages stay in the store; each overwrites the one that is this many checks older."""
 _AGREED: Final = "agreed"
 
 
 class Ballot:
-    """The votes of one run. A vote has a number, and the same number means the same check on every rank."""
+    """Exchange of fingerprints through the job's store. Checks are numbered identically on every rank."""
 
     def __init__(self, store: Store, rank: int, mesh: MeshSpec) -> None:
-        made = store.add(f"hasten/sentinel/made/{rank}", 1)  # Accelerators are made in the same order on every rank
+        made = store.add(f"hasten/sentinel/made/{rank}", 1)  # every rank creates its Accelerators in the same order
         self._prefix = f"hasten/sentinel/{made}"
         self._store = store
         self._rank = rank
@@ -190,7 +190,7 @@ class Ballot:
         self._decided: dict[int, bool] = {}
 
     def post(self, number: int, records: Sequence[Record]) -> None:
-        """Say what this rank holds, in one number for each set of axes. The order of the records does not matter."""
+        """Post this rank's values as one sum per set of axes. The order of the records does not matter."""
         sums = [0] * _CLASSES
         for record in records:
             which = _class_of(record.axes)
@@ -198,7 +198,7 @@ class Ballot:
         self._note(number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex())
 
     def verdict(self, number: int) -> bool | None:
-        """Return whether all ranks that must agree have posted the same; None while rank 0 does not know."""
+        """Return whether all ranks that must agree have posted the same; None until rank 0 has all posts."""
         if self._first_peer is None:
             found = self._peek(number, ["verdict"])
             return None if found is None else found[0] == _AGREED
@@ -215,22 +215,22 @@ class Ballot:
         return self._decided[number]
 
     def show(self, number: int, records: Sequence[Record]) -> None:
-        """Say in full what this rank holds."""
+        """Post the full records of this rank."""
         self._note(number, f"held/{self._rank}", msgspec.json.encode(records).decode())
 
     def shown(self, number: int) -> dict[int, list[Record]] | None:
-        """What every rank has said in full; None while some have not."""
+        """Return the full records of every rank; None until all have posted."""
         posts = self._peek(number, [f"held/{rank}" for rank in range(self._size)])
         if posts is None:
             return None
         return {rank: msgspec.json.decode(post, type=list[Record]) for rank, post in enumerate(posts)}
 
     def set_answer(self, number: int, answer: str) -> None:
-        """Tell every rank what rank 0 has found."""
+        """Post rank 0's diagnosis for every rank."""
         self._note(number, "answer", answer)
 
     def answer(self, number: int) -> str | None:
-        """What rank 0 has found; None while it has not."""
+        """Return rank 0's diagnosis; None until it is posted."""
         found = self._peek(number, ["answer"])
         return None if found is None else found[0]
 
@@ -241,7 +241,7 @@ class Ballot:
         self._store.set(self._key(number, what), f"{number}:{text}")
 
     def _peek(self, number: int, what: Iterable[int | str]) -> list[str] | None:
-        """Return all these notes of a check, or None while one is missing; never waits."""
+        """Return the given messages of a check, or None while one is missing; never waits."""
         keys = [self._key(number, one) for one in what]
         if not self._store.check(keys):
             return None
@@ -249,13 +249,13 @@ class Ballot:
         return [text for _, _, text in notes] if all(found == str(number) for found, _, _ in notes) else None
 
 
-@lru_cache(maxsize=64)  # asked for every tensor in every check, and the same few sets of axes come again
+@lru_cache(maxsize=64)  # called for every tensor in every check, with few different sets of axes
 def _class_of(axes: tuple[str, ...]) -> int:
     return sum(1 << position for position, axis in enumerate(_AXES) if axis in axes)
 
 
 def _first_peers(mesh: MeshSpec) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """For each rank and set of axes, the first of the ranks that must hold the same."""
+    """Return, for each rank and set of axes, the first of the ranks that must hold the same values."""
     first = np.zeros((mesh.world_size, _CLASSES), dtype=np.int64)
     for which in range(_CLASSES):
         axes = [axis for position, axis in enumerate(_AXES) if which >> position & 1]

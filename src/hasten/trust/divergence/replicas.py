@@ -1,4 +1,4 @@
-"""What ranks hold in common: which tensors and numbers of a run must be equal, and over which axes of the mesh."""
+"""Values that ranks hold in common: the tensors and numbers that must be equal, and along which mesh axes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hasten.runtime.mesh_plan import BATCH, SHARD, Axis
 
 Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"]
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
-"""Axes along which something can be equal; pipeline stages hold different layers."""
+"""Axes along which values can be equal; pipeline stages hold different layers."""
 _AXES: Final = frozenset(str(axis) for axis in Axis)
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 class Prepared(Protocol):
-    """What an Accelerator has prepared."""
+    """Objects returned by `prepare()`."""
 
     @property
     def models(self) -> Sequence[nn.Module]: ...
@@ -39,51 +39,51 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that must be equal on the ranks that differ from each other along `axes` only."""
+    """One value that must be equal on ranks that differ only along `axes`."""
 
     kind: Kind
     name: str
     axes: frozenset[Axis]
     said: str = ""
-    """The value itself, where it is short enough to be shown."""
+    """The value as text, if it is short."""
     statistics: bool = False
-    """Running statistics of a normalisation layer, which torch keeps for each rank alone on request."""
+    """True for running statistics of a normalisation layer, which torch can maintain separately on each rank."""
 
     layout: str = ""
-    """Shape and dtype, where it is a tensor."""
+    """Shape and dtype of a tensor; empty for other values."""
 
     @property
     def has_tensor(self) -> bool:
-        """Whether the entry is a tensor, not a number."""
+        """True if the entry is a tensor, not a number."""
         return bool(self.layout)
 
     @property
     def digest(self) -> int:
-        """A 64-bit number for everything but the tensor's contents."""
+        """A 64-bit hash of everything but the tensor's contents."""
         return _digest(f"{self.kind} {self.name} {self.said} {self.layout}")
 
 
 Held = tuple[Entry, Tensor | None]
-"""An entry with its tensor, where it is one: entries are kept, tensors are not."""
+"""An entry with its tensor, if any; entries are stored, tensors are not."""
 
 
 @dataclass(slots=True)
 class Replicas:
-    """The entries of a run, found again at each check because models, states and loaders change."""
+    """The entries of a run, collected at each check because models, states and loaders change."""
 
     prepared: Prepared
     clock: StepClock
     ignored: Sequence[str] = ()
     """Patterns of names that are not compared."""
     forgiven: set[tuple[str, str]] = field(default_factory=set)
-    """What was reported already."""
+    """Kind and name of differences that were already reported."""
     matched: set[str] = field(default_factory=set)
-    """The patterns that have matched a name."""
+    """Patterns that have matched a name."""
     random: bool = False
-    """Whether ranks share random numbers, so that generators are among the evidence."""
+    """True if ranks share random numbers, in which case generators are compared as well."""
 
     def entries(self) -> list[Held]:
-        """Return everything that must be equal, in an order that is the same on all ranks."""
+        """Return all values that must be equal, in an order that is the same on all ranks."""
         if not self.forgiven:
             return list(self._all())
         return [held for held in self._all() if (held[0].kind, held[0].name) not in self.forgiven]
@@ -127,7 +127,7 @@ class Replicas:
     ) -> Iterator[Held]:
         inner = optimizer.optimizer
         if isinstance(inner, EngineOptimizer) or _divides_state(inner):
-            return  # each rank holds the state of its own part
+            return  # each rank holds a different shard of the state
         for number, group in enumerate(inner.param_groups):
             where = f"{prefix}param_groups[{number}]"
             for option, value in group.items():
@@ -151,38 +151,38 @@ class Replicas:
         return False
 
 
-@lru_cache(maxsize=1 << 14)  # a pure function of names, which come again in every check
+@lru_cache(maxsize=1 << 14)  # a pure function of names, which recur in every check
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=1 << 10)  # a pure function of shapes, which come again in every check
+@lru_cache(maxsize=1 << 10)  # a pure function of shapes, which recur in every check
 def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} {dtype}"
 
 
 def axes_of(tensor: Tensor) -> frozenset[Axis]:
-    """Return the axes along which all ranks hold the same part of the tensor: all, unless it is divided."""
+    """Return the axes along which all ranks hold the same shard of the tensor: all axes, unless it is sharded."""
     if type(tensor) in _PLAIN and not vars(tensor):
         return COMPARED
     axes = set(COMPARED)
     if is_dtensor(tensor):
         for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
             if not isinstance(placement, placements().Replicate):
-                # An axis of a mesh of its own divides experts among data-parallel ranks.
+                # An axis of a separate mesh divides experts among data-parallel ranks.
                 axes.difference_update({Axis(name)} if name in _AXES else BATCH)
                 if name == Axis.DP_SHARD:  # ranks of one sequence hold different shards
                     axes.difference_update(SHARD)
-    elif getattr(tensor, "tensor_model_parallel", False):  # megatron-core's mark of a tensor that is this rank's part
+    elif getattr(tensor, "tensor_model_parallel", False):  # megatron-core's mark of a tensor-parallel shard
         axes.discard(Axis.TP)
     if not getattr(tensor, "allreduce", True):
-        # megatron-core's mark of an expert, which not every data-parallel rank has
+        # megatron-core's mark of an expert, which only some data-parallel ranks hold
         axes.difference_update(BATCH, {Axis.CP, Axis.TP})
     return frozenset(axes)
 
 
 def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Held]:
-    """Yield the entries of a tensor: itself, or what it is made of; nothing for one without memory."""
+    """Yield the entries of a tensor, or of its inner tensors; nothing for a tensor without memory."""
     plain: Any = tensor  # Any: subclasses of several packages
     if type(tensor) not in _PLAIN:
         plain = tensor.detach()
@@ -198,7 +198,7 @@ def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statis
 
 
 def _left_alone(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:
-    """Names that torch was told not to synchronise, and modules whose buffers it copies from rank 0 before each forward."""
+    """Return names that DDP does not synchronise, and modules whose buffers it broadcasts before each forward."""
     apart: set[str] = set()
     copied: set[int] = set()
     for outer, module in model.named_modules():
@@ -211,7 +211,7 @@ def _left_alone(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:
 
 
 def _buffers(model: nn.Module, copied: Iterable[int]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Buffers that belong to the model's state and that nobody synchronises; others are caches."""
+    """Yield persistent buffers that are not synchronised; non-persistent buffers are caches."""
     for outer, module in model.named_modules():
         if id(module) in copied:
             continue
@@ -221,7 +221,7 @@ def _buffers(model: nn.Module, copied: Iterable[int]) -> Iterator[tuple[str, Ten
 
 
 def _divides_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer keeps a part of its state on each rank: torch's ZeroRedundancyOptimizer."""
+    """Return whether the optimizer shards its state over ranks: torch's ZeroRedundancyOptimizer."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 

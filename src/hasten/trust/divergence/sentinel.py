@@ -1,9 +1,9 @@
-"""The divergence check: every so many updates, ranks that must hold the same values compare fingerprints of them.
+"""Divergence check: at a fixed interval of updates, ranks compare fingerprints of values that must be equal.
 
-A check takes a few updates, so that nobody waits: fingerprints are computed on the device at one and posted to the job's store at
-the next; rank 0 compares them when all are there, and the others look for its verdict at each update. Only when they differ are names
-exchanged. No collective is involved: a rank that has made more updates than another is reported as such, where a collective would
-have paired it with the wrong one.
+A check spans a few updates, so that no rank waits: fingerprints are computed on the device at one update and posted to the job's store at
+the next; rank 0 compares them once all are posted, and the others poll for its verdict at each update. Names are exchanged only if
+fingerprints differ. No collective is involved: a rank that has made more updates than another is reported, whereas a collective would
+pair it with the wrong update.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hasten.trust.divergence.replicas import Entry, Replicas
 log = logging.getLogger(__name__)
 
 _HEARD_AFTER: Final = 4
-"""Updates after which every rank has seen an answer: those between two collectives, and some more."""
+"""Updates after which every rank has seen an answer: those between two collectives, with a margin."""
 _STALE: Final = 200
-"""Updates after which a check is given up, because a rank never took part in it."""
+"""Updates after which a check is abandoned, because a rank never took part in it."""
 _LAST_S: Final = 60.0
 _LOOK_S: Final = 0.001
 _MASK: Final = (1 << 64) - 1
@@ -44,7 +44,7 @@ _MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SentinelSettings:
-    """How often ranks compare, and what happens when they differ."""
+    """Interval of the comparison, and the reaction to a difference."""
 
     every: int = 100
     then: Literal["stop", "report"] = "stop"
@@ -53,7 +53,7 @@ class SentinelSettings:
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What rank 0 has found, and the moment at which every rank acts on it."""
+    """Rank 0's diagnosis, and the moment at which every rank acts on it."""
 
     found: Divergence
     act_at: int
@@ -61,20 +61,20 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Check:
-    """One check on its way: taken at an update, posted later, concluded later still."""
+    """One check in progress: taken at one update, posted and concluded at later ones."""
 
     number: int
     step: int
     entries: list[Entry]
     values: Tensor
-    """Fingerprints of the entries with tensors, on the host once `ready` has passed."""
+    """Fingerprints of the entries with tensors; on the host once `ready` has passed."""
     ready: torch.Event | None
     stage: Literal["taken", "posted", "shown", "answered", "known"] = "taken"
     answer: _Answer | None = None
 
 
 class Sentinel:
-    """One rank's part in the checks. Called by the training thread, after each update."""
+    """One rank's side of the checks. Called by the training thread after each update."""
 
     def __init__(self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: SentinelSettings) -> None:
         self._replicas = replicas
@@ -87,7 +87,7 @@ class Sentinel:
         self._agreed_at: int | None = None
 
     def updated(self) -> None:
-        """An optimizer has made an update. Ranks: every rank.
+        """Advance pending checks after an optimizer update, and start a new one when due. Ranks: every rank.
 
         Raises: DivergenceError on every rank when the check of an earlier update has found a difference.
         """
@@ -101,7 +101,7 @@ class Sentinel:
             self._take(step)
 
     def finish(self) -> None:
-        """Compare a last time, and wait for the result. Ranks: every rank, at the end of training."""
+        """Run a last check and wait for its result. Ranks: every rank, at the end of training."""
         if self._replicas.clock.apart or self._taken == 0:
             return
         self._take(self._replicas.clock.num_updates)
@@ -113,12 +113,12 @@ class Sentinel:
             log.warning("the last divergence check was left out: not every rank came to it")
 
     def _advance(self, step: int | None) -> None:
-        """Take every check as far as it gets without waiting; without a step, at the end of training."""
+        """Advance every check as far as possible without waiting; `step` is None at the end of training."""
         try:
             for check in list(self._pending):
                 if step is None or step > check.step:
                     self._move(check, step)
-        except LOST:  # whoever serves the store has ended: that is reported where it happened
+        except LOST:  # the process that serves the store has exited, which is reported there
             log.warning("divergence checks end here: the job's store is gone")
             self._pending.clear()
 
@@ -147,7 +147,7 @@ class Sentinel:
             self._pending.remove(check)
 
     def _decide(self, check: _Check, held: dict[int, list[Record]]) -> None:
-        """Find the cause for all, and name the moment at which all act: when every rank has heard of it."""
+        """Find the cause, and set the moment at which all ranks act: when every rank has read it."""
         found = find(held, self._ctx.mesh, check.step, self._agreed_at)
         assert found is not None, "fingerprints that differ belong to records that differ"
         now = self._moment
@@ -157,19 +157,19 @@ class Sentinel:
 
     @property
     def _moment(self) -> int:
-        """Backward passes, in which ranks keep pace with each other, or updates in a script that makes them by itself."""
+        """Number of backward passes, in which ranks stay in step, or of updates in a script without `backward()`."""
         clock = self._replicas.clock
         return clock.num_passes or clock.num_updates
 
     # -- one check --------------------------------------------------------------------------------------------------
     def _take(self, step: int) -> None:
-        """Compute the fingerprints, and start their way to the host."""
+        """Compute the fingerprints, and start their copy to the host."""
         held = self._replicas.entries()
         if self._taken == 0 and self._ctx.is_main:
             self._warn_of_unmatched()
         tensors = [tensor for _, tensor in held if tensor is not None]
         device = self._ctx.device
-        if kind_of(device).lazy:  # where taking bits for integers would be a program of its own
+        if kind_of(device).lazy:  # viewing bits as integers would compile a separate program there
             tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
         found = self._fingerprints.of(tensors, device)
         ready = None
@@ -181,13 +181,13 @@ class Sentinel:
         self._taken += 1
 
     def _post(self, check: _Check) -> None:
-        """Tell rank 0 one number for each set of axes."""
+        """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
         self._ballot.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
 
     def _act(self, found: Divergence) -> None:
-        self._pending.clear()  # checks that were taken meanwhile would say the same again
+        self._pending.clear()  # checks taken in the meantime would report the same again
         if self._settings.then == "stop" and not found.mild:
             message = found.message("every rank stops here; divergence=report would go on")
             raise DivergenceError(message, found.cause, found.step, found.differences[0].name, found.odd)
@@ -206,20 +206,20 @@ class Sentinel:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
 
-@lru_cache(maxsize=64)  # asked for every tensor in every check, and the same few sets of axes come again
+@lru_cache(maxsize=64)  # called for every tensor in every check, with few different sets of axes
 def _in_order(axes: frozenset[Axis]) -> tuple[Axis, ...]:
     return tuple(sorted(axes))
 
 
 def _records(check: _Check) -> list[Record]:
-    """What this rank holds, by name."""
+    """Return this rank's records, by name."""
     values = iter(check.values.tolist())
     return [
         Record(
             entry.kind,
             entry.name,
             _in_order(entry.axes),
-            # multiplied by a number of its own, so that values which change places are seen in a sum of them
+            # multiplied by a number derived from the name, so that swapped values change the sum
             ((next(values) if entry.has_tensor else 0) * (entry.digest | 1) + entry.digest) & _MASK,
             entry.said,
             entry.statistics,

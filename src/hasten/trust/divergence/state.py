@@ -1,4 +1,4 @@
-"""What a rank says about itself when it has waited, and what the others can see of one that says nothing."""
+"""Records that a waiting rank posts about itself, and observations of ranks that post nothing."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ Cause = Literal[
 ]
 """The causes of a stall."""
 Thread = Literal["asleep", "runs", "disk"]
-"""A thread's state in the kernel: it waits for something, has or wants a processor, or waits for a disk or for swapped memory."""
+"""A thread's state in the kernel: sleeping, running or runnable, or waiting for a disk or for swapped memory."""
 IDLE_SHARE = 0.15
-"""A process that uses less than this part of one core computes nothing."""
+"""Share of one core below which a process counts as idle."""
 
 
 class Spot(msgspec.Struct, frozen=True):
-    """A line of the user's code, and what was called there."""
+    """A line of the user's code, and the function called there."""
 
     site: str
     call: str = ""
     text: str = ""
 
     def words(self) -> str:
-        """`train.py:42 gather(preds)`."""
+        """Return the line as text: `train.py:42 gather(preds)`."""
         return f"{self.site} {self.text or self.call}".rstrip()
 
 
 class State(msgspec.Struct, frozen=True):
-    """One rank, seen by itself."""
+    """State of one rank, as observed by itself."""
 
     rank: int
     host: str
     pid: int
     quiet_s: float
-    """Seconds since its last collective began."""
+    """Seconds since the start of its last collective."""
     kind: Kind
     spot: Spot
     function: str
     step: int
     cpu_share: float
     counts: dict[str, int]
-    """Collectives so far, by group; the barriers of a group under `barrier/…`."""
+    """Number of collectives so far, by group; barriers of a group are under `barrier/…`."""
     barrier: bool = False
     in_dataset: bool = False
     block: str = ""
@@ -71,48 +71,48 @@ class State(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     last: Spot | None = None
-    """The newest collective of hasten, while the rank is elsewhere."""
+    """The latest collective of hasten, if the rank is not in a collective now."""
     last_ago_s: float = 0.0
     stack: tuple[str, ...] = ()
     moves: bool = False
-    """Whether it began a collective a moment ago, and says this only because it was asked."""
+    """True if the rank started a collective recently, and posts only because another rank asked."""
     turn: int = 0
-    """Grows with every post: a number that stands still is that of a process that cannot post."""
+    """Number of the post; a number that does not grow belongs to a process that cannot post."""
     peers: dict[int, Status] = {}
     """Ranks of the same machine that are stopped or gone."""
     activities: dict[int, str] = {}
-    """What the kernel says of the other ranks of the same machine."""
+    """Activity of the other ranks of the same machine, according to the kernel."""
     thread: Thread = "asleep"
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, as far as it can be seen."""
+        """True if the rank appears to wait for other ranks."""
         idle = self.cpu_share < IDLE_SHARE and self.thread == "asleep"
         return self.kind == "collective" or (self.kind in MAY_WAIT and idle)
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What a rank leaves behind: where it runs, and later how it ended."""
+    """A rank's entry in the store: its host and process, and later its end."""
 
     rank: int
     host: str
     pid: int
     started: int
-    """The start time of the process in clock ticks: a number that a later process with this pid does not have."""
+    """Start time of the process in clock ticks, which distinguishes it from a later process with the same pid."""
     ended: str = ""
     failed: bool = False
     namespace: str = ""
-    """The namespace of the pid."""
+    """The pid namespace."""
     counts: dict[str, int] | None = None
-    """The collectives it had begun when it ended; None if it did not say."""
+    """Number of collectives started before the rank ended; None if unknown."""
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """One rank, as the speaker knows it."""
+    """State of one rank, as known to the rank that writes the report."""
 
     rank: int
     status: Status
     state: State | None = None
     note: Note | None = None
     activity: str = ""
-    """What the kernel says of its process, if its machine has a rank that can tell."""
+    """Activity of its process according to the kernel, if a rank on its machine can observe it."""

@@ -1,4 +1,4 @@
-"""Losses and gradients that are nan or inf: reported with their samples, skipped, or rolled back.
+"""NaN and inf in losses and gradients: reported with their samples, skipped, or rolled back.
 
-Start with `numbers.py`; `first_module.py` finds the first module whose output was not finite, `rollback.py` returns to a checkpoint.
+Start with `numbers.py`, which also rolls back to a checkpoint; `first_module.py` finds the first module with a non-finite output.
 """

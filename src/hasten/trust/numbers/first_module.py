@@ -1,4 +1,4 @@
-"""Finding the first module whose output is not finite, by running the last batch once more."""
+"""Search for the first module whose output is not finite, by repeating the last batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hasten import trees
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The latest forward of a model in training: its arguments, without their graphs, and the random states before it."""
+    """The latest training forward of a model: its arguments, detached, and the random states before it."""
 
     model: nn.Module
     args: tuple[Any, ...]  # Any: the user's arguments
@@ -25,21 +25,21 @@ class Call:
 
 
 class LastCalls:
-    """Remembers the latest forward of each model that is followed."""
+    """The latest forward of each model that is followed."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
 
     def follow(self, model: nn.Module) -> None:
-        """Remember the forwards of this model from now on."""
+        """Record the forwards of this model from now on."""
         model.register_forward_pre_hook(self._remember, with_kwargs=True)
 
     def all(self) -> list[Call]:
-        """Return the calls since `clear`, in the order of their models' first ones."""
+        """Return the calls since `clear`, in order of their models' first calls."""
         return list(self._calls.values())
 
     def clear(self) -> None:
-        """Forget the calls, and with them the batches they hold."""
+        """Drop the calls and the batches that they hold."""
         self._calls.clear()
 
     def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -49,9 +49,9 @@ class LastCalls:
 
 
 def first_bad_module(call: Call, module: nn.Module) -> str:
-    """Return the first module inside `module` whose output is not finite when the call is repeated, in words.
+    """Return a description of the first module inside `module` whose output is not finite when the call is repeated.
 
-    Weights, buffers and random states are as before afterwards.
+    Weights, buffers and random states are unchanged afterwards.
     """
     found: list[str] = []
     handles: list[RemovableHandle] = []
@@ -70,7 +70,7 @@ def first_bad_module(call: Call, module: nn.Module) -> str:
                 inner.register_forward_hook(look(name, type(inner).__name__)) for name, inner in module.named_modules()
             ]
             module(*call.args, **call.kwargs)
-        except Exception as error:  # the user's forward may raise on such numbers: that is an answer too
+        except Exception as error:  # the user's forward may raise on such numbers, which is a result too
             return f"{inputs}running the batch again raised {type(error).__name__}: {error}"
         finally:
             for handle in handles:
@@ -85,7 +85,7 @@ def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
 
 @contextmanager
 def _as_before(module: nn.Module, call: Call) -> Iterator[None]:
-    """A block that begins with the call's random states and leaves buffers and random states as it found them."""
+    """Context manager that sets the call's random states, and restores buffers and random states at the end."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     now = _random_states(module)
     _set_random_states(module, call.random)

@@ -1,6 +1,6 @@
-"""Losses on their way to the host: held over several updates, copied together, and read once they have arrived.
+"""Asynchronous copies of losses to the host: collected over several updates, copied together, and read after arrival.
 
-A copy for every update would cost a tiny training step on a GPU some percent. On the CPU a loss is read at once.
+A copy for every update would slow a tiny training step on a GPU by some percent. On the CPU a loss is read immediately.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hasten.runtime.devices import kind_of
 Origin = TypeVar("Origin")
 
 _HELD: Final = 256
-"""Losses held for one copy."""
+"""Number of losses per copy."""
 _SECONDS: Final = 0.25
-"""Seconds after which what is held is copied: a loop of slow steps is looked at in every step."""
+"""Seconds after which collected losses are copied: a loop of slow steps is checked in every step."""
 
 
 @dataclass(slots=True)
@@ -30,21 +30,21 @@ class Update(Generic[Origin]):
 
     step: int = 0
     losses: list[tuple[Tensor, float | Tensor | None, Origin]] = field(default_factory=list)
-    """Each with its weight and what it came from."""
+    """Each loss with its weight and origin."""
     values: list[float] = field(default_factory=list)
-    """The losses as numbers, once they have arrived; one that weighs nothing is 0."""
+    """The losses as numbers, after arrival; a loss of weight zero is 0."""
 
 
 class LateLosses(Generic[Origin]):
-    """The losses of one rank. Called by the training thread, once for every backward: code here is cold, and costs a tiny step most."""
+    """The losses of one rank. Called by the training thread once per backward, so that its overhead matters."""
 
     def __init__(self, overwritten: bool = False, odd_only: bool = False) -> None:
         self._overwritten = overwritten
-        """The next step writes its loss to the same memory, as CUDA graphs of a compiler do: it must be copied at once."""
+        """True if the next step overwrites a loss, as with a compiler's CUDA graphs: it is copied at once."""
         self.held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = []
-        """Losses with their weights, origins and the numbers of their updates."""
+        """Losses with their weights, origins and update numbers."""
         self._odd_only = odd_only
-        """Whether losses are of interest only when one that came with them is not finite."""
+        """True if losses matter only when one in the same copy is not finite."""
         self._travelling: (
             tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], Tensor, torch.Event | None] | None
         )
@@ -52,30 +52,30 @@ class LateLosses(Generic[Origin]):
         self._copied_at = time.monotonic()
 
     def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
-        """Hold a loss of update number `step`; whether it is time to copy what is held."""
-        # A view would keep the whole tensor alive that it is a part of.
+        """Add a loss of update number `step`; return whether it is time to copy the collected losses."""
+        # A view would keep its whole base tensor alive.
         copied = self._overwritten or loss._is_view()
         self.held.append((loss.detach().clone() if copied else loss.detach(), weight, origin, step))
         return len(self.held) >= _HELD or time.monotonic() - self._copied_at >= _SECONDS
 
     def take(self) -> Update[Origin]:
-        """Return the losses held, as those of one update; none are held afterwards."""
+        """Return the collected losses as those of one update, and clear them."""
         held, self.held = self.held, []
         return Update(losses=[(loss, weight, origin) for loss, weight, origin, _ in held])
 
     def rest(self) -> list[Update[Origin]]:
-        """Return everything that has not been read yet; waits for it."""
+        """Return all losses that have not been read yet, waiting for them."""
         return [*self.copy(ready_only=False), *self._arrived()]
 
     def copy(self, ready_only: bool = True) -> list[Update[Origin]]:
-        """Start the copy of what is held; what the copy before it brought.
+        """Start the copy of the collected losses, and return the losses of the previous copy.
 
-        With `ready_only`, a loss that its device has not computed yet is held on where waiting for it would cost a step.
+        With `ready_only`, a loss that its device has not computed yet stays collected if waiting for it would cost a step.
         """
         arrived, self._copied_at = self._arrived(), time.monotonic()
         held, self.held = self.held, []
         if held and kind_of(held[-1][0].device).lazy:
-            # the newest is not computed yet, and reading it would cut its step in two
+            # the latest loss is not computed yet, and reading it would split its step in two
             if ready_only:
                 held, self.held = held[:-1], held[-1:]
             held = [(loss.cpu(), _on_host(weight), origin, step) for loss, weight, origin, step in held]
@@ -108,7 +108,7 @@ def _on_host(weight: float | Tensor | None) -> float | Tensor | None:
 
 
 def _by_update(held: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]) -> list[Update[Origin]]:
-    """Losses in the same order, joined where they are of one update."""
+    """Group losses by update, in the same order."""
     updates: list[Update[Origin]] = []
     for loss, weight, origin, step in held:
         if not updates or updates[-1].step != step:
@@ -118,7 +118,7 @@ def _by_update(held: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]
 
 
 def read(update: Update[Origin]) -> list[float]:
-    """Return the losses as numbers, now."""
+    """Return the losses as numbers, synchronously."""
     if len(update.losses) == 1 and update.losses[0][1] is None and update.losses[0][0].ndim == 0:
         return [update.losses[0][0].item()]
     values: list[float] = _joined([(loss, weight) for loss, weight, _ in update.losses]).tolist()
@@ -127,7 +127,10 @@ def read(update: Update[Origin]) -> list[float]:
 
 @torch.no_grad()
 def _joined(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tensor:
-    """The losses in one tensor, in a few kernels however many there are. One that weighs nothing may be a mean over nothing: it counts as 0."""
+    """Return the losses in one tensor, using a constant number of kernels.
+
+    A loss of weight zero may be a mean over nothing, and counts as 0.
+    """
     values = torch.stack([_number(loss) for loss, _ in losses])
     weights = [weight for _, weight in losses]
     if all(isinstance(weight, Tensor) for weight in weights):
@@ -144,7 +147,7 @@ def _joined(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tensor:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements, without a kernel where it is one."""
+    """Return the sum of a tensor's elements, without a kernel if there is only one."""
     if tensor.ndim == 0:
         return tensor
     return tensor.reshape(()) if tensor.numel() == 1 else tensor.sum()

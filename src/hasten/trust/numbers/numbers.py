@@ -1,7 +1,7 @@
-"""The numbers watch: losses and gradients that are nan, inf or far too large, found before or shortly after they do harm.
+"""Watch over losses and gradients that are NaN, inf or far too large, before or shortly after they do harm.
 
-With "report" each rank looks at its own losses some updates later, so that the device is never waited for. With "stop", "skip" and
-"rollback" all ranks look at losses and gradients before each update and decide alike.
+With "report" each rank checks its losses some updates later, so that it never waits for the device. With "stop", "skip" and
+"rollback" all ranks check losses and gradients before each update and decide together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hasten.trust.numbers.late_losses import LateLosses, Update, read
 
 
 class Rollback:
-    """Takes a run back to its newest checkpoint, a limited number of times. Ranks: every rank does the same."""
+    """Rollback of a run to its latest checkpoint, a limited number of times. Ranks: every rank does the same."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class Rollback:
         self._cursors = cursors
         self.limit = limit
         self.times = 0
-        """How often the run has gone back, or is about to."""
+        """Number of rollbacks so far, including a pending one."""
         self.target: str | None = None
-        """The checkpoint to go back to, from the decision until it is done."""
+        """Checkpoint of a pending rollback, from the decision until it is loaded."""
         self._left_out: WeakKeyDictionary[Loader, set[Extent]] = WeakKeyDictionary()
         self._led: tuple[LoaderCursor, ...] = ()
 
     def refusal(self, knows_batches: bool) -> str:
-        """Return why the run cannot go back; empty when it can. Ranks: every rank."""
+        """Return the reason why a rollback is not possible; empty if it is. Ranks: every rank."""
         if not knows_batches:
             return (
                 "numbers=rollback needs to know the batches, and these did not come from a prepared loader; prepare() the loader, "
@@ -72,7 +72,7 @@ class Rollback:
         return ""
 
     def decide(self, batches: Iterable[tuple[Loader, Place]]) -> str:
-        """Go back before the next batch is given, and leave these out; where to. Ranks: every rank, when none refuses."""
+        """Schedule a rollback before the next batch that omits `batches`; return the checkpoint. Ranks: every rank."""
         self.target = self._newest()
         assert self.target is not None, "asked only when nothing refuses"
         led = []
@@ -89,25 +89,25 @@ class Rollback:
             self.now()
 
     def now(self) -> bool:
-        """Go back if it was decided; whether it was. Ranks: every rank."""
+        """Perform a pending rollback; return whether there was one. Ranks: every rank."""
         target, self.target = self.target, None
         if target is None:
             return False
         self._cursors.go_back, self._led = None, ()
         self._load(target)
         for loader, batches in self._left_out.items():
-            loader.leave_out(batches)  # the checkpoint knows only of those that were left out before it
+            loader.leave_out(batches)  # the checkpoint only has the batches excluded before it was saved
         self._cursors.times_back += 1
         return True
 
 
 _RECENT: Final = 64
 _ENOUGH: Final = 16
-"""Losses that must have been seen before one can be called a spike."""
+"""Number of losses required before one can be called a spike."""
 _SHOWN: Final = 16
 _MOST: Final = 4096
 _FINE, _GRADIENT, _LOSS = 0, 1, 2
-"""How bad a rank's numbers are. A bad loss makes the averaged gradients of all ranks bad, so it comes first."""
+"""Severity of a rank's numbers. A bad loss makes the averaged gradients of all ranks bad, so it is the highest."""
 _WHY: Final = (
     "the update would make weights nan on every rank, and no later step brings them back. Look at those samples; else lower the "
     "learning rate, clip gradients (clip_grad_norm_), or guard the division, logarithm or square root in that module."
@@ -115,7 +115,7 @@ _WHY: Final = (
 
 
 class Prepared(Protocol):
-    """What an Accelerator has prepared."""
+    """Objects returned by `prepare()`."""
 
     @property
     def models(self) -> Sequence[nn.Module]: ...
@@ -125,37 +125,37 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NumbersSettings:
-    """What happens when a number is not finite, and from when on a loss is a spike."""
+    """Reaction to a number that is not finite, and the threshold of a loss spike."""
 
     then: Literal["report", "stop", "skip", "rollback"] = "report"
     spike: float | None = None
-    """A loss of more than so many times the median of the last ones; None for never."""
+    """Factor over the median of recent losses above which a loss is a spike; None to disable."""
     runs_together: bool = False
-    """A forward needs every rank: parameters are divided."""
+    """True if a forward needs every rank, because parameters are sharded."""
     rollbacks: int = 0
-    """How often the run may go back to a checkpoint."""
+    """Maximum number of rollbacks to a checkpoint."""
     scaled: bool = False
-    """Losses are scaled, and overflow is looked after."""
+    """True if losses are scaled; the scaler handles overflow."""
     overwritten: bool = False
-    """The memory of a loss is used again in the next step."""
+    """True if the memory of a loss is reused in the next step."""
 
 
 Batches = list[tuple[Loader, Place]]
-"""The batches that a loss came from."""
+"""The batches from which a loss was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rank found in one update."""
+    """Result of one rank's check of one update."""
 
     what: str = ""
-    """In words; empty when its own numbers are fine."""
+    """Description of the problem; empty if the rank's numbers are fine."""
     samples: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
 class NumbersWatch:
-    """One rank's watch over its losses and gradients. Called by the training thread."""
+    """Watch over the losses and gradients of one rank. Called by the training thread."""
 
     def __init__(
         self,
@@ -175,41 +175,41 @@ class NumbersWatch:
         self.rollback = rollback
         self._newest = newest
         self.on_loss: Callable[[Tensor], None] | None = None
-        """Told of each loss before it is backpropagated."""
+        """Called with each loss before its backward."""
         self._calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses(settings.overwritten, odd_only=settings.spike is None)
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._later = settings.then == "report"
-        # A scaler skips updates that overflow, and stops when it skips too many.
+        # A scaler skips updates that overflow, and raises when it skips too many.
         self._quiet = self._later and settings.scaled
 
     def follow(self, model: nn.Module) -> None:
-        """Remember the calls of a prepared model, to be able to repeat the last one."""
+        """Record the calls of a prepared model, so that the last one can be repeated."""
         if self._settings.then != "report":
             self._calls.follow(model)
 
     def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        """A loss is about to be backpropagated. One that weighs nothing may be a mean over nothing, and is not looked at."""
+        """Check or collect a loss before its backward. A loss of weight zero may be NaN, and is ignored."""
         if self.on_loss is not None:
             self.on_loss(loss)
         if self._quiet:
             return
-        if self._later and loss.is_cpu:  # reading costs nothing
+        if self._later and loss.is_cpu:  # reading it does not wait for a device
             if self._settings.spike is not None or loss.numel() != 1 or not math.isfinite(loss.item()):
                 self._read_now(loss, weight)
             return
         watched = self._clock.cursors.watched
         if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
-            batches = [(loader, loader.place())]  # the loop goes on over the same loader
+            batches = [(loader, loader.place())]  # the loop still iterates over the same loader
         else:
             batches = self._batches()
         due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
         if self._later:
             if due and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._report(self._losses.copy())
-        elif len(self._losses.held) > _MOST:  # a script whose optimizer was not prepared makes no updates here
+        elif len(self._losses.held) > _MOST:  # a script with an unprepared optimizer makes no updates here
             self._losses.take()
 
     def _read_now(self, loss: Tensor, weight: float | Tensor | None) -> None:
@@ -219,7 +219,7 @@ class NumbersWatch:
 
     @contextmanager
     def apart(self) -> Iterator[list[Tensor]]:
-        """Context manager in which losses are not watched, but put into the list it yields when it ends."""
+        """Context manager whose losses are not checked, but appended to the yielded list at its end."""
         held, self._losses.held = self._losses.held, []
         losses: list[Tensor] = []
         try:
@@ -229,7 +229,7 @@ class NumbersWatch:
             self._losses.held = held
 
     def _batches(self) -> Batches:
-        """Return the batches in the user's hands."""
+        """Return the batches that the active loaders yielded last."""
         found: Batches = []
         for cursor in self._clock.cursors.active():
             for one in self._prepared.loaders:
@@ -239,17 +239,17 @@ class NumbersWatch:
         return found
 
     def before_update(self, optimizer: Holder) -> bool:
-        """Return whether the update must be skipped. Ranks: every rank.
+        """Check losses and gradients, and return whether the update must be skipped. Ranks: every rank.
 
-        Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop, or the run cannot go back.
+        Raises: NumbersError on every rank when a number of any rank is not finite and the setting is "stop", or a rollback is not possible.
         """
-        if self.rollback is not None and self.rollback.target is not None:  # what comes now will be undone
+        if self.rollback is not None and self.rollback.target is not None:  # the update will be undone
             self._losses.take()
             return not optimizer.scaled
         return self._look(self._losses.take(), self._clock.num_updates + 1, optimizer)
 
     def finish(self) -> None:
-        """Look at the losses that have not been looked at yet."""
+        """Check the losses that have not been checked yet."""
         if self._settings.then == "report":
             self._report(self._losses.rest())
         elif self.rollback is not None and self.rollback.target is not None and self._ctx.is_main:
@@ -260,7 +260,7 @@ class NumbersWatch:
                 stacklevel=3,
             )
 
-    # -- some updates later, alone ----------------------------------------------------------------------------------
+    # -- reports of one rank, some updates later --------------------------------------------------------------------
     def _report(self, updates: Sequence[Update[Batches]]) -> None:
         for update in updates:
             if self._quiet or not (what := self._judge(update.values)):
@@ -277,7 +277,7 @@ class NumbersWatch:
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
 
-    # -- before the update, together --------------------------------------------------------------------------------
+    # -- checks of all ranks, before the update ---------------------------------------------------------------------
     def _look(self, seen: Update[Batches], step: int, optimizer: Holder) -> bool:
         if seen.losses:
             seen.values = read(seen)
@@ -289,7 +289,7 @@ class NumbersWatch:
         if worst == _FINE:
             self._calls.clear()
             return False
-        if level < worst:  # averaged with the gradients of a rank whose loss is bad: not this rank's doing
+        if level < worst:  # averaged with the gradients of a rank whose loss is bad: not caused by this rank
             what = ""
         finding = self._find(seen, what, optimizer)
         self._calls.clear()
@@ -303,7 +303,7 @@ class NumbersWatch:
         return not optimizer.scaled
 
     def _worst(self, level: int) -> int:
-        """Return the highest level of any rank."""
+        """Return the highest level of all ranks."""
         world = self._ctx.world
         return (
             level if world.size == 1 else int(world.all_reduce(torch.tensor([level], dtype=torch.int32), "max").item())
@@ -322,7 +322,7 @@ class NumbersWatch:
         if refusal := rollback.refusal(known):
             raise _error(step, findings, f"every rank stops, before the update: {refusal}")
         place = rollback.decide(batches)
-        self._recent.clear()  # the losses of the updates that are undone come once more
+        self._recent.clear()  # the losses of the undone updates will be repeated
         how = f"the run goes back to {place} and leaves the batches of this update out ({rollback.times} of at most {rollback.limit} times)"
         self._tell(_in_words(step, findings, how))
 
@@ -331,7 +331,7 @@ class NumbersWatch:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> Finding:
-        """What this rank can say. Where a forward needs every rank, all repeat theirs, also those whose numbers are fine."""
+        """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
         lines: list[str] = []
         if what or self._settings.runs_together:
             for call in self._calls.all():
@@ -358,7 +358,7 @@ class NumbersWatch:
 
     # -- losses -----------------------------------------------------------------------------------------------------
     def _judge(self, values: list[float]) -> str:
-        """What is wrong with these losses, in words; empty when nothing is."""
+        """Return a description of the problem with these losses; empty if there is none."""
         for value in values:
             if not math.isfinite(value):
                 return f"the loss is {value}"
@@ -373,7 +373,7 @@ class NumbersWatch:
         return ""
 
     def _describe(self, seen: Update[Batches]) -> Finding:
-        """Return the batches of this update, so that they can be fetched again."""
+        """Return the batches of this update, with the commands to fetch them again."""
         values = seen.values
         lines: list[str] = []
         samples: list[int] = []
@@ -395,7 +395,7 @@ class NumbersWatch:
 
 
 def _in_words(step: int, findings: Mapping[int, Finding], now: str) -> str:
-    """What was found on which rank, and what happens now."""
+    """Return the report: the findings by rank, and the consequence."""
     ranks = tuple(rank for rank, one in findings.items() if one.what)
     kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
     lines = [f"{' and '.join(kinds)} in update {step} on {ranks_in_words(ranks)}"]
@@ -411,7 +411,7 @@ def _error(step: int, findings: Mapping[int, Finding], now: str) -> NumbersError
 
 @torch.no_grad()
 def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
-    """Return whether this rank's parts of the gradients are finite; one look at the host for all of them."""
+    """Return whether this rank's shards of the gradients are finite, with a single copy to the host."""
     parts: list[Tensor] = []
     for parameter in parameters:
         if (grad := parameter.grad) is not None:

@@ -1,5 +1,5 @@
-"""The watchdog beside the training thread: which rank waits for which, where, and why.
+"""Watchdog thread that reports which rank waits for which, at which line, and the reason.
 
-Start with `watchdog.py`, then `diagnose.py` (pure: evidence to a cause) and `wording.py` (the report).
+Start with `watchdog.py`, then `diagnose.py` (pure: states to a cause) and `wording.py` (the report).
 `status_server.py` answers `hasten top` and the other ranks.
 """

@@ -1,4 +1,4 @@
-"""Why ranks wait: a pure function from what is known of every rank to the likely cause. No clock, no store, no torch."""
+"""Diagnosis of a stall: a pure function from the states of all ranks to the likely cause. No clock, store or torch."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from hasten.trust.divergence.state import Cause, Seen, State
 from hasten.trust.stall.occupations import occupation
 
 Ends = Literal["never", "hardly", "perhaps"]
-"""It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
+"""Whether a wait can end: never; hardly, unless a computation still runs; perhaps, because a rank still works."""
 _BARRIER: Final = "barrier/"
 _LARGE: Final = 2**22
-"""Elements of a tensor that a slow network may need seconds for."""
+"""Number of elements from which a tensor may take seconds on a slow network."""
 _SLOW_IO: Final = ("checkpoint", "ending")
 _TRAINING: Final = ("backward", "forward")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Who waits for whom, and why."""
+    """The waiting ranks, the missing ranks and the cause."""
 
     cause: Cause
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
     ends: Ends
-    """Whether the wait can still end by itself."""
+    """Whether the wait can still end without intervention."""
     sentence: str
     cure: str
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two looks must agree on."""
+        """The fields that two diagnoses must agree on."""
         return (self.cause, self.waiting, self.missing)
 
 
 def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
-    """Return the cause of a wait; None while nobody waits, or all who are waited for may take their time.
+    """Return the cause of a wait; None if no rank waits, or all missing ranks are expected to take long.
 
-    `lost_hosts` are those that do not answer the launcher either.
+    `lost_hosts` are hosts that do not respond to the launcher either.
     """
     present = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
     states = {rank: state for rank, state in present.items() if not state.moves}
@@ -66,7 +66,7 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Col
 
 
 def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
-    """For each rank the groups in which it has begun a collective that another rank has not."""
+    """Return, for each rank, the groups in which it has started a collective that another rank has not."""
     found: dict[int, set[str]] = {rank: set() for rank in states}
     for group in {group for state in states.values() for group in state.counts}:
         counts = {rank: state.counts[group] for rank, state in states.items() if group in state.counts}
@@ -79,9 +79,10 @@ def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
 
 
 def _is_needed(seen: Seen, waiting: Sequence[State], others_work: bool) -> bool:
-    """Whether ranks wait for this one: one that ended well is missing only in groups in which others have begun more than it had.
+    """Return whether ranks wait for this one.
 
-    Where that is not known, they wait for those first that are there and still work.
+    A rank that ended well is missing only in groups in which others have started more collectives than it had. If that is unknown,
+    the ranks that are present and still work are considered first.
     """
     if seen.status in ("failed", "stopped"):
         return True
@@ -124,7 +125,7 @@ def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
 def _uneven(
     states: Mapping[int, State], waiting: tuple[int, ...], ahead: Mapping[int, set[str]], working: Sequence[State]
 ) -> Diagnosis | None:
-    """Ranks that have come to the end of training while others wait for them in a step."""
+    """Return a diagnosis if ranks have reached the end of training while others wait for them in a step."""
     ending = [state for state in working if state.kind == "ending"]
     training = [states[rank] for rank in waiting if states[rank].kind in _TRAINING and ahead[rank]]
     if not ending or not training:
@@ -165,7 +166,7 @@ def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: 
 
 
 def _may_take_its_time(state: State, io_patience_s: float) -> bool:
-    """Whether the others wait for this rank with its knowledge, or it visibly gets on with a file, a compilation or an import."""
+    """Return whether this rank's delay is expected: in a marked block, or busy with a file, compilation or import."""
     if state.kind in _SLOW_IO:
         return state.io_quiet_s < io_patience_s
     return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
@@ -212,7 +213,7 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
 
 
 def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis | None:
-    """Ranks that begin other collectives, outside of blocks in which the others are meant to wait for them."""
+    """Return a diagnosis of ranks that start other collectives, outside of blocks in which others are meant to wait."""
     if not moving:
         return None
     ranks = tuple(state.rank for state in moving)
@@ -233,7 +234,7 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
 
 
 def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
-    """Return every rank waits: for each other in different calls, or all in the same one."""
+    """Return the diagnosis if every rank waits: for each other in different calls, or all in the same call."""
     places: dict[tuple[str, str], list[int]] = {}
     even = not any(ahead.values())  # then the same call from different lines is one collective
     for rank, state in states.items():
@@ -294,17 +295,17 @@ def _tensor(state: State) -> str:
 
 
 def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
-    """Return whether ranks in different calls can go on."""
+    """Return whether a wait of ranks in different calls can end."""
     if any(
         not ahead[rank] and (state.kind == "device" or (state.kind in _TRAINING and _is_behind(state, states)))
         for rank, state in states.items()
     ):
-        return "perhaps"  # a device computes without the processor, and a step may come to the collective of the others yet
+        return "perhaps"  # a device computes without the CPU, and a step may still reach the collective of the others
     return "never" if _deadlock(states, ahead) else "hardly"
 
 
 def _is_behind(state: State, states: Mapping[int, State]) -> bool:
-    """Return whether another rank has begun a collective of a common group that this one has not."""
+    """Return whether another rank has started a collective of a common group that this one has not."""
     return any(
         other.counts.get(group, 0) > count
         for other in states.values()
@@ -314,11 +315,11 @@ def _is_behind(state: State, states: Mapping[int, State]) -> bool:
 
 
 def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> bool:
-    """Whether ranks in different calls can never go on: nobody is still receiving what another has sent already."""
+    """Return whether ranks in different calls are deadlocked: no rank is still receiving data that another has sent."""
     at_barrier = [rank for rank, state in states.items() if state.barrier]
     in_group = [rank for rank in states if rank not in at_barrier]
     if any(states[rank].kind != "collective" and not ahead[rank] for rank in in_group):
-        return False  # a backward may still compute
+        return False  # a backward may still be computing
     if not in_group:
         return True
     if at_barrier:
@@ -332,7 +333,7 @@ def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> boo
 
 
 def _may_receive(state: State) -> bool:
-    """Whether a rank behind the others may still be receiving what they have sent: a large tensor, or nobody knows what."""
+    """Return whether a rank behind the others may still be receiving their data: a large or unknown tensor."""
     return not state.op if state.shape is None else prod(state.shape) > _LARGE
 
 

@@ -1,8 +1,8 @@
-"""Evidence of a stall: states that ranks post now, seen twice. What a rank has posted earlier proves nothing about its present wait.
+"""Evidence of a stall: current states, observed twice. An earlier post of a rank proves nothing about its present wait.
 
-A rank posts again and again while it waits, and numbers its posts. One that stops posting holds the interpreter in native code, is stopped or
-lost; its last state is dropped. A diagnosis counts when every rank on which it rests has posted two more states, and those that wait are still in
-the same call with no collective begun meanwhile: then all of them waited at the moment of the first look.
+A rank posts repeatedly while it waits, and numbers its posts. A rank that stops posting is in native code without releasing the
+interpreter, is stopped or lost; its last state is dropped. A diagnosis is confirmed when every rank involved has posted two more states,
+and the waiting ranks are still in the same call with no collective started meanwhile: then all of them waited at the first observation.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from hasten.trust.divergence.state import Seen, State
 from hasten.trust.stall.diagnose import Diagnosis
 
 _SLACK: Final = 5.0
-"""Ticks by which a post may be late: a busy machine lets watchdogs wait, too."""
+"""Number of ticks by which a post may be late: watchdogs are delayed on a busy machine, too."""
 _POSTS: Final = 2
-"""The next post may have been looked at before the first look; the one after it was not."""
+"""Number of further posts required: the next one may stem from before the first observation, the second cannot."""
 
 
 def pause_s(tick_s: float, quiet_s: float) -> float:
-    """Return seconds between two posts of a rank that has waited for `quiet_s`: ever longer, the longer the wait."""
+    """Return the seconds between two posts of a rank that has waited for `quiet_s`; the pause grows with the wait."""
     return min(max(tick_s, 0.1 * quiet_s), 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """One rank's state at the first look."""
+    """One rank's state at the first observation."""
 
     turn: int
     wait: tuple[object, ...]
-    """Call and counters of a rank that waits; empty for others."""
+    """Call and counters of a waiting rank; empty for others."""
 
 
 class Evidence:
-    """Decides which states are of now, and whether a second look agrees with the first."""
+    """Filter for current states, and comparison of a diagnosis with the previous one."""
 
     def __init__(self, rank: int, tick_s: float) -> None:
         self._rank = rank
@@ -46,15 +46,15 @@ class Evidence:
 
     @property
     def suspects(self) -> bool:
-        """Whether a diagnosis waits for its confirmation."""
+        """True if a diagnosis awaits confirmation."""
         return bool(self._key)
 
     def forget(self) -> None:
-        """Drop the first look."""
+        """Drop the first observation."""
         self._key, self._marks = (), {}
 
     def fresh(self, states: Mapping[int, State], now: float) -> dict[int, State]:
-        """Return the states whose ranks still post."""
+        """Return the states of ranks that still post."""
         found: dict[int, State] = {}
         for rank, state in states.items():
             if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
@@ -65,7 +65,7 @@ class Evidence:
         return found
 
     def confirms(self, found: Diagnosis, world: Sequence[Seen]) -> bool:
-        """Whether the states in `world` confirm a diagnosis that earlier ones led to; the next call compares with these."""
+        """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""
         marks = {seen.rank: _mark(seen.state, seen.rank in found.waiting) for seen in world if seen.state is not None}
         same = found.key == self._key and {rank: mark.wait for rank, mark in marks.items()} == {
             rank: mark.wait for rank, mark in self._marks.items()

@@ -1,4 +1,4 @@
-"""The sockets through which ranks of this machine tell how they are: where they lie, who may connect, and asking. No torch."""
+"""Status sockets of the ranks of this machine: their paths, access checks and requests. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from hasten.errors import CommError
 ANSWER_S: Final = 5.0
 _KNOCK_S: Final = 0.2
 POST: Final = "post"
-"""The key of a request to post on the bulletin what the rank is doing."""
+"""Key of a request to post the rank's state to the store."""
 _LARGEST: Final = 1 << 22
 _SUFFIX: Final = ".sock"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """Where one rank listens."""
+    """Address of one rank's socket."""
 
     job: int
     """The pid of the process that started the ranks of this machine."""
     rank: int
     pid: int
     number: int = 0
-    """Counts the Accelerators of one process."""
+    """Index of the Accelerator within its process."""
 
     @property
     def name(self) -> str:
-        """The file's name, which says whose socket it is without asking."""
+        """The file name, which identifies the rank."""
         return f"{self.job}.{self.rank}.{self.pid}.{self.number}{_SUFFIX}"
 
     @classmethod
     def parse(cls, name: str) -> Address | None:
-        """Return the address in a file's name; None for other files."""
+        """Return the address in a file name; None for other files."""
         parts = name.removesuffix(_SUFFIX).split(".")
         if not name.endswith(_SUFFIX) or len(parts) != 4 or not all(part.isdecimal() for part in parts):
             return None
@@ -49,9 +49,9 @@ class Address:
 
 
 def private_folder(folder: Path) -> Path:
-    """Return the folder, made if it is missing, which nobody but this user may enter.
+    """Create the folder if it is missing, accessible to this user only, and return it.
 
-    Raises: CommError if somebody else owns it, or others may enter it.
+    Raises: CommError if another user owns it, or others have access.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -64,16 +64,16 @@ def private_folder(folder: Path) -> Path:
 
 
 def peer_is_owner(connection: socket.socket) -> bool:
-    """Return whether the process at the other end runs as this user, as the kernel says."""
+    """Return whether the process at the other end runs as this user, according to the kernel."""
     option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:  # other systems: the folder's mode keeps others out
+    if option is None:  # other systems: the folder's mode denies access to others
         return True
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i")))
     return bool(user == os.geteuid())
 
 
 def listening(folder: Path) -> Iterator[tuple[Address, Path]]:
-    """Yield the sockets of ranks that are alive, in order; those that killed processes left behind are removed."""
+    """Yield the sockets of live ranks, in order; sockets left by killed processes are removed."""
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         address = Address.parse(path.name)
         if address is None:
@@ -85,30 +85,30 @@ def listening(folder: Path) -> Iterator[tuple[Address, Path]]:
 
 
 def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: JSON values
-    """What the rank answers; None if it has ended or does not answer in time."""
+    """Send a request to a rank and return its answer; None if the rank has ended or does not answer in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_S)
         try:
             connection.connect(str(path))
             connection.sendall(msgspec.json.encode(request) + b"\n")
             return msgspec.json.decode(receive_line(connection), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError):  # it ended meanwhile, or is stopped
+        except (OSError, msgspec.DecodeError):  # the rank has ended meanwhile, or is stopped
             return None
 
 
 def knock(path: Path) -> None:
-    """Ask the rank to post what it is doing, without waiting for an answer."""
+    """Ask the rank to post its state, without waiting for an answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_KNOCK_S)
         try:
             connection.connect(str(path))
             connection.sendall(msgspec.json.encode({POST: True}) + b"\n")
-        except OSError:  # it ended, or takes no calls: then it says nothing, which the asker sees
+        except OSError:  # the rank has ended or does not accept: it then posts nothing, which the caller detects
             return
 
 
 def receive_line(connection: socket.socket) -> bytes:
-    """Return the bytes up to a line's end, or to the end of the connection."""
+    """Return the bytes up to the end of a line or of the connection."""
     received = b""
     while not received.endswith(b"\n") and len(received) < _LARGEST:
         part = connection.recv(1 << 16)
@@ -123,6 +123,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's process has this pid now
+    except PermissionError:  # the pid now belongs to another user's process
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a process can see of its own training thread, without disturbing it: its place, its counters, its CPU time."""
+"""Observation of the training thread from another thread: its stack, its counters, its CPU time."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from hasten.trust.divergence.state import IDLE_SHARE, Note, Spot, State, Status,
 from hasten.trust.stall import stacks
 
 _STATUS, _FAULTS, _USER, _SYSTEM, _STARTED = 0, 9, 11, 12, 19
-"""Positions in /proc/PID/stat, counted from the state on."""
-_TICKS_PER_S: Final = 100.0  # the kernel reports in hundredths of a second on every platform that torch runs on
+"""Positions in /proc/PID/stat, counted from the state field."""
+_TICKS_PER_S: Final = 100.0  # the kernel reports in hundredths of a second on every platform supported by torch
 _SWAPPING: Final = 20
-"""Page faults per second that had to read from a disk; a process that sleeps has none."""
+"""Major page faults per second above which a process counts as swapping; a sleeping process has none."""
 
 _SPAN_S: Final = 0.5
-"""Seconds between two measurements of a process."""
+"""Minimum seconds between two measurements of a process."""
 
 
 def start_ticks(pid: int | str = "self") -> int:
-    """When the process began, in clock ticks since the machine started; 0 where the kernel does not tell."""
+    """Return the start time of the process in clock ticks since boot; 0 if the kernel does not report it."""
     fields = _fields(pid)
     return int(fields[_STARTED]) if fields and len(fields) > _STARTED else 0
 
 
 def namespace() -> str:
-    """The namespace of this process's pid: in another container the same number is another process. Empty if unknown."""
+    """Return the pid namespace: the same pid in another container is another process. Empty if unknown."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # other systems, or a container that hides it
+    except OSError:  # other systems, or hidden in a container
         return ""
 
 
 def status_of(pid: int, started: int) -> Status:
-    """Return whether the process runs ("here"), is stopped or gone; "here" wherever the kernel does not tell."""
+    """Return whether the process runs ("here"), is stopped or gone; "here" if the kernel does not report it."""
     if not Path("/proc/self/stat").exists():
         return "here"
     fields = _fields(pid)
@@ -57,22 +57,22 @@ def status_of(pid: int, started: int) -> Status:
 
 
 def io_count() -> int:
-    """Bytes that this process has read and written through files, pipes and sockets; 0 where the kernel does not tell."""
+    """Return the bytes that this process has read and written in files, pipes and sockets; 0 if unknown."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:  # other systems, or a container that hides it: saves then count as quiet
+    except OSError:  # other systems, or hidden in a container: saves then count as idle
         return 0
     return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 def major_faults() -> int:
-    """Page faults of this process that had to read from a disk so far; 0 where the kernel does not tell."""
+    """Return the number of major page faults of this process so far; 0 if unknown."""
     fields = _fields("self")
     return int(fields[_FAULTS]) if fields else 0
 
 
 def thread_state(thread: int, faults_per_s: float) -> Thread:
-    """Return the state of one of this process's threads in the kernel; "asleep" where the kernel does not tell."""
+    """Return the kernel state of one of this process's threads; "asleep" if unknown."""
     fields = _fields(f"self/task/{thread}")
     if not fields:
         return "asleep"
@@ -83,13 +83,13 @@ def thread_state(thread: int, faults_per_s: float) -> Thread:
 
 @dataclass(slots=True)
 class Neighbours:
-    """The other processes of the job on this machine, seen again and again by one of them."""
+    """The other processes of the job on this machine, observed repeatedly by one of them."""
 
     _used: dict[int, tuple[float, float, int, str]] = field(default_factory=dict)
-    """By rank: when it was measured last, its processor time and its page faults then, and what they said."""
+    """By rank: time of the last measurement, CPU time and page faults then, and their description."""
 
     def look(self, notes: Mapping[int, Note]) -> tuple[dict[int, Status], dict[int, str]]:
-        """The ranks that are stopped or gone; and of the others what they have used since the last look, in words."""
+        """Return the ranks that are stopped or gone, and descriptions of the others' activity since the last call."""
         lost: dict[int, Status] = {}
         activities: dict[int, str] = {}
         for rank, note in notes.items():
@@ -121,22 +121,22 @@ class Neighbours:
 
 
 def _fields(pid: int | str) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; empty if there is no such process, None if that cannot be told."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process, None if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
-    except OSError:  # such as too many open files, which says nothing about the process
+    except OSError:  # such as too many open files, which is unrelated to the process
         return None
 
 
 _REAL_IO_BYTES: Final = 1 << 16
-"""Looking at the kernel's files counts as reading, too; less than this is no work on a checkpoint."""
+"""Reading the kernel's files counts as I/O, too; less than this is no progress of a checkpoint."""
 
 
 @dataclass(slots=True)
 class Observer:
-    """Watches one thread from another."""
+    """Observer of one thread from another thread."""
 
     rank: int
     trail: Trail
@@ -145,14 +145,14 @@ class Observer:
     thread_id: int = field(default_factory=threading.get_ident)
     native_id: int = field(default_factory=threading.get_native_id)
     program: str = field(default_factory=lambda: stacks.root_of(stacks.calls_of(threading.get_ident())))
-    """The outermost call of the thread while its program runs; exit handlers have another."""
+    """The outermost call of the thread while its program runs; exit handlers have a different one."""
     _cpu: tuple[float, float] = (0.0, 0.0)
     _io: tuple[float, int] = (0.0, 0)
     _faults: int | None = None
-    """Page faults at the last look; None at the first one, so that a rank that does not wait counts none."""
+    """Page faults at the last observation; None before the first."""
 
     def note(self, ended: str = "", failed: bool = False) -> Note:
-        """Return where this process runs, and how it ended."""
+        """Return the note of this process: its host and pid, and its end."""
         return Note(
             self.rank,
             socket.gethostname(),
@@ -163,23 +163,23 @@ class Observer:
             namespace(),
             self.counts()
             if ended and begun_collectives(self.device_type)
-            else None,  # a destroyed group counts nothing
+            else None,  # a destroyed group has no counters
         )
 
     def failure(self) -> str:
-        """The exception that ended the program of a process that threads or exit handlers keep alive; empty if there is none."""
+        """Return the exception of an ended program whose process threads or exit handlers keep alive; else empty."""
         error, calls = getattr(sys, "last_value", None), stacks.calls_of(self.thread_id)
         if error is None or not (stacks.is_over(calls) or stacks.root_of(calls) != self.program):
             return ""
         return f"{error_words(error)}; its process is alive because of {_others_alive()}"
 
     def counts(self) -> dict[str, int]:
-        """Return how many collectives every group of this process has begun, torch's own included."""
+        """Return the number of collectives started by every group of this process, including torch's."""
         barriers = {f"barrier/{name}": turn for name, turn in self.trail.turns.copy().items()}
         return barriers | begun_collectives(self.device_type)
 
     def start_looking(self) -> None:
-        """Begin to measure CPU time and file traffic."""
+        """Start measuring CPU time and file I/O."""
         now = time.monotonic()
         self._cpu = (now, time.process_time())
         self._io = (now, io_count())
@@ -192,7 +192,7 @@ class Observer:
         peers: Mapping[int, Status] | None = None,
         activities: Mapping[int, str] | None = None,
     ) -> State:
-        """What the training thread is doing now; `peers` and `activities` are what the kernel says of other ranks."""
+        """Return the current state of the training thread; `peers` and `activities` describe other ranks."""
         calls = stacks.calls_of(self.thread_id)
         place = stacks.place_of(calls)
         now, used, moved = time.monotonic(), time.process_time(), io_count()
@@ -233,7 +233,7 @@ class Observer:
 
 
 def error_words(error: BaseException) -> str:
-    """Return the exception in a line, with the last line of the user's code that it passed through."""
+    """Return the exception in one line, with the last line of the user's code in its traceback."""
     trace, where = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -244,7 +244,7 @@ def error_words(error: BaseException) -> str:
 
 
 def _others_alive() -> str:
-    """Return the threads for which the interpreter waits at its end, by name."""
+    """Return the names of the threads for which the interpreter waits at exit."""
     names = [
         thread.name
         for thread in threading.enumerate()
@@ -260,17 +260,17 @@ def _spot(file: str, line: int, op: str) -> Spot:
 
 
 STALLED: Final = 86
-"""The exit code of a job that was ended because its ranks waited for each other."""
+"""Exit code of a job that was ended because its ranks waited for each other."""
 _FLUSH_S: Final = 1.0
 
 
 def end_process(summary: str, others: Iterable[Note] = ()) -> None:
-    """End this process with the reason, after those of `others` that are stopped.
+    """End this process with the reason, after killing those of `others` that are stopped.
 
-    The training thread may be blocked in native code, so nothing is unwound.
+    The training thread may be blocked in native code, so no stack is unwound.
     """
     if path := env.snapshot().get(last_words.ERROR_FILE):
-        with suppress(OSError):  # the disk may be what stalled; the exit code still tells
+        with suppress(OSError):  # the disk may have caused the stall; the exit code is still set
             last_words.write(Path(path), f"{StallError.__name__}: {summary}", "")
     flushing = threading.Thread(target=_flush, daemon=True)  # the blocked thread may hold a stream's lock
     flushing.start()
@@ -280,14 +280,14 @@ def end_process(summary: str, others: Iterable[Note] = ()) -> None:
 
 
 def _kill_stopped(notes: Iterable[Note]) -> None:
-    """Kill those of these processes that are stopped: they would outlive the job, since they act on no other signal."""
+    """Kill those of these processes that are stopped: they react to no other signal and would outlive the job."""
     for note in notes:
         if status_of(note.pid, note.started) == "stopped":
-            with suppress(ProcessLookupError, PermissionError):  # it ended meanwhile, or is another user's
+            with suppress(ProcessLookupError, PermissionError):  # it ended meanwhile, or belongs to another user
                 os.kill(note.pid, signal.SIGKILL)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed or missing: there is nothing to save
+        with suppress(OSError, ValueError, AttributeError):  # closed or missing: nothing to flush
             stream.flush()

@@ -1,4 +1,4 @@
-"""Descriptions of ranks that work while others wait for them. Pure."""
+"""Descriptions of ranks that are busy while others wait for them. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hasten.trust.divergence.state import IDLE_SHARE, Cause, State
 
 
 def occupation(state: State) -> tuple[Cause, str, str]:
-    """Return the cause, what the rank is doing, and what to do about it."""
+    """Return the cause, a description of the rank's activity, and a remedy."""
     where = state.spot.words()
     match state.kind:
         case "loader":

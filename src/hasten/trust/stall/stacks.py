@@ -1,4 +1,4 @@
-"""Where a thread is: its calls, and which of them says what the rank is doing."""
+"""Stack of a thread, and the activity of its rank derived from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = Literal[
     "over",
 ]
 MAY_WAIT: Final = ("backward", "forward", "device")
-"""Kinds in which a rank either computes or waits for others: its CPU time tells which."""
+"""Kinds in which a rank either computes or waits for others; its CPU time distinguishes them."""
 _WAIT_IN: Final = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
@@ -38,7 +38,7 @@ _WAIT_IN: Final = (
     "/torch/_ops.py",
     "/torch/cuda/",
 )
-"""Files whose calls wait for other ranks in native code; below any other a step loads, builds or computes something."""
+"""Files whose calls wait for other ranks in native code; calls from other files load, build or compute something."""
 
 _STDLIB: Final = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _FOREIGN: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
@@ -49,7 +49,7 @@ _DEEPEST: Final = 200
 _FACADE: Final = "/hasten/accelerator/facade.py"
 _IMPORT: Final = "<frozen importlib._bootstrap"
 
-# (a part of the path, what a rank with a call from there is doing); the first that fits wins
+# (part of the path, kind of a rank with a call from there); the first match wins
 _SIGNS: Final[tuple[tuple[str, Kind], ...]] = (
     ("/pdb.py", "debugger"),
     ("/bdb.py", "debugger"),
@@ -83,7 +83,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The tensor that the user's code gave to a collective of torch."""
+    """The tensor that the user's code passed to a collective of torch."""
 
     op: str
     shape: tuple[int, ...]
@@ -92,22 +92,22 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a thread is doing, and the line of the user's code from which it does it."""
+    """Activity of a thread, and the line of the user's code that started it."""
 
     kind: Kind
     call: str
-    """The function that the user's code called, such as gather; empty when the thread is in the user's code itself."""
+    """The function called by the user's code, such as gather; empty if the thread is in the user's code itself."""
     file: str
     line: int
     function: str
     """The user's function."""
     barrier: bool = False
     in_dataset: bool = False
-    """The user's code runs on behalf of a DataLoader."""
+    """True if the user's code is called by a DataLoader."""
 
     @property
     def site(self) -> str:
-        """`file:line` with the file as one would type it."""
+        """`file:line` with a short path."""
         return f"{short(self.file)}:{self.line}"
 
 
@@ -122,7 +122,7 @@ def calls_of(thread_id: int) -> list[Call]:
 
 
 def handed_over(thread_id: int) -> Handed | None:
-    """The tensor in the collective of torch that a thread is in; None if it is in none, or in one that hasten called."""
+    """Return the tensor passed to torch's collective that a thread is in; None outside, or if hasten called it."""
     frame, found = sys._current_frames().get(thread_id), None
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         code = frame.f_code
@@ -143,12 +143,12 @@ def root_of(calls: Sequence[Call]) -> str:
 
 
 def is_over(calls: Sequence[Call]) -> bool:
-    """Whether the owner of these calls, the main thread, has run its program to the end and waits for other threads."""
+    """Return whether the main thread has run its program to the end and waits for other threads."""
     return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
 
 
 def place_of(calls: Sequence[Call]) -> Place:
-    """What the owner of these calls is doing."""
+    """Return the activity of the thread with these calls."""
     at = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
     user = calls[at] if calls else Call("?", 0, "?")
     inner = [call for call in calls[:at] if not call.file.startswith("<")]
@@ -167,7 +167,7 @@ def place_of(calls: Sequence[Call]) -> Place:
             kind = "ending"
     outer = calls[at:]
     if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
-        kind = "checkpoint"  # the user's own state_dict(), called by a save
+        kind = "checkpoint"  # the user's state_dict(), called by a save
     named = [call.function for call in inner if call.function not in _GENERIC]
     return Place(
         kind,
@@ -181,7 +181,7 @@ def place_of(calls: Sequence[Call]) -> Place:
 
 
 def _imports(calls: Sequence[Call]) -> bool:
-    """Whether these calls load a module, which takes long on a busy machine or a slow disk, and wait for no rank inside of it."""
+    """Return whether these calls import a module, which may be slow, and no collective is called during the import."""
     at = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT)), None)
     return at is not None and not any(
         part in call.file for call in calls[:at] for part, kind in _SIGNS if kind == "collective"
@@ -189,12 +189,12 @@ def _imports(calls: Sequence[Call]) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Return whether a file is not the user's own: of Python, of torch, of hasten or an installed package."""
+    """Return whether a file is not the user's: part of Python, torch, hasten or an installed package."""
     return file.startswith(_FOREIGN) or "/site-packages/" in file or "/dist-packages/" in file
 
 
 def short(file: str) -> str:
-    """The path as one would type it: of a package from its name on, else relative to the working folder if below it."""
+    """Return a short path: from the package name for packages, else relative to the working folder if below it."""
     for folder in ("/site-packages/", "/dist-packages/"):
         if folder in file:
             return file.rpartition(folder)[2]
@@ -207,13 +207,13 @@ def short(file: str) -> str:
 
 
 def source_line(file: str, line: int) -> str:
-    """Return the text of a line of source without its comment; empty if the file cannot be read."""
+    """Return a source line without its comment; empty if the file cannot be read."""
     text = linecache.getline(file, line).partition("  # ")[0].strip()
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def text_of(calls: Sequence[Call]) -> list[str]:
-    """Return the stack in lines, outermost first as in a traceback, from the first call of the user's code on."""
+    """Return the stack as lines, outermost first as in a traceback, starting at the first call of the user's code."""
     lines = list(reversed(calls))
     first = next((i for i, call in enumerate(lines) if not is_library(call.file)), 0)
     return [f"{short(call.file)}:{call.line} in {call.function}" for call in lines[first:]]

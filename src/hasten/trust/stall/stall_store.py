@@ -1,4 +1,4 @@
-"""The notes that ranks leave for each other in the job's store while they wait, over a connection of their own."""
+"""Messages that waiting ranks exchange through the job's store, over a separate connection."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hasten.trust.divergence.state import Note, State
 
 
 class Bulletin:
-    """The training thread's connection may be blocked in a wait, so this one is a clone, made at first use."""
+    """Messages of ranks in the store, over a cloned connection, since the training thread's may be blocked."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        number = store.add(f"hasten/stall/made/{rank}", 1)  # Accelerators are made in the same order on every rank
+        number = store.add(f"hasten/stall/made/{rank}", 1)  # every rank creates its Accelerators in the same order
         self._prefix = f"hasten/stall/{number}"
         self._store = store
         self._own: Store | None = None
@@ -23,55 +23,55 @@ class Bulletin:
         self._turn = 0
 
     def introduce(self, note: Note) -> None:
-        """Say where this rank runs. Called by the training thread, at the start."""
+        """Post this rank's host and process. Called by the training thread at the start."""
         self._store.set(f"{self._prefix}/note/{self._rank}", _text(note))
 
     def leave(self, note: Note) -> None:
-        """Say how this rank ended. Called at exit, when nobody waits in the training thread's connection any more.
+        """Post the end of this rank. Called at exit, when the training thread's connection is no longer blocked.
 
-        No connection is made for it: with whoever serves the store gone, torch would try again for as long as ranks may take to meet.
+        No connection is opened for it: if the store's server has exited, torch would retry for the whole init timeout.
         """
         (self._own or self._store).set(f"{self._prefix}/note/{self._rank}", _text(note))
 
     def post(self, state: State) -> None:
-        """Say what this rank is doing."""
+        """Post the state of this rank."""
         self._posted = True
         self._turn += 1
         text = _text(msgspec.structs.replace(state, turn=self._turn))
         self._connected().set(f"{self._prefix}/state/{self._rank}", text)
 
     def withdraw(self) -> None:
-        """Take back what was posted: this rank goes on."""
+        """Delete the posted state: this rank makes progress again."""
         if self._posted:
             self._posted = False
             self._connected().delete_key(f"{self._prefix}/state/{self._rank}")
 
     def notes(self, ranks: Sequence[int]) -> dict[int, Note]:
-        """Return where ranks run and how they ended."""
+        """Return the hosts, processes and ends of ranks."""
         return {rank: msgspec.json.decode(data, type=Note) for rank, data in self._read("note", ranks).items()}
 
     def states(self, ranks: Sequence[int]) -> dict[int, State]:
-        """What ranks have posted."""
+        """Return the posted states of ranks."""
         return {rank: msgspec.json.decode(data, type=State) for rank, data in self._read("state", ranks).items()}
 
     def speak(self, turn: int) -> None:
-        """Say that this rank is the one that speaks, and still there."""
+        """Post that this rank writes the report, with a growing heartbeat counter."""
         self._connected().set(f"{self._prefix}/speaker", f"{self._rank} {turn}")
 
     def speaker(self) -> str:
-        """Who speaks, with a number that grows while it is there; empty if nobody does."""
+        """Return the reporting rank and its heartbeat counter; empty if there is none."""
         return self._get("speaker")
 
     def be_silent(self) -> None:
-        """Stop speaking."""
+        """Stop being the reporting rank."""
         self._connected().delete_key(f"{self._prefix}/speaker")
 
     def set_verdict(self, words: str) -> None:
-        """Tell every rank that the job ends, and why."""
+        """Post to every rank that the job ends, with the reason."""
         self._connected().set(f"{self._prefix}/verdict", words)
 
     def verdict(self) -> str:
-        """Return why the job ends; empty while it does not."""
+        """Return the reason why the job ends; empty if it does not."""
         return self._get("verdict")
 
     def _get(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""The desk: answers other processes of the same user about this rank, on a local socket, in the watchdog's thread."""
+"""Status server of a rank: answers processes of the same user on a local socket, in the watchdog's thread."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _WIDTH: Final = 300
 
 
 class RecentLog:
-    """Stands before logging's factory of records between `start` and `stop`."""
+    """Log record factory that records recent lines between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.lines: deque[str] = deque(maxlen=_KEPT)
         self._before = logging.getLogRecordFactory()
 
     def start(self) -> None:
-        """Begin to keep lines."""
+        """Start recording lines."""
         self._before = logging.getLogRecordFactory()
         logging.setLogRecordFactory(self)
 
     def stop(self) -> None:
-        """Take it out of the chain of factories, whatever was put before it; behind a foreign one it only stops keeping lines."""
+        """Remove this factory from the chain of record factories; behind a foreign factory it only stops recording."""
         self.lines = deque(maxlen=0)
         factory = logging.getLogRecordFactory()
         if factory is self:
@@ -52,11 +52,11 @@ class RecentLog:
                 return
             factory = factory._before
 
-    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # Any: what logging hands over
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # Any: as in logging
         record = self._before(*args, **kwargs)
         try:
             text = record.getMessage().splitlines()
-        except (TypeError, ValueError, KeyError, IndexError):  # a wrong format: the handlers report it
+        except (TypeError, ValueError, KeyError, IndexError):  # a wrong format: reported by the handlers
             return record
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         self.lines.append(f"{stamp} {record.levelname} {record.name}: {text[0] if text else ''}"[:_WIDTH])
@@ -67,14 +67,14 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 0.5
 _SPAN: Final = 30
-"""Wakings of the watchdog that a rate is taken over: about as many seconds."""
+"""Number of watchdog ticks over which a rate is computed: about as many seconds."""
 
 
 class Desk:
-    """One rank's socket. Everything but `open` and `close` runs in the thread that calls `wait`."""
+    """Status socket of one rank. All methods but `open` and `close` run in the thread that calls `wait`."""
 
     def __init__(self, observer: Observer, topology: Topology, device: torch.device, folder: Path) -> None:
-        self._observer = replace(observer)  # its own clocks: looking must not disturb the watch
+        self._observer = replace(observer)  # separate measurements: status requests must not affect the watchdog's
         self._topology = topology
         self._device = device
         self._folder = folder
@@ -87,7 +87,7 @@ class Desk:
         self._ringer: socket.socket | None = None
 
     def open(self) -> None:
-        """Begin to listen. Without a private folder nobody can ask, which is logged; the job runs all the same."""
+        """Start listening. Without a private folder no status is available, which is logged; the job still runs."""
         self._recent.start()
         self._bell, self._ringer = socket.socketpair()
         try:
@@ -105,7 +105,7 @@ class Desk:
             log.info("`hasten top` cannot see this rank: %s", error)
 
     def wait(self, seconds: float) -> bool:
-        """Return after so many seconds, or when rung; answer who asks meanwhile. Whether the watchdog is asked to post."""
+        """Wait for the given seconds or for `ring`, answering requests; return whether a post was requested."""
         now = time.monotonic()
         end = now + seconds
         self._steps.append((now, self._observer.step()))
@@ -120,7 +120,7 @@ class Desk:
         return False
 
     def ask_to_post(self, pids: Collection[int]) -> None:
-        """Ask ranks of this machine to post what they are doing."""
+        """Ask ranks of this machine to post their states."""
         for address, path in listening(self._folder):
             if address.pid in pids:
                 knock(path)
@@ -140,18 +140,18 @@ class Desk:
             self._path.unlink(missing_ok=True)
 
     def _answer(self) -> bool:
-        """Answer one request; whether it asks the watchdog to post."""
+        """Answer one request; return whether it asks the watchdog to post."""
         assert self._socket is not None, "somebody has connected"
         try:
             connection, _ = self._socket.accept()
             with connection:
-                connection.settimeout(_PATIENCE_S)  # the watch goes on, whatever the asker does
+                connection.settimeout(_PATIENCE_S)  # the watchdog continues, whatever the client does
                 if peer_is_owner(connection):
                     request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
                     if request.get(POST):
                         return True
                     connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
-        except (OSError, msgspec.DecodeError) as error:  # the asker has gone, or asks nonsense
+        except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
             log.debug("no answer was given: %s", error)
         return False
 
@@ -175,7 +175,7 @@ class Desk:
         }
 
     def _rate(self, step: int) -> float | None:
-        """Updates per second over the last half minute; None before the first."""
+        """Return the updates per second over the last half minute; None without an update."""
         if not self._steps or step == self._steps[0][1]:
             return None
         since, before = self._steps[0]
@@ -186,7 +186,7 @@ _TICK_S: Final = 1.0
 
 
 class Reception:
-    """The desk of a process that waits for nobody. `start` and `close` are called by the training thread."""
+    """Status server thread of a process without watchdog. `start` and `close` are called by the training thread."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -194,12 +194,12 @@ class Reception:
         self._thread = threading.Thread(target=self._run, name="hasten-reception", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start answering requests."""
         self._desk.open()
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
-        """Stop answering; there is nobody to leave word for."""
+        """Stop answering requests; `ended` and `failed` are ignored, as there are no other ranks."""
         if self._over.is_set():
             return
         self._over.set()

@@ -1,4 +1,4 @@
-"""The bytes this rank sends while a block runs, counted collective by collective and named by the axis of the mesh."""
+"""Counter of the bytes that this rank sends within a block, per collective and mesh axis."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 _CALLED: Final = "c10d"
 _FUNCTIONAL: Final = "_c10d_functional"
 _SHARDING: Final = ("_allgather_base_", "_reduce_scatter_base_")
-"""What fully_shard calls, and nothing that exchanges tokens does."""
+"""Collectives called by fully_shard, but not by token exchanges."""
 _ALL_TO_ALL: Final = ("alltoall_base_", "all_to_all_single")
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what leaves this rank: the fewest bytes with which each collective can be done, as `runtime.bytes_plan` has it.
+    """Counter of the bytes that leave this rank, assuming bandwidth-optimal collectives as in `runtime.bytes_plan`.
 
     Any in this class: operators and arguments of torch's dispatcher.
     """
@@ -40,11 +40,11 @@ class SentBytes(TorchDispatchMode):
         self.by_kind: dict[tuple[str, str], float] = {}
         """Bytes by axis and operator."""
         self.unknown: dict[str, int] = {}
-        """Operators that are not counted, and how often they were called."""
+        """Operators that are not counted, with their number of calls."""
 
     @property
     def by_axis(self) -> Traffic:
-        """Bytes by axis; ranks that differ along several are named by all of them, as in `dp_replicate+dp_shard`."""
+        """Bytes by axis; several axes are joined, as in `dp_replicate+dp_shard`."""
         total: Traffic = {}
         for (axis, _), num_bytes in self.by_kind.items():
             total[axis] = total.get(axis, 0) + num_bytes
@@ -69,7 +69,7 @@ class SentBytes(TorchDispatchMode):
 
 @contextmanager
 def count_sent(ctx: ProcessContext) -> Iterator[SentBytes]:
-    """A block whose collectives are counted; the main process logs the bytes it sent, by axis. Ranks: each for itself."""
+    """Context manager that counts collectives; the main process logs its bytes by axis. Ranks: each independently."""
     counter = SentBytes(ctx.mesh, ctx.rank)
     with counter:
         yield counter
@@ -81,8 +81,8 @@ def count_sent(ctx: ProcessContext) -> Iterator[SentBytes]:
 def axis_of(mesh: MeshSpec, rank: int, ranks: tuple[int, ...], operator: str) -> str:
     """Return the axis, or axes joined by `+`, along which `ranks` differ.
 
-    Some axes may have the same ranks: experts are exchanged all to all among ranks that data parallelism has too, and the
-    shards of parameters lie on the ranks of one sequence. There the operator decides.
+    Different axes may have the same ranks: experts exchange tokens among data-parallel ranks, and the
+    shards of parameters are on the ranks of one sequence. The operator then decides.
     """
     neighbours = tuple(range(rank - rank % mesh.ep, rank - rank % mesh.ep + mesh.ep))
     if mesh.ep > 1 and ranks == neighbours and operator in _ALL_TO_ALL:
@@ -98,13 +98,13 @@ def axis_of(mesh: MeshSpec, rank: int, ranks: tuple[int, ...], operator: str) ->
 
 
 def _named_group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """Return the group of a functional collective: its name is the last of its arguments."""
+    """Return the group of a functional collective, whose name is the last argument."""
     name: Any = args[-1] if args and isinstance(args[-1], str) else None
     return None if name is None else _resolve_process_group(name)
 
 
 def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
-    """Return bytes sent by a collective on given tensors; None for one that is not known here."""
+    """Return the bytes sent by a collective on given tensors; None for an unknown collective."""
     match name:
         case "allreduce_" | "allreduce_coalesced_":
             return all_reduced(_bytes(args[0]), ranks)
@@ -116,13 +116,13 @@ def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
             return _bytes(args[0])
         case "recv_" | "recv_any_source_" | "barrier" | "monitored_barrier_":
             return 0
-        case "broadcast_":  # passed on by every rank but the last, as a ring does
+        case "broadcast_":  # forwarded by every rank but the last, as in a ring
             return exchanged(_bytes(args[0]), ranks)
     return None
 
 
 def _functional(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
-    """Return bytes sent by a collective that returns new tensors; None for one that is not known here."""
+    """Return the bytes sent by a collective that returns new tensors; None for an unknown collective."""
     match name:
         case "all_reduce" | "all_reduce_" | "all_reduce_coalesced":
             return all_reduced(_bytes(args[0]), ranks)

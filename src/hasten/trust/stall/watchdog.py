@@ -1,9 +1,9 @@
-"""The watchdog: a sleeping thread beside the training thread that notices a wait, asks the others and says why.
+"""Watchdog thread that detects a wait of the training thread, collects the states of all ranks and reports the cause.
 
-While collectives follow each other it wakes once a second, compares a few counters and sleeps again; the store and the group hear
-nothing from it. When this rank has begun no collective for some seconds it posts what it is doing. One of the ranks that wait, the
-lowest, reads what all have posted. Of those that say nothing it asks the kernel, and through their sockets the ranks themselves: one that
-still goes on posts then, too.
+While collectives follow each other it wakes once a second, compares a few counters and sleeps again, without using the store or the
+group. When this rank has started no collective for some seconds it posts its state. The lowest waiting rank reads the states of
+all ranks. For ranks that post nothing it asks the kernel, and requests a post through their sockets: a rank that still makes
+progress then posts, too.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ _PATIENCE: Final = 10.0
 _LONGER: Final = 3.0
 _FAR: Final = 8
 _SILENCE: Final = 4.0
-_LEAVING_S: Final = 15.0  # while a process ends, torch notices by itself, and says more
-_ANSWERED_S: Final = 12.5  # who asked reads the answer within ten seconds
+_LEAVING_S: Final = 15.0  # while a process ends, torch detects it as well, and reports more
+_ANSWERED_S: Final = 12.5  # the asking rank reads the answer within ten seconds
 
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """When a wait is reported, and whether the job then ends."""
+    """Waiting time before a report, and whether the job then ends."""
 
     after_s: float | None = None
-    """Seconds of waiting before a report; None: from the longest wait so far, 60 to 600."""
+    """Seconds of waiting before a report; None derives it from the longest wait so far, from 60 to 600."""
     then: Literal["abort", "report"] = "abort"
     timeout_s: float = 1800.0
-    """The group's own timeout."""
+    """The timeout of the process group."""
     folder: Path = field(default_factory=Path)
-    """Where the report is written."""
+    """Folder of the reports."""
 
 
 class Watchdog:
-    """One rank's watch. `start` begins it, `close` ends it; both are called by the training thread."""
+    """Watchdog of one rank. `start` and `close` are called by the training thread."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class Watchdog:
         self._reported: tuple[object, ...] = ()
 
     def start(self) -> None:
-        """Say where this rank runs, and begin to watch."""
+        """Post this rank's host and process, and start watching."""
         self._bulletin.introduce(self._observer.note())
         if self._desk is not None:
             self._desk.open()
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
-        """End the watch; with `ended`, leave word of how this rank ended."""
+        """Stop watching; with `ended`, post the end of this rank."""
         if self._over.is_set():
             return
         self._over.set()
@@ -119,10 +119,10 @@ class Watchdog:
         if ended:
             try:
                 self._bulletin.leave(self._observer.note(ended, failed))
-            except LOST:  # whoever serves the store has ended before: nobody is left to read it
+            except LOST:  # the store's server has already exited: no rank is left to read it
                 return
 
-    # -- the watching thread ----------------------------------------------------------------------------------------
+    # -- the watchdog thread ----------------------------------------------------------------------------------------
     @property
     def after_s(self) -> float:
         """Seconds of waiting before a report."""
@@ -132,12 +132,12 @@ class Watchdog:
 
     @property
     def _look_s(self) -> float:
-        """Seconds without a collective after which this rank posts what it is doing."""
+        """Seconds without a collective after which this rank posts its state."""
         return min(_LOOK_S, self.after_s / 2)
 
     @property
     def patience_s(self) -> float:
-        """Seconds of waiting for a rank that still works, before the job is ended: never less than the group's own timeout."""
+        """Seconds of waiting for a working rank before the job is ended: at least the group's timeout."""
         return max(_PATIENCE * self.after_s, self._settings.timeout_s)
 
     def _run(self) -> None:
@@ -149,7 +149,7 @@ class Watchdog:
                 return
             now = time.monotonic()
             counts = self._observer.counts()
-            if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
+            if counts != self._counts or now - before > 10 * tick + 2.0:  # made progress, or was stopped itself
                 self._moved(counts, now)
             elif now - self._quiet_since >= self._look_s and (asked or now >= self._look_at):
                 self._look_at = now + self._pause(now)
@@ -159,14 +159,14 @@ class Watchdog:
             before = now
 
     def _sleep(self, seconds: float) -> bool:
-        """Let the time pass, answering who asks; whether somebody asks this rank to post."""
+        """Sleep while answering requests; return whether this rank was asked to post."""
         if self._desk is not None:
             return self._desk.wait(seconds)
         self._over.wait(seconds)
         return False
 
     def _moved(self, counts: dict[str, int], now: float) -> None:
-        """The rank goes on: take back what it said."""
+        """Withdraw the posted state after progress of this rank."""
         self._counts = counts
         waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
         self._longest_s = max(self._longest_s, waited)
@@ -180,15 +180,15 @@ class Watchdog:
             if self._speaks:
                 self._speaks = False
                 self._bulletin.be_silent()
-        except LOST:  # the training thread loses the store, too, and says so
+        except LOST:  # the training thread loses the store, too, and reports it
             return
         self._observer.start_looking()
 
     def _wait(self, now: float) -> None:
-        """This rank has begun no collective for a while: post it, and find out why if it is this rank's turn."""
+        """Post the state of this rank, which has started no collective for a while; diagnose on the reporting rank."""
         try:
             if verdict := self._bulletin.verdict():
-                self._end(verdict, 2.5)  # after the rank that has found out, which the launcher quotes
+                self._end(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
             self._say_that_it_failed()
             nearby = filter(self._is_neighbour, self._bulletin.notes(self._local).values())
             seen = self._neighbours.look({note.rank: note for note in nearby})
@@ -205,7 +205,7 @@ class Watchdog:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
 
     def _say_that_it_moves(self, now: float) -> None:
-        """Another rank waits and asks: post that this one goes on."""
+        """Post that this rank makes progress, because a waiting rank asked."""
         try:
             state = self._observer.look(now - self._quiet_since, self._counts)
             self._bulletin.post(msgspec.structs.replace(state, moves=True))
@@ -214,13 +214,13 @@ class Watchdog:
             log.debug("rank %d could not post: %s", self._observer.rank, error)
 
     def _say_that_it_failed(self) -> None:
-        """Leave word of the exception that ended the main thread, where another thread keeps the process alive."""
+        """Post the exception that ended the main thread, if another thread keeps the process alive."""
         if not self._failure and (found := self._observer.failure()):
             self._failure = found
             self._bulletin.leave(self._observer.note(found, failed=True))
 
     def _ask(self, notes: dict[int, Note], states: dict[int, State]) -> None:
-        """Ask ranks of this machine to post: those that have not by themselves, and all while a diagnosis is to be confirmed."""
+        """Ask ranks of this machine to post: those without a state, or all while a diagnosis awaits confirmation."""
         if self._desk is not None:
             asked = [
                 note
@@ -233,7 +233,7 @@ class Watchdog:
         return note.rank != self._observer.rank and not note.ended and _is_local(note)
 
     def _takes_the_word(self, now: float) -> bool:
-        """Return whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
+        """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
         if not self._speaks:
             delay_s = 0.25 * self._look_s * min(self._observer.rank, _FAR)
             heard = self._bulletin.speaker()
@@ -249,7 +249,7 @@ class Watchdog:
         return self._speaks
 
     def _pause(self, now: float) -> float:
-        """Return seconds between two looks."""
+        """Return the seconds between two observations."""
         return pause_s(self._tick, now - self._quiet_since)
 
     def _judge(self, world: list[Seen], lost: frozenset[str]) -> None:
@@ -264,7 +264,7 @@ class Watchdog:
         limit = min(_LONGER * self.after_s, _LEAVING_S) if leaving else self._limit_s(found)
         ends = self._settings.then == "abort" and waited >= limit
         sure = (found.ends == "never" and not leaving) or found.cause == "unreachable"
-        # A rank that came later has posted within its own look, and one that goes on may come yet.
+        # A rank that arrived later has posted within its interval, and one that makes progress may still arrive.
         due = {
             "silent": self.after_s + 2 * self._look_s,
             "elsewhere": _LONGER * self.after_s,
@@ -280,8 +280,8 @@ class Watchdog:
             self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
 
     def _limit_s(self, found: Diagnosis) -> float:
-        """Return seconds of waiting after which the job is ended."""
-        if found.cause == "stopped":  # whoever stopped the rank can let it go on
+        """Return the seconds of waiting after which the job is ended."""
+        if found.cause == "stopped":  # a stopped rank can be resumed
             return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
 
@@ -298,18 +298,18 @@ class Watchdog:
         return f"the job goes on waiting, and ends after {limit_s:.0f} s"
 
     def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
-        """End this process, unless its training thread ends it first."""
+        """End this process, unless its training thread does so first."""
         if not self._over.wait(pause_s):
             ending.end_process(summary, others)
 
 
 def watch(owner: object, dog: Watchdog | Reception | None) -> None:
-    """Start the watchdog or reception, if there is one; it ends with `owner`, or with the process, of whose end it leaves word."""
+    """Start the watchdog or status server, if any; it is closed with `owner`, or at exit, when it posts the end."""
     if dog is None:
         return
     dog.start()
     at_exit = partial(_leave_word, weakref.ref(dog), os.getpid())
-    atexit.register(at_exit)  # runs before the group is destroyed: what is registered last runs first
+    atexit.register(at_exit)  # runs before the group is destroyed: handlers run in reverse order
     weakref.finalize(owner, _forget, dog, at_exit).atexit = False
 
 
@@ -320,7 +320,7 @@ def _forget(dog: Watchdog | Reception, at_exit: Callable[[], None]) -> None:
 
 def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
     dog = ref()
-    if dog is None or os.getpid() != pid:  # a fork of the rank is not the rank
+    if dog is None or os.getpid() != pid:  # in a fork of the rank
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
@@ -328,18 +328,18 @@ def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
 
 
 def _is_leaving(seen: Seen) -> bool:
-    """Return whether the rank has said that it ends, and its process is still here."""
+    """Return whether the rank has posted its end, but its process still exists."""
     note = seen.note
     return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
 
 
 def _is_local(note: Note) -> bool:
-    """Return whether the note's pid means something in this process: the same machine, and the same container."""
+    """Return whether the note's pid is valid in this process: the same machine and the same container."""
     return note.host == socket.gethostname() and note.namespace == processes.namespace()
 
 
 def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]) -> list[Seen]:
-    """Every rank as far as it is known: how it ended, what the launcher and its neighbours see, what it says itself."""
+    """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
     seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
     activities = {rank: words for state in states.values() for rank, words in state.activities.items()}
     world = []
@@ -352,7 +352,7 @@ def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_
             status = "left" if exit_codes[rank] == 0 else "gone"
         elif rank in seen_by_others:
             status = seen_by_others[rank]
-        # what a rank has posted before it was stopped or ended is not what it does now
+        # states posted before a rank was stopped or ended are outdated
         world.append(Seen(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
     return world
 
@@ -362,6 +362,6 @@ def _write(text: str, folder: Path) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    except OSError:  # a full or dead disk may be what stalled: the log has the report
+    except OSError:  # a full or dead disk may have caused the stall: the log has the report
         return None
     return path

@@ -1,4 +1,4 @@
-"""The stall report as text. Pure."""
+"""Text of the stall report. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STACK_RANKS: Final = 4
 
 
 def report(diagnosis: Diagnosis, world: Sequence[Seen], waited_s: float, then: str) -> str:
-    """The whole report: what happened, every rank in a line, the cause, the cure, what comes now, and the stacks."""
+    """Return the whole report: the stall, every rank in a line, cause, cure and consequence, and the stacks."""
     states = {seen.rank: seen.state for seen in world if seen.state is not None}
     lines = [
         f"stalled: {ranks_in_words(diagnosis.waiting)} of {len(world)} waited {waited_s:.0f} s for other ranks",
@@ -31,7 +31,7 @@ def report(diagnosis: Diagnosis, world: Sequence[Seen], waited_s: float, then: s
 
 
 def _ranks(world: Sequence[Seen]) -> list[str]:
-    """Ranks that do the same in one line, those that wait first."""
+    """Return one line per group of ranks with the same activity, waiting ranks first."""
     groups: dict[str, list[int]] = {}
     for seen in world:
         groups.setdefault(_doing(seen), []).append(seen.rank)
@@ -76,5 +76,5 @@ def _state_words(state: State) -> str:
 
 
 def _rounded(seconds: float) -> int:
-    """Return whole seconds; ranks that began to wait together fall into the same line."""
+    """Return whole seconds, so that ranks that started to wait together share a line."""
     return max(1, round(seconds))
