@@ -1,4 +1,4 @@
-"""The whole error tree of hasten, and the one warning category.
+"""Error classes of hasten, and its warning category.
 
     HastenError
     ├── ConfigError (ValueError)          a setting is wrong, unknown or contradicts another
@@ -46,7 +46,7 @@ _BEFORE_SEMICOLON: Final = re.compile(r"(?<=[^\s./])\.;(?=\s)")
 
 
 def ended_once(message: str) -> str:
-    """Return the message with one full stop where an embedded sentence brought another one along."""
+    """Return the message without the doubled full stops that embedded sentences cause."""
     message = _ON_ITS_OWN_LINE.sub(".", message)
     return _BEFORE_SEMICOLON.sub(";", _DOUBLED.sub(r"\1", message))
 
@@ -55,21 +55,21 @@ class HastenError(Exception):
     """Base of every error hasten raises on purpose."""
 
     agreed: bool = False
-    """Every rank of the group raises this error at the same point, so no rank waits for another."""
+    """True if every rank of the group raises this error at the same point, so that no rank waits for another."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class HastenWarning(UserWarning):
-    """The one category of hasten's warnings."""
+    """Category of all warnings that hasten issues."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(HastenError, ValueError):
-    """A setting is wrong, unknown or contradicts another; `problems` holds the parts when several were found at once."""
+    """A setting is wrong, unknown or contradicts another; `problems` holds the single errors if several were found."""
 
     def __init__(self, message: str = "", problems: "tuple[ConfigError, ...]" = ()) -> None:
         super().__init__(message)
@@ -117,7 +117,7 @@ class MismatchError(CommError):
 
 
 class MissingRanksError(CommError):
-    """Some ranks never arrived at a collective."""
+    """Some ranks did not reach a collective."""
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -129,7 +129,7 @@ class PeerFailedError(CommError):
 
 
 class StallError(CommError):
-    """Ranks waited for each other in vain, and the job was ended: written down for the launcher, since nothing can be raised there."""
+    """Ranks waited for each other without progress, so the job was ended; recorded for the launcher to report."""
 
 
 class DeviceError(HastenError, RuntimeError):
@@ -141,11 +141,11 @@ class PrepareError(HastenError, ValueError):
 
 
 class PrecisionError(HastenError, ValueError):
-    """A precision the device or model cannot run."""
+    """The device or model does not support this precision."""
 
 
 class StepError(HastenError, RuntimeError):
-    """Backward, step or clip used in an order that has no meaning."""
+    """`backward()`, `step()` or a clipping method was called in an order that has no meaning."""
 
 
 class LossScaleError(StepError):
@@ -153,7 +153,7 @@ class LossScaleError(StepError):
 
 
 class OutOfMemoryError(StepError):
-    """Memory ran out in a step that could not be made smaller; `report` says what holds it."""
+    """Memory ran out in a step that could not be made smaller; `report` lists what holds the memory."""
 
     def __init__(self, message: str = "", report: str = "") -> None:
         super().__init__(message)
@@ -161,7 +161,7 @@ class OutOfMemoryError(StepError):
 
 
 class DivergenceError(HastenError):
-    """Ranks that must hold the same values do not; `cause`, `step`, `name` (of the first) and `ranks` (the odd ones) say which."""
+    """Ranks that must hold the same values do not; see `cause`, `step`, `name` (first value) and `ranks` (the deviating ones)."""
 
     agreed = True
 
@@ -176,7 +176,7 @@ class DivergenceError(HastenError):
 
 
 class NumbersError(HastenError):
-    """A loss or gradient is nan, inf or far too large; `step` and `ranks` say where, `samples` the dataset indices by rank if known."""
+    """A loss or gradient is nan, inf or far too large; see `step`, `ranks` and `samples` (dataset indices by rank, if known)."""
 
     agreed = True
 
@@ -214,11 +214,11 @@ class CheckpointVersionError(CheckpointError):
 
 
 class HookError(CheckpointError):
-    """A hook of save_state or load_state raised; on its rank, what it raised is the cause."""
+    """A hook of save_state or load_state raised; on the rank of the hook, its exception is the cause."""
 
 
 class CheckpointBusyError(CheckpointError):
-    """Another process is writing to the same folder; `host`, `pid` and `since_s` (seconds since 1970) say which."""
+    """Another process is writing to the same folder; `host`, `pid` and `since_s` (seconds since 1970) identify it."""
 
     def __init__(self, message: str, host: str = "", pid: int = 0, since_s: float = 0.0) -> None:
         super().__init__(message)
