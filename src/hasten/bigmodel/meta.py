@@ -38,7 +38,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 @contextmanager
 def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Module]) -> Iterator[None]:
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
-    # One parameter for all names of a tied one. Replaced parameters are freed, so that the whole model never takes memory.
+    # One parameter for all names of a tied one. Replaced parameters are freed, so the whole model never takes memory.
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

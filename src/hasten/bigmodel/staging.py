@@ -1,4 +1,4 @@
-"""Copies of weights ahead of their use: streams, page-locked staging buffers, a reused device buffer, the learned order of blocks."""
+"""Copies of weights ahead of their use: streams, staging buffers, a ring allocator, the learned order of blocks."""
 
 from __future__ import annotations
 

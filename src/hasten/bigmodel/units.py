@@ -106,7 +106,7 @@ def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole
     """Return the units of the offloaded tensors.
 
     Repeated blocks and modules of the classes in `whole` form one unit each; others are divided into the modules that own weights.
-"""
+    """
     blocks = {id(block) for block in repeated_blocks(model)}
     seen: set[int] = set()
     found: list[Cut] = []
