@@ -171,7 +171,7 @@ def check_joinables(joinables: object) -> None:
     """Raise unless `joinables` is a list of models and optimizers."""
     call, need = "join_uneven_inputs(joinables)", "it needs a list of prepared models and optimizers"
     check_iterable(joinables, call, need)
-    for one in joinables:  # iterable, as checked above
+    for one in joinables:  # type: ignore[attr-defined]  # iterable, as checked above
         if not isinstance(one, nn.Module | Optimizer):
             refuse(call, one, need)
 

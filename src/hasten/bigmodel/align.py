@@ -245,7 +245,7 @@ def attach_execution_device_hook(
     """Attach hooks that move the inputs of a module and its submodules to a device, without moving weights."""
     if any(True for _ in module.parameters()):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        hook.init_hook = lambda module: module  # weights are not moved
+        hook.init_hook = lambda module: module  # type: ignore[method-assign]  # weights are not moved
         add_hook_to_module(module, hook, append=True)
     if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():

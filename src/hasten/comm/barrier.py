@@ -59,7 +59,7 @@ class RollCall:
                 missing, text = self._whereabouts(turn, label)
                 if self._rank == next(
                     rank for rank in self._ranks if rank not in missing
-                ):  # one speaks for all that wait
+                ):  # one logs for all waiting ranks
                     log.warning("rank %d has waited %.0f s at %r: %s", self._rank, waited, label, text)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
@@ -99,8 +99,8 @@ class RollCall:
         )
 
     def _forget(self, turn: int, label: str) -> None:
-        # Every rank has passed the previous turn, so its keys can be deleted; a different label of that turn is not known
-        # here, which leaves at most one small counter behind.
+        # Every rank has passed the previous turn, so its keys can be deleted; a different label of that turn is not
+        # known here, which leaves at most one small counter behind.
         if turn < 1:
             return
         for key in (f"{turn}/open", f"{turn}/count/{label}", *(f"{turn}/{rank}" for rank in self._ranks)):

@@ -1,4 +1,4 @@
-"""Sessions: the members of a group prove to each other that they know the job's token, and authenticate their messages with it.
+"""Sessions: the members of a group prove that they know the job's token, and authenticate their messages with it.
 
 The token itself is never sent. Each member sends a random number; these numbers and the token form the session's key; each
 member then sends a keyed digest that only a holder of the token can compute. Every message carries such a digest, so bytes that
@@ -60,7 +60,7 @@ class Packed:
 
 
 class Session:
-    """Message authentication of one group. Without a proven token only plain values are accepted, unless the credentials allow pickles."""
+    """Message authentication of one group. Without a proven token only plain values pass, unless the credentials allow pickles."""
 
     def __init__(self, key: bytes | None, pickle_unproven: bool = False) -> None:
         self._key = key
@@ -170,5 +170,5 @@ def _pickled(obj: Any) -> bytes:  # Any: the caller's objects
         buffer = io.BytesIO()
         pickle.Pickler(buffer, protocol=5).dump(obj)
         return buffer.getvalue()
-    except (pickle.PicklingError, AttributeError, TypeError):  # classes of a notebook or a function are pickled by value
+    except (pickle.PicklingError, AttributeError, TypeError):  # classes of notebooks and functions go by value
         return bytes(cloudpickle.dumps(obj))

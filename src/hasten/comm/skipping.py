@@ -20,13 +20,13 @@ _BARRIER: Final = "c10d::barrier"
 
 
 class SkipBegun(TorchDispatchMode):
-    """Dispatch mode that fills the first collectives of each group with zeros; `begun` gives their number, as `begun_collectives` does."""
+    """Dispatch mode that fills the first collectives of each group with zeros; `begun` gives their number by group and device."""
 
     def __init__(self, begun: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._left = {name: count for name, count in begun.items() if count > 0}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's arguments
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's own
         if func.namespace != _NAMESPACE or not self._takes(args):
             return func(*args, **(kwargs or {}))
         filled = _zeroed(args[0])

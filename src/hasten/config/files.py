@@ -91,7 +91,7 @@ def read(path: Path | str) -> SettingsFile:
 
 def contents(path: Path) -> str:
     """Return the text of a settings file; raise for a device, a pipe or a file too large for settings before reading it."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe without a writer would block forever
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would block
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

@@ -18,9 +18,7 @@ _WORDS: Final = MappingProxyType[str, Any](
 )
 _INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
-_LOADER: Final = getattr(
-    yaml, "CBaseLoader", yaml.BaseLoader
-)  # libyaml if PyYAML was built with it: 10 times as fast
+_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml if PyYAML was built with it: 10 times as fast
 _MOST_NODES: Final = 20_000  # a file that exceeds this through its aliases is an attack or an accident
 _MOST_LEVELS: Final = 100
 _MOST_REREAD: Final = 32 * 1024

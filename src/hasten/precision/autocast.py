@@ -43,7 +43,7 @@ class AutocastForward(forwarding.Forward):
         return to_fp32(out)
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the forward with autocast state set directly: a third of the context manager's cost, and safe with nesting and threads."""
+        """Call the forward with autocast set directly: a third of the context manager's cost, safe with nesting and threads."""
         kind = self.device_type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cached = torch.is_autocast_cache_enabled()

@@ -138,7 +138,7 @@ class Progress(Generic[T]):
         if here.watch is not None and here.pulse is not None:
             known = here.watch.found
             here.watch.tick(now, here.pulse)
-            if here.watch.found is not known:  # it has looked again, in a step of this bar
+            if here.watch.found is not known:  # checked again, in a step of this bar
                 self._hint = str(here.watch.found)
         if here.is_main and now >= self._next_draw_s:
             self._next_draw_s = now + here.display.every_s
