@@ -129,7 +129,10 @@ class PeerFailedError(CommError):
 
 
 class StallError(CommError):
-    """Ranks waited for each other without progress, so the job was ended; recorded for the launcher to report."""
+    """Ranks waited for each other without progress, so the job was ended.
+
+    Recorded for the launcher, because nothing can be raised in the waiting ranks.
+    """
 
 
 class DeviceError(HastenError, RuntimeError):

@@ -48,7 +48,7 @@ class Bundle:
         return tuple(item.value for item in self.items)
 
 
-def kind_of(value: Any) -> Kind:  # Any: whatever the user gave
+def kind_of(value: Any) -> Kind:  # Any: an argument of the user
     """Return the kind of an argument of prepare()."""
     if value is None:
         return "nothing"
@@ -67,7 +67,7 @@ def kind_of(value: Any) -> Kind:  # Any: whatever the user gave
     )
 
 
-def is_factory(value: Any) -> bool:  # Any: whatever the user gave
+def is_factory(value: Any) -> bool:  # Any: an argument of the user
     """Return whether `value` makes an optimizer when called with parameters: an optimizer class, or a partial of one."""
     made = value.func if isinstance(value, functools.partial) else value
     return isinstance(made, type) and issubclass(made, Optimizer)

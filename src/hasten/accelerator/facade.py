@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 class Accelerator:
-    """Runner of a plain training loop on any number of processes and devices.
+    """Entry point for running a plain training loop on any number of processes and devices.
 
     ```python
     accelerator = Accelerator()
@@ -377,7 +377,7 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the numbers of `num_epochs` epochs, from 0, or after `load_state` from the epoch of the checkpoint.
+        """Return an iterator over `num_epochs` epoch numbers, from 0, or after `load_state` from the checkpoint's epoch.
 
         After loading a checkpoint saved inside an epoch, that epoch is yielded again and its loader returns the remaining batches; after
         one saved at the end of an epoch, the next number is yielded. Ranks: every rank.
@@ -720,7 +720,7 @@ class Accelerator:
         name: str,
         columns: Sequence[str] | None = None,
         data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,  # Any: a pandas DataFrame, or what looks like one
+        dataframe: Any = None,  # Any: a pandas DataFrame, or a similar object
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Inference on all processes: map_dataset() applies a function to a dataset, prepare_pipeline() splits a model into stages."""
+"""Inference on all processes: map_dataset() maps a function over a dataset, prepare_pipeline() splits a model into stages."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Placement:
 
 
 def atoms(nodes: Iterable[Node]) -> list[Atom]:
-    """Return the unsplittable modules in the model's order; modules with common tensors form one atom, in the first's position."""
+    """Return the unsplittable modules in the model's order; modules that share tensors form one atom, at the first's position."""
     groups: list[tuple[list[str], dict[int, int]]] = []
     for leaf in _leaves(nodes):
         known = dict(leaf.tensors)

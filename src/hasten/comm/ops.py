@@ -38,7 +38,7 @@ def gather(tree: Tree, comm: Comm) -> Tree:
 
 
 def _gather_one(x: Tensor, comm: Comm) -> Tensor | None:
-    """Return the result of `gather` for one tensor that fits into the next envelope; None for others, without sending anything."""
+    """Return the result of `gather` for one tensor that fits into the next envelope; None for others, without sending."""
     if x.layout != torch.strided:
         return None
     envelopes = comm.envelopes

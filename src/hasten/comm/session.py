@@ -60,7 +60,7 @@ class Packed:
 
 
 class Session:
-    """Message authentication of one group. Without a proven token only plain values pass, unless the credentials allow pickles."""
+    """Message authentication of one group. Without a proven token only plain values pass, unless pickles are allowed."""
 
     def __init__(self, key: bytes | None, pickle_unproven: bool = False) -> None:
         self._key = key

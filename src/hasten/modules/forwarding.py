@@ -48,7 +48,7 @@ class Forward:
 
 
 def _overridden(module: nn.Module) -> dict[str, Any]:
-    """Return the entry `forward` of the module's `__dict__` before the first replacement, as a dict; empty if there was none."""
+    """Return the `forward` in the module's `__dict__` before the first replacement, as a dict; empty if none."""
     first: Any = module.__dict__.get(_FORWARD)
     while isinstance(first, Forward):
         first = first.inner

@@ -83,7 +83,7 @@ TAG = "pipeline"
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Stage of a whole model that one rank holds. Names are those of the whole model."""
+    """Portion of a whole model held by one rank, such as a pipeline stage. Names are those of the whole model."""
 
     state_keys: tuple[str, ...]
     """Every key of the whole model's state dict, in its order."""
@@ -98,9 +98,9 @@ class StagePart:
     copies: frozenset[str] = frozenset()
     """Parameters on this rank (by their name in the whole model) that another rank also holds, counts and writes."""
     axes: frozenset[Axis] = frozenset({Axis.PP})
-    """Mesh axes along which ranks hold different stages."""
+    """Mesh axes along which ranks hold different portions."""
     first: bool = True
-    """True if no earlier rank along those axes holds the same stage."""
+    """True if no earlier rank along those axes holds the same portion."""
 
     def whole_name(self, name: str) -> str:
         """Return the first name in the whole model of the parameter called `name` on this rank."""
@@ -108,7 +108,7 @@ class StagePart:
 
 
 def stage_part(model: nn.Module) -> StagePart | None:
-    """Return the model's description as a pipeline stage; None for a whole model."""
+    """Return the portion of the whole model that `model` holds; None for a whole model."""
     if (own := model.__dict__.get("stage_part")) is not None:  # split by an engine, not by a forward of hasten
         found: StagePart = own
         return found

@@ -181,9 +181,7 @@ class Pool:
         self._cleaning = []
         for job in self._folder.glob("job-*"):
             shutil.rmtree(job, ignore_errors=True)
-        gone = [
-            worker for worker in self._idle if worker.pipe.poll()
-        ]  # an idle worker sends nothing, so its pipe is readable only at its end
+        gone = [worker for worker in self._idle if worker.pipe.poll()]  # readable only once an idle worker has ended
         self._discard(gone)
         self._idle = [worker for worker in self._idle if worker not in gone]
         return [self._worker_for(rank) for rank in range(num_ranks)]

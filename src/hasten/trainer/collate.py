@@ -148,7 +148,7 @@ _BATCHES_SORTED: Final = 50
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Shuffling sampler, as a function of seed and epoch, in which runs of 50 batches are sorted by length.
+    """Shuffling sampler, as a function of seed and epoch, in which chunks of 50 batches are sorted by length.
 
     The longest sample is first, so that memory runs out in the first step or not at all.
     """
@@ -157,7 +157,7 @@ class LengthGroupedSampler(Sampler[int]):
         self._lengths = torch.as_tensor(lengths)
         quarter = len(lengths) // (
             4 * batch_size
-        )  # fewer batches in a run for few samples, or all epochs would be alike
+        )  # fewer batches in a chunk for few samples, or all epochs would be alike
         self._stretch = batch_size * max(1, min(quarter, _BATCHES_SORTED))
         self._seed = seed
         self._epoch = 0
