@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Tree = Any  # any nesting of containers around tensors and plain values; Python cannot spell the recursion usefully
+Tree = Any  # any nesting of containers around tensors and plain values; Python cannot express the recursion usefully
 Path = tuple[str | int, ...]
 
 
@@ -174,7 +174,7 @@ def to_device(
 
 def _move_object(
     value: Any, device: torch.device | str, non_blocking: bool, skip_keys: Collection[str]
-) -> Any:  # Any: a batch object of the user's own class
+) -> Any:  # Any: a batch object of a user's class
     if isinstance(value, UserDict) and (skip_keys or not hasattr(value, "to")):
         return rebuild(
             value,

@@ -248,7 +248,7 @@ class Accelerator:
         """Block until every process has reached this call. Ranks: every rank."""
         self.process.wait_for_everyone()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: arguments of print
         """Print once per node."""
         self.process.print(*args, **kwargs)
 
@@ -435,7 +435,7 @@ class Accelerator:
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Backpropagate the loss, scaled so that the window's gradient is the mean over all its micro-batches and ranks.
 
-        With `weight`, the number of tokens or samples that `loss` is the mean of, the mean is weighted accordingly.
+        With `weight`, the number of tokens or samples that `loss` averages, the mean is weighted accordingly.
         `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
@@ -472,8 +472,8 @@ class Accelerator:
 
         `loss_of(model, batch)` returns the mean loss, as in a plain loop. Under pipeline parallelism it is called for every
         micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling `backward(loss_of(model, batch),
-        weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch is the mean of; without it
-        micro-batches count by the labels of torch's cross entropy that are not ignored. Ranks: every rank. Any: a batch.
+        weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch averages; without it
+        micro-batches are weighted by their number of labels that torch's cross entropy does not ignore. Ranks: every rank. Any: a batch.
         """
         arguments.check_modules((model,), "forward_backward(model)")
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
@@ -627,7 +627,7 @@ class Accelerator:
         return ops.reduce(tensor, self._over(axes), reduction, scale)
 
     def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
-        """Like `gather`, for processes whose tensors differ in their number of rows."""
+        """Concatenate tensors like `gather`, for processes whose tensors differ in their number of rows."""
         arguments.check_tensors(tensor, "gather_ragged(tensor)")
         return ops.gather_ragged(tensor, self._over(axes))
 

@@ -72,7 +72,7 @@ class Process:
         """Block until every process has reached this call. Ranks: every rank."""
         self.ctx.world.barrier("wait_for_everyone")
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: arguments of print
         """Print once per node."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201  # printing is what the user asked for

@@ -1,4 +1,4 @@
-"""Streaming offloaded weights: while one block computes, the next ones are copied to the device.
+"""Streaming of offloaded weights: while one block computes, the next ones are copied to the device.
 
 A block's weights are in host memory or in files. Before its forward they are copied into one buffer on the device, on a
 separate stream, and the block's parameters are replaced by views of that buffer; afterwards the resting parameters are

@@ -259,7 +259,7 @@ class Trainer:
     def _plan(self, loader: Loader) -> Plan:
         try:
             length: int | None = len(loader)
-        except TypeError:  # a stream
+        except TypeError:  # an iterable dataset
             length = None
         return plan_training(self.args, length, self.accelerator.gradient_accumulation_steps)
 
