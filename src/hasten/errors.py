@@ -69,7 +69,10 @@ class HastenWarning(UserWarning):
 
 
 class ConfigError(HastenError, ValueError):
-    """Error for a setting that is wrong, unknown or contradicts another; `problems` holds the single errors if several were found."""
+    """Error for a setting that is wrong, unknown or contradicts another.
+
+    If several errors were found at once, `problems` holds them.
+    """
 
     def __init__(self, message: str = "", problems: "tuple[ConfigError, ...]" = ()) -> None:
         super().__init__(message)

@@ -139,7 +139,7 @@ def is_absent(path: Path) -> bool:
 
 
 def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:
-    """Return errors for the settings that this version does not support; of a strategy and its options only the first.
+    """Return errors for settings that this version does not support; only those about strategy and launch, if any.
 
     Variables of other tools are ignored if they only set options of a strategy that was not chosen.
     """

@@ -36,7 +36,7 @@ class Precision(Protocol):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler, or None if losses are not scaled; then `scale` and `unscale` do nothing."""
+        """The loss scaler, or None if losses are not scaled; then `scale` and `unscale` do nothing, and `step` is a plain step."""
         ...
 
     def convert(self, model: nn.Module) -> nn.Module:
