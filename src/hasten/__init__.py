@@ -1,8 +1,8 @@
-"""Public names of hasten, each loaded from its room on first use.
+"""Public names of hasten, each imported from its module on first use.
 
-`import hasten` costs next to nothing: no torch, no room, only this table. To add a public name, write one line in
+`import hasten` costs next to nothing: it imports no torch and no submodule. To add a public name, write one line in
 the `TYPE_CHECKING` block (for type checkers and editors) and one in `_PUBLIC` (for the running program), both in
-alphabetical order of rooms; tests/arch compares the two and the committed snapshot of names.
+alphabetical order of modules; tests/arch compares the two and the committed snapshot of names.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Load the room that defines `name` and keep the result for the next access."""
+        """Import the module that defines `name` and cache the attribute for later accesses."""
         if (module := _PUBLIC.get(name)) is None:
             raise AttributeError(
                 f"module 'hasten' has no attribute {name!r}; public names are listed in hasten.__all__"

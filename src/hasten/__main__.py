@@ -1,4 +1,4 @@
-"""`python -m hasten` is the command `hasten`, for environments whose scripts are not on the PATH."""
+"""Entry point of `python -m hasten`, the same as the command `hasten`, for environments whose scripts are not on the PATH."""
 
 from hasten.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The whole error tree of hasten, and the one warning category.
+"""Error classes of hasten, and its warning category.
 
     HastenError
     ├── ConfigError (ValueError)          a setting is wrong, unknown or contradicts another
@@ -46,30 +46,33 @@ _BEFORE_SEMICOLON: Final = re.compile(r"(?<=[^\s./])\.;(?=\s)")
 
 
 def ended_once(message: str) -> str:
-    """Return the message with one full stop where an embedded sentence brought another one along."""
+    """Return the message without the doubled full stops that embedded sentences cause."""
     message = _ON_ITS_OWN_LINE.sub(".", message)
     return _BEFORE_SEMICOLON.sub(";", _DOUBLED.sub(r"\1", message))
 
 
 class HastenError(Exception):
-    """Base of every error hasten raises on purpose."""
+    """Base class of all errors that hasten raises deliberately."""
 
     agreed: bool = False
-    """Every rank of the group raises this error at the same point, so no rank waits for another."""
+    """True if every rank of the group raises this error at the same point, so that no rank waits for another."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class HastenWarning(UserWarning):
-    """The one category of hasten's warnings."""
+    """Category of all warnings that hasten issues."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(HastenError, ValueError):
-    """A setting is wrong, unknown or contradicts another; `problems` holds the parts when several were found at once."""
+    """Error for a setting that is wrong, unknown or contradicts another.
+
+    If several errors were found at once, `problems` holds them.
+    """
 
     def __init__(self, message: str = "", problems: "tuple[ConfigError, ...]" = ()) -> None:
         super().__init__(message)
@@ -77,47 +80,47 @@ class ConfigError(HastenError, ValueError):
 
 
 class UnknownSettingError(ConfigError):
-    """No setting has this name."""
+    """Error for the name of a setting that does not exist."""
 
 
 class SettingValueError(ConfigError):
-    """The value of a setting has the wrong type or lies outside its range."""
+    """Error for a setting whose value has the wrong type or is out of range."""
 
 
 class ContradictionError(ConfigError):
-    """Two settings cannot both hold."""
+    """Error for two settings that contradict each other."""
 
 
 class ConfigFileError(ConfigError):
-    """A settings file cannot be found, parsed or understood."""
+    """Error for a settings file that cannot be found, parsed or understood."""
 
 
 class ArgumentError(HastenError, TypeError, ValueError):
-    """A method got an argument of the wrong kind."""
+    """Error for an argument of the wrong kind."""
 
 
 class MissingPackageError(HastenError, ImportError):
-    """An optional package is absent or too old."""
+    """Error for an optional package that is missing or too old."""
 
 
 class TopologyError(HastenError):
-    """The environment describes an impossible set of processes."""
+    """Error for an environment that describes an impossible set of processes."""
 
 
 class LaunchError(HastenError):
-    """Processes could not be started or ended badly."""
+    """Error for processes that could not be started or ended badly."""
 
 
 class CommError(HastenError):
-    """A collective cannot be carried out."""
+    """Error for a collective that cannot be carried out."""
 
 
 class MismatchError(CommError):
-    """Ranks disagree on the operation, structure, shape or dtype of a collective."""
+    """Error for ranks that disagree on the operation, structure, shape or dtype of a collective."""
 
 
 class MissingRanksError(CommError):
-    """Some ranks never arrived at a collective."""
+    """Error for ranks that did not reach a collective."""
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -125,35 +128,38 @@ class MissingRanksError(CommError):
 
 
 class PeerFailedError(CommError):
-    """Another rank raised while this one was waiting for it."""
+    """Error for an exception on another rank while this one was waiting for it."""
 
 
 class StallError(CommError):
-    """Ranks waited for each other in vain, and the job was ended: written down for the launcher, since nothing can be raised there."""
+    """Error for ranks that waited for each other without progress, after which the job was ended.
+
+    Recorded for the launcher, because nothing can be raised in the waiting ranks.
+    """
 
 
 class DeviceError(HastenError, RuntimeError):
-    """The device is absent or cannot do what was asked."""
+    """Error for a device that is missing or lacks a requested capability."""
 
 
 class PrepareError(HastenError, ValueError):
-    """An object cannot be prepared as given."""
+    """Error for an object that cannot be prepared as given."""
 
 
 class PrecisionError(HastenError, ValueError):
-    """A precision the device or model cannot run."""
+    """Error for a precision that the device or model does not support."""
 
 
 class StepError(HastenError, RuntimeError):
-    """Backward, step or clip used in an order that has no meaning."""
+    """Error for a call of `backward()`, `step()` or a clipping method in an order that has no meaning."""
 
 
 class LossScaleError(StepError):
-    """fp16 updates were skipped so often in a row that no loss scale can be the cause."""
+    """Error for fp16 updates that were skipped so often in a row that no loss scale can be the cause."""
 
 
 class OutOfMemoryError(StepError):
-    """Memory ran out in a step that could not be made smaller; `report` says what holds it."""
+    """Error for a step that ran out of memory and could not be made smaller; `report` lists what holds the memory."""
 
     def __init__(self, message: str = "", report: str = "") -> None:
         super().__init__(message)
@@ -161,7 +167,10 @@ class OutOfMemoryError(StepError):
 
 
 class DivergenceError(HastenError):
-    """Ranks that must hold the same values do not; `cause`, `step`, `name` (of the first) and `ranks` (the odd ones) say which."""
+    """Error for ranks that hold different values where these must be equal.
+
+    `cause`, `step`, `name` (of the first such value) and `ranks` (the deviating ones) describe the difference.
+    """
 
     agreed = True
 
@@ -176,7 +185,10 @@ class DivergenceError(HastenError):
 
 
 class NumbersError(HastenError):
-    """A loss or gradient is nan, inf or far too large; `step` and `ranks` say where, `samples` the dataset indices by rank if known."""
+    """Error for a loss or gradient that is nan, inf or far too large.
+
+    `step` and `ranks` locate it; `samples` holds the dataset indices by rank, if known.
+    """
 
     agreed = True
 
@@ -190,35 +202,35 @@ class NumbersError(HastenError):
 
 
 class DataError(HastenError):
-    """A loader, sampler or stream is wrong, or inconsistent over ranks."""
+    """Error for a loader, sampler or stream that is wrong, or inconsistent over ranks."""
 
 
 class CheckpointError(HastenError):
-    """A checkpoint cannot be written or read."""
+    """Error for a checkpoint that cannot be written or read."""
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """A checkpoint was never committed, or one of its files is missing."""
+    """Error for a checkpoint that was never committed, or lacks one of its files."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Size, checksum, structure or shape is not what was written."""
+    """Error for a checkpoint whose size, checksum, structure or shape differs from what was written."""
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """Reading the checkpoint would run code or leave its folder."""
+    """Error for a checkpoint that would run code when read, or access files outside its folder."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """The checkpoint was written by a version this one cannot read."""
+    """Error for a checkpoint written by a version that this one cannot read."""
 
 
 class HookError(CheckpointError):
-    """A hook of save_state or load_state raised; on its rank, what it raised is the cause."""
+    """Error for an exception in a hook of save_state or load_state, which is its cause on the rank of the hook."""
 
 
 class CheckpointBusyError(CheckpointError):
-    """Another process is writing to the same folder; `host`, `pid` and `since_s` (seconds since 1970) say which."""
+    """Error for a folder to which another process is writing; `host`, `pid` and `since_s` (seconds since 1970) identify it."""
 
     def __init__(self, message: str, host: str = "", pid: int = 0, since_s: float = 0.0) -> None:
         super().__init__(message)
@@ -228,11 +240,11 @@ class CheckpointBusyError(CheckpointError):
 
 
 class TrackerError(HastenError):
-    """An experiment tracker is unknown or cannot start."""
+    """Error for an experiment tracker that is unknown or cannot start."""
 
 
 class RanksFailedError(HastenError):
-    """A function run in the pool of test workers failed on some ranks."""
+    """Error for a function that failed on some ranks in the pool of test workers."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""One gate for optional packages: present and new enough, or an error that says what to install."""
+"""Imports of optional packages: checked for presence and version, with an error that names what to install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.errors import MissingPackageError
 
-_EXTRAS = (  # import name -> extra of hasten that brings it
+_EXTRAS = (  # import name -> extra of hasten that installs it
     ("huggingface_hub", "hub"),
     ("deepspeed", "deepspeed"),
     ("megatron", "megatron"),
@@ -37,7 +37,7 @@ def installed_version(module: str) -> str | None:
 
 
 def _distributions(module: str) -> Iterator[str]:
-    """Yield names the distribution may have; what reads every installed package's files comes last."""
+    """Yield candidate names of the distribution; the last source is slow, as it reads the metadata of all installed packages."""
     yield dict(_DISTRIBUTIONS).get(module, module)
     yield module.replace("_", "-")
     yield from metadata.packages_distributions().get(module, ())
@@ -47,24 +47,24 @@ def available(module: str, spec: str = "") -> bool:
     """Return whether `module` can be imported and satisfies `spec` (for example ">=0.16")."""
     try:
         found = importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # no parent package of a dotted name, or a stand-in that has no spec
+    except (ModuleNotFoundError, ValueError):  # a dotted name without its parent, or a stub without a spec
         return False
     if not found or not spec:
         return found
     version = installed_version(module.partition(".")[0])
-    specifiers = importlib.import_module("packaging.specifiers")  # only where a version is asked for
+    specifiers = importlib.import_module("packaging.specifiers")  # imported only when a version is requested
     return version is not None and bool(specifiers.SpecifierSet(spec).contains(version, prereleases=True))
 
 
 def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module is foreign and untyped here
-    """Return the imported module.
+    """Import and return the module.
 
-    Raises: MissingPackageError saying what is installed, what is needed and the command that brings it, or why it cannot be imported.
+    Raises: MissingPackageError with the installed version, the required one and the install command, or the reason the import failed.
     """
     check_installed(module, spec, why)
     try:
         return importlib.import_module(module)
-    except Exception as error:  # any error of a foreign package that is broken: named and raised again
+    except Exception as error:  # a broken foreign package may raise any error: named and raised again
         root, purpose = module.partition(".")[0], f" for {why}" if why else ""
         named = dict(_DISTRIBUTIONS).get(root, root)
         raise MissingPackageError(
@@ -74,9 +74,9 @@ def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module 
 
 
 def check_installed(module: str, spec: str = "", why: str = "") -> None:
-    """Return if the package of `module` is there in a version that `spec` allows; nothing is imported.
+    """Raise unless the package of `module` is installed in a version that `spec` allows; nothing is imported.
 
-    Raises: MissingPackageError saying what is installed, what is needed and the command that brings it.
+    Raises: MissingPackageError with the installed version, the required one and the install command.
     """
     root = module.partition(".")[0]
     purpose = f" for {why}" if why else ""

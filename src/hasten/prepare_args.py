@@ -1,4 +1,4 @@
-"""Bundle: what was given to prepare(), sorted by kind and handed back in call order."""
+"""Bundle: the arguments of prepare(), sorted by kind and returned in call order."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Kind = Literal["model", "optimizer", "scheduler", "loader", "nothing"]
 
 @dataclass(slots=True)
 class Item:
-    """One argument of prepare(): `value` is replaced by its prepared form."""
+    """One argument of prepare(); `value` is replaced by the prepared object."""
 
     kind: Kind
     value: Any  # a model, optimizer, factory, scheduler, loader or None, as `kind` says
     place: bool
-    """Whether it may be moved to the device."""
+    """True if the object may be moved to the device."""
 
 
 @dataclass(slots=True)
 class Bundle:
-    """The arguments of one prepare() call."""
+    """Arguments of one prepare() call."""
 
     items: list[Item] = field(default_factory=list)
     earlier: list[nn.Module] = field(default_factory=list)
-    """The user's modules of earlier calls: optimizers of this call may hold their parameters."""
+    """The user's modules from earlier calls; optimizers of this call may hold their parameters."""
 
     @classmethod
     def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> Bundle:
-        """Return the bundle of these objects. Raises: PrepareError naming an object that is none of the kinds."""
+        """Return the bundle of these objects. Raises: PrepareError naming an object of an unsupported kind."""
         return cls([Item(kind_of(value), value, ok) for value, ok in zip(objects, place, strict=True)])
 
     def of(self, kind: Kind) -> list[Item]:
@@ -48,8 +48,8 @@ class Bundle:
         return tuple(item.value for item in self.items)
 
 
-def kind_of(value: Any) -> Kind:  # Any: whatever the user gave
-    """What an argument of prepare() is."""
+def kind_of(value: Any) -> Kind:  # Any: an argument of the user
+    """Return the kind of an argument of prepare()."""
     if value is None:
         return "nothing"
     if isinstance(value, nn.Module):
@@ -67,7 +67,7 @@ def kind_of(value: Any) -> Kind:  # Any: whatever the user gave
     )
 
 
-def is_factory(value: Any) -> bool:  # Any: whatever the user gave
-    """Whether `value` makes an optimizer when called with parameters: a partial of an optimizer class, or the class."""
+def is_factory(value: Any) -> bool:  # Any: an argument of the user
+    """Return whether `value` makes an optimizer when called with parameters: an optimizer class, or a partial of one."""
     made = value.func if isinstance(value, functools.partial) else value
     return isinstance(made, type) and issubclass(made, Optimizer)

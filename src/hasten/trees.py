@@ -1,8 +1,8 @@
 """Map, zip, slice and move nested containers of tensors.
 
 A tree is a tensor, a container of trees, or any other value. Containers are mappings (dict and its subclasses,
-`ModelOutput`, `UserDict` kinds), lists, tuples, named tuples and dataclass instances. Everything else is a leaf that
-passes through untouched.
+`ModelOutput`, `UserDict` kinds), lists, tuples, named tuples and dataclass instances. Everything else is a leaf, which
+is returned unchanged.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Tree = Any  # any nesting of containers around tensors and plain values; Python cannot spell the recursion usefully
+Tree = Any  # any nesting of containers around tensors and plain values; Python cannot express the recursion usefully
 Path = tuple[str | int, ...]
 
 
 def is_container(value: object) -> bool:
-    """Return whether `value` is walked into, rather than being a leaf."""
+    """Return whether `value` is a container of trees rather than a leaf."""
     return isinstance(value, (dict, list, tuple, Mapping)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, (type, Tensor))
     )
 
 
 def children(tree: Tree) -> list[tuple[str | int, Tree]]:
-    """Return the keyed parts of one container, in a fixed order."""
+    """Return the children of one container with their keys, in a fixed order."""
     if isinstance(tree, Mapping):
         return list(tree.items())
     if isinstance(tree, (list, tuple)):
@@ -38,7 +38,7 @@ def children(tree: Tree) -> list[tuple[str | int, Tree]]:
 
 
 def rebuild(tree: Tree, parts: Sequence[Tree]) -> Tree:
-    """Return a container like `tree` that holds `parts` instead of its own children, in the same order."""
+    """Return a container like `tree` with `parts` in place of its children, in the same order."""
     if isinstance(tree, (Mapping, UserDict)):
         return _rebuild_mapping(tree, parts)
     if isinstance(tree, tuple):
@@ -64,21 +64,21 @@ def _rebuild_mapping(tree: Any, parts: Sequence[Tree]) -> Tree:
 
 
 def _rebuild_dataclass(tree: Tree, parts: Sequence[Tree]) -> Tree:
-    fresh = copy.copy(tree)  # __init__ may demand what only the first construction knew
+    fresh = copy.copy(tree)  # __init__ may require arguments that are not stored in fields
     for field, part in zip(dataclasses.fields(tree), parts, strict=True):
         object.__setattr__(fresh, field.name, part)
     return fresh
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `fn` applied to every leaf, tensors and plain values alike."""
+    """Return the same tree with `fn` applied to every leaf, tensors and plain values alike."""
     if isinstance(tree, Tensor) or not is_container(tree):
         return fn(tree)
     return rebuild(tree, [map_leaves(fn, part) for _, part in children(tree)])
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """The same tree with `fn` applied to every tensor; other leaves pass through."""
+    """Return the same tree with `fn` applied to every tensor; other leaves are unchanged."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if not is_container(tree):
@@ -87,7 +87,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
-    """Return the tree of `first` with `fn(a, b, ...)` applied to the tensors at the same place of every tree."""
+    """Return the tree of `first` with `fn(a, b, ...)` applied to the tensors at the same path of every tree."""
     if isinstance(first, Tensor):
         return fn(first, *others)
     if not is_container(first):
@@ -97,7 +97,7 @@ def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
 
 
 def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf with the keys that lead to it."""
+    """Yield every leaf with its path of keys."""
     if isinstance(tree, Tensor) or not is_container(tree):
         yield path, tree
         return
@@ -117,7 +117,7 @@ def _collect(tree: Tree, found: list[Any]) -> None:
         found.append(tree)
         return
     for part in _parts(tree):
-        if type(part) is Tensor:  # the common leaf, without a call of its own
+        if type(part) is Tensor:  # the common leaf, without a recursive call
             found.append(part)
         else:
             _collect(part, found)
@@ -139,7 +139,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def replace_tensors(tree: Tree, fresh: Sequence[Tensor]) -> Tree:
-    """The same tree with its tensors replaced by `fresh`, in order."""
+    """Return the same tree with its tensors replaced by `fresh`, in order."""
     source = iter(fresh)
     return map_tensors(lambda _: next(source), tree)
 
@@ -147,7 +147,7 @@ def replace_tensors(tree: Tree, fresh: Sequence[Tensor]) -> Tree:
 def to_device(
     tree: Tree, device: torch.device | str, non_blocking: bool = False, skip_keys: Collection[str] = ()
 ) -> Tree:
-    """Return the tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` stay."""
+    """Return the tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` are not moved."""
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=non_blocking)
     kind = type(tree)
@@ -174,7 +174,7 @@ def to_device(
 
 def _move_object(
     value: Any, device: torch.device | str, non_blocking: bool, skip_keys: Collection[str]
-) -> Any:  # Any: a batch object of the user's own class
+) -> Any:  # Any: a batch object of a user's class
     if isinstance(value, UserDict) and (skip_keys or not hasattr(value, "to")):
         return rebuild(
             value,
@@ -188,12 +188,12 @@ def _move_object(
         return value
     try:
         return move(device, non_blocking=non_blocking)
-    except TypeError:  # a `.to` that knows no non_blocking: the plain move is just as correct
+    except TypeError:  # a `.to` without the argument non_blocking: the plain move is just as correct
         return move(device)
 
 
 def batch_size(tree: Tree) -> int | None:
-    """Return the number of rows of the first tensor that has rows, or None when there is none."""
+    """Return the number of rows of the first tensor that has rows, or None if no tensor has any."""
     for leaf in leaves(tree):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return int(leaf.shape[0])
@@ -201,7 +201,7 @@ def batch_size(tree: Tree) -> int | None:
 
 
 def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
-    """Return the tree with `rows` taken of every tensor; with `size`, only of tensors that have `size` rows."""
+    """Return the tree with each tensor sliced to `rows`; with `size`, only tensors that have `size` rows are sliced."""
 
     def take(x: Tensor) -> Tensor:
         return x[rows] if x.ndim and (size is None or x.shape[0] == size) else x
@@ -210,9 +210,9 @@ def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
 
 
 def take_samples(tree: Tree, rows: slice, size: int) -> Tree:
-    """The samples `rows` of a batch of `size`: rows of tensors that have `size`, entries of lists with one for each sample.
+    """Return the samples `rows` of a batch of `size`: rows of tensors, items of lists with one item per sample.
 
-    A list has one entry for each sample when it has `size` of them, unless they are tensors of `size` rows themselves.
+    A list of length `size` has one item per sample, unless its items are tensors of `size` rows themselves.
     """
     if isinstance(tree, Tensor):
         return tree[rows] if tree.ndim and tree.shape[0] == size else tree
@@ -226,13 +226,13 @@ def take_samples(tree: Tree, rows: slice, size: int) -> Tree:
 
 
 def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
-    """Return one tree whose tensors are the given trees' tensors joined along `dim`; 0-dim tensors become rows."""
+    """Return one tree whose tensors are those of the given trees concatenated along `dim`; 0-dim tensors become rows."""
     if len(trees) == 1:
         return trees[0]
     return zip_tensors(lambda *parts: torch.cat([p.reshape(1) if p.ndim == 0 else p for p in parts], dim), *trees)
 
 
 def to_fp32(tree: Tree) -> Tree:
-    """Return the tree with half-precision tensors as float32."""
+    """Return the tree with half-precision tensors converted to float32."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda x: x.float() if x.dtype in half else x, tree)

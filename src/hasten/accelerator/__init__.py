@@ -1,5 +1,5 @@
-"""The Accelerator: the object a training script uses, made of collaborators that each do one thing.
+"""The Accelerator, the object that a training script uses, and its collaborators.
 
-Start with `facade.py` (the public methods), then `setup.py` (what is built at construction) and `preparing.py` (what `prepare` does).
-`accumulation.py`, `metrics.py`, `process.py` and `retrying.py` hold the methods of a step.
+Start with `facade.py` (the public methods), then `setup.py` (construction) and `preparing.py` (`prepare()`).
+`step.py`, `process.py` and `retrying.py` implement the methods of a training step.
 """

@@ -1,4 +1,4 @@
-"""Checks of what users pass to the Accelerator's methods: a wrong kind is refused by name, before it fails somewhere inside."""
+"""Checks of the arguments of the Accelerator's methods, which name the wrong argument before it fails deep inside."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LABELS: Final = ("labels", "label", "label_ids")
 
 
 def refuse(call: str, value: object, need: str) -> NoReturn:
-    """Refuse the argument of a call; `need` says what it must be and what to give instead."""
+    """Raise ArgumentError for an argument of a call; `need` says what it must be and what to pass instead."""
     raise ArgumentError(f"accelerator.{call} got {_shown(value)} of type {type(value).__qualname__}; {need}.")
 
 
 def check_loss(loss: object, batch: object) -> None:
-    """Refuse a loss that nothing can be backpropagated from; `batch` is the one that the loop reads, None if it is not known."""
+    """Raise unless `loss` can be backpropagated; `batch` is the batch that the loop reads, None if unknown."""
     if loss is None:
         raise ArgumentError(f"accelerator.backward(loss) got None: the model returned no loss, {_why_no_loss(batch)}.")
     if not isinstance(loss, Tensor):
@@ -52,33 +52,33 @@ def _why_no_loss(batch: object) -> str:
 
 
 def check_model(model: object, call: str) -> None:
-    """Refuse what has no weights."""
+    """Raise unless `model` has a state dict."""
     if not hasattr(model, "state_dict"):
         refuse(call, model, "it needs a model with a state_dict(). Give the model that prepare() returned")
 
 
 def check_modules(models: tuple[object, ...], call: str) -> None:
-    """Refuse what is not a module."""
+    """Raise unless every item is a module."""
     for model in models:
         if not isinstance(model, nn.Module):
             refuse(call, model, "it needs models (torch.nn.Module). Give the models that prepare() returned")
 
 
 def check_loader(loader: object, call: str) -> None:
-    """Refuse what is not a DataLoader."""
+    """Raise unless `loader` is a DataLoader."""
     if not hasattr(loader, "batch_sampler") or not hasattr(loader, "dataset"):
         need = "it needs a torch.utils.data.DataLoader, whose dataset and sampler can be divided. Wrap the data in one"
         refuse(call, loader, need)
 
 
 def check_number(value: object, call: str) -> None:
-    """Refuse what is not one number."""
+    """Raise unless `value` is one number."""
     if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         refuse(call, value, "it needs a number, such as 1.0")
 
 
 def check_whole(value: object, call: str, least: int | None = None) -> None:
-    """Refuse what is not a whole number, or is less than `least`."""
+    """Raise unless `value` is an integer, and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         refuse(call, value, "it needs a whole number")
     if least is not None and int(value) < least:
@@ -86,9 +86,9 @@ def check_whole(value: object, call: str, least: int | None = None) -> None:
 
 
 def check_limit(value: object, call: str) -> None:
-    """Refuse a limit of gradients that is not one number of at least 0; inf limits nothing."""
+    """Raise unless a gradient limit is one number of at least 0; inf means no limit."""
     check_number(value, call)
-    if isinstance(value, Tensor) and not value.is_cpu:  # reading it would wait for the device
+    if isinstance(value, Tensor) and not value.is_cpu:  # reading it would synchronise with the device
         return
     if isinstance(value, bool) or not float(value) >= 0:  # type: ignore[arg-type]  # a number or a tensor with one
         need = "a limit below 0, or nan, would turn or destroy every gradient. Give a number of at least 0, such as 1.0"
@@ -96,7 +96,7 @@ def check_limit(value: object, call: str) -> None:
 
 
 def check_norm_type(value: object) -> None:
-    """Refuse what is not the order of a norm."""
+    """Raise unless `value` is a valid order of a norm."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         refuse(
             "clip_grad_norm_(norm_type)",
@@ -106,13 +106,13 @@ def check_norm_type(value: object) -> None:
 
 
 def check_flag(value: object, call: str) -> None:
-    """Refuse what is not a boolean."""
+    """Raise unless `value` is a boolean."""
     if not isinstance(value, bool):
         refuse(call, value, "it needs True or False")
 
 
 def check_tensors(tree: Tree, call: str) -> None:
-    """Refuse what holds no tensor, which a collective would return as it is; empty containers and None pass."""
+    """Raise if `tree` holds no tensor, which a collective would return unchanged; empty containers and None are accepted."""
     if isinstance(tree, Tensor) or tree is None or trees.tensors(tree):
         return
     if not trees.is_container(tree) or any(True for _ in trees.paths(tree)):
@@ -123,7 +123,7 @@ def check_tensors(tree: Tree, call: str) -> None:
 
 
 def check_axes(axes: object) -> None:
-    """Refuse what is not a list of different mesh axes."""
+    """Raise unless `axes` is a list of distinct mesh axes."""
     known = ", ".join(AXES)
     need = f"it needs a list of mesh axes, such as [Axis.TP]; there are {known}"
     if isinstance(axes, str) or not isinstance(axes, Iterable):
@@ -139,7 +139,7 @@ def check_axes(axes: object) -> None:
 
 
 def check_cursor(loader: object, call: str) -> LoaderCursor:
-    """Return the cursor of a prepared loader; anything else is refused."""
+    """Return the cursor of a prepared loader; raise for anything else."""
     cursor = getattr(loader, "cursor", None)
     if not isinstance(cursor, LoaderCursor):
         refuse(
@@ -151,7 +151,7 @@ def check_cursor(loader: object, call: str) -> LoaderCursor:
 
 
 def check_method(model: nn.Module, name: object) -> None:
-    """Refuse what is not the name of a method of the model."""
+    """Raise unless `name` is the name of a method of the model."""
     if not isinstance(name, str) or not callable(getattr(model, name, None)):
         raise PrepareError(
             f"mark_forward_method({type(model).__name__}, {name!r}): {type(model).__name__} has no method {name!r} to mark, so calls "
@@ -160,7 +160,7 @@ def check_method(model: nn.Module, name: object) -> None:
 
 
 def check_placement(placement: object) -> None:
-    """Refuse what is not a list of booleans."""
+    """Raise unless `placement` is None or a list of booleans."""
     if placement is not None and not (
         isinstance(placement, Sequence) and all(isinstance(one, bool) for one in placement)
     ):
@@ -168,16 +168,16 @@ def check_placement(placement: object) -> None:
 
 
 def check_joinables(joinables: object) -> None:
-    """Refuse what is not a list of models and optimizers."""
+    """Raise unless `joinables` is a list of models and optimizers."""
     call, need = "join_uneven_inputs(joinables)", "it needs a list of prepared models and optimizers"
     check_iterable(joinables, call, need)
-    for one in joinables:  # type: ignore[attr-defined]  # iterable, as just seen
+    for one in joinables:  # type: ignore[attr-defined]  # iterable, as checked above
         if not isinstance(one, nn.Module | Optimizer):
             refuse(call, one, need)
 
 
 def check_metrics(metrics: object) -> None:
-    """Refuse what are not named numbers."""
+    """Raise unless `metrics` maps names to numbers."""
     call, need = (
         "save_state(metrics)",
         "it needs named numbers, by which checkpoints are compared: metrics={'loss': 0.5}",
@@ -191,33 +191,33 @@ def check_metrics(metrics: object) -> None:
             refuse(call, metrics, need)
 
 
-def check_parameters(parameters: list[Any], call: str) -> None:  # Any: what the user gave
-    """Refuse what are not tensors."""
+def check_parameters(parameters: list[Any], call: str) -> None:  # Any: the user's argument
+    """Raise unless every item is a tensor."""
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
             refuse(call, parameter, "it needs parameters (tensors). Give model.parameters()")
 
 
 def check_iterable(value: object, call: str, need: str) -> None:
-    """Refuse what cannot be iterated over."""
+    """Raise unless `value` is iterable."""
     if not hasattr(value, "__iter__"):
         refuse(call, value, need)
 
 
 def check_list(value: object, call: str) -> None:
-    """Refuse what is not a list, whose items can be replaced."""
+    """Raise unless `value` is a list, whose items can be replaced."""
     if not isinstance(value, list):
         refuse(call, value, "it needs a list, whose items are replaced in place")
 
 
 def check_kind(value: object, kind: type, call: str) -> None:
-    """Refuse a settings object of another class; None is the default's place."""
+    """Raise unless `value` is a settings object of class `kind`, or None for the default."""
     if value is not None and not isinstance(value, kind):
         refuse(call, value, f"it needs a {kind.__name__}(...), or nothing for the settings of this run")
 
 
 def check_callable(value: object, call: str, when: str = "in each step") -> None:
-    """Refuse what cannot be called."""
+    """Raise unless `value` is callable."""
     if not callable(value):
         refuse(call, value, f"it needs a function, which is called {when}")
 

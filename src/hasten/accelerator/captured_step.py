@@ -1,7 +1,7 @@
-"""capture_step(): a whole training step that runs as one CUDA graph where it can, and as the plain function elsewhere.
+"""capture_step(): a training step that runs as one CUDA graph where possible, and as the plain function elsewhere.
 
-A captured step makes the same calls on the device in every replay, but its Python does not run again. What the Accelerator counts on
-the host (updates, losses to look at, the parts of a step) is therefore counted here, after each replay.
+Each replay of a captured step makes the same calls on the device, but its Python code does not run again. This module therefore
+updates the Accelerator's counters on the host (updates, losses to check, passes of a step) after each replay.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ log = get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 _WARM_UP: Final = 3
-"""Steps that run as they are before one is captured: lazy state is made, libraries choose their kernels."""
+"""Number of plain calls before a capture, in which lazy state is created and libraries choose their kernels."""
 _MOST: Final = 4
-"""Graphs that are kept, one for each set of input shapes."""
+"""Largest number of stored graphs, one for each set of input shapes."""
 _STRANGE: Final = 256
-"""Kinds of inputs after which nothing is captured any more: each call brings another."""
+"""Number of distinct inputs after which capturing is given up, because every call differs."""
 
 
 class CapturedStep(Generic[P, R]):
-    """A training step, called like the function it was made of."""
+    """Training step that is called like the function it wraps."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class CapturedStep(Generic[P, R]):
         self._seen: dict[object, int] = {}
         self._stream: torch.cuda.Stream | None = None
         self.refusal = ""
-        """Why the step runs as the plain function; empty while it may be captured."""
+        """Reason why the step runs as the plain function; empty while it may be captured."""
         update_wrapper(self, function)
         if refusal:
             self._refuse(refusal)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """What the function returns; tensors come back without gradients."""
+        """Run the step and return the function's result with its tensors detached."""
         if self.refusal:
             return _detached(self._function(*args, **kwargs))
         inputs = (args, kwargs)
@@ -72,7 +72,7 @@ class CapturedStep(Generic[P, R]):
             known = None
         if known is not None:
             return self._replay(known, inputs)
-        if any(is_settling(model) for model in self._prepared.models):  # other code would run in the graph later
+        if any(is_settling(model) for model in self._prepared.models):  # the graph would hold other code
             return self._warm_up(inputs)
         count = self._seen[key] = self._seen.get(key, 0) + 1
         if len(self._seen) > _STRANGE:
@@ -90,7 +90,7 @@ class CapturedStep(Generic[P, R]):
         return f"{getattr(self._function, '__name__', 'the step')}()"
 
     def _key(self, inputs: tuple[Any, Any]) -> object:
-        """What must be equal for a graph to fit: shapes and dtypes of tensors, everything else in the inputs, the models' modes."""
+        """Return the lookup key of a graph: shapes and dtypes of tensors, all other inputs, and the models' training modes."""
         described = [
             (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in trees.leaves(inputs)
         ]
@@ -102,7 +102,7 @@ class CapturedStep(Generic[P, R]):
         return key
 
     def _warm_up(self, inputs: tuple[Any, Any]) -> R:
-        """Run the function as it is, on the stream of the capture, and look whether it can be captured."""
+        """Run the plain function on the capture stream, and check whether it can be captured."""
         if self.refusal:
             return _detached(self._function(*inputs[0], **inputs[1]))
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -124,7 +124,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _cannot(self, inputs: tuple[Any, Any], stepped: list[PreparedOptimizer]) -> str:
-        """Return why the function that has just run cannot be captured; empty when it can."""
+        """Return the reason why the function that has just run cannot be captured; empty if it can."""
         if any(not tensor.is_cuda for tensor in trees.tensors(inputs)):
             return "an input is not on the GPU"
         if not stepped:
@@ -140,7 +140,7 @@ class CapturedStep(Generic[P, R]):
         return ""
 
     def _capture(self, key: object, inputs: tuple[Any, Any]) -> R:
-        """Capture the step, and run it once."""
+        """Capture the step and replay it once."""
         put_back = self._holding()
         before = [one.num_attempts for one in self._prepared.optimizers]
         clock, passes = self._clock, self._clock.num_passes
@@ -199,7 +199,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _holding(self) -> Callable[[], None]:
-        """Returns what puts everything that is counted on the host back to where it is now."""
+        """Return a function that restores all counters of the host to their current values."""
         clock, windows = self._clock, self._clock.holding()
         counted = clock.num_passes, clock.num_updates
         optimizers = [(one, one.counts()) for one in self._prepared.optimizers]
@@ -214,7 +214,7 @@ class CapturedStep(Generic[P, R]):
 
 
 class _Replayed:
-    """A graph, and what the host counts for each replay."""
+    """Captured graph with the counter increments of one replay."""
 
     def __init__(
         self, graph: StepGraph, num_passes: int, stepped: list[PreparedOptimizer], losses: list[Tensor]
@@ -226,6 +226,6 @@ class _Replayed:
 
 
 def _detached(value: R) -> R:
-    """Return the value, its tensors without what autograd holds: that would outlive the step in the caller's hands."""
+    """Return the value with its tensors detached, so that the caller does not keep the autograd graph alive."""
     result: R = trees.map_tensors(Tensor.detach, value)
     return result

@@ -1,4 +1,4 @@
-"""Attributes that Hugging Face Accelerate's Accelerator has: those that hasten answers too, and what to write instead of the others."""
+"""Attributes of Hugging Face Accelerate's Accelerator: values for those that hasten supports, alternatives for the others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final
 from hasten.runtime.mesh_plan import Axis
 
 Accelerator = Any
-"""The facade; naming its class here would load torch, which `hasten migrate` does without."""
+"""The facade; importing its class here would load torch, which `hasten migrate` avoids."""
 
 
 class DistributedType(StrEnum):
-    """Kinds of distributed runs under their established names; each member equals its name as text."""
+    """Kinds of distributed runs under Accelerate's names; each member equals its name as text."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -46,7 +46,7 @@ _BY_DEVICE: Final = MappingProxyType(
 
 
 def distributed_type(strategy: str, device: str, num_processes: int) -> DistributedType:
-    """Return the established name for a strategy on so many processes with this type of device."""
+    """Return Accelerate's name for a strategy with this number of processes and type of device."""
     if num_processes == 1 and strategy not in ("deepspeed", "megatron", "xla"):
         return DistributedType.NO
     return _BY_STRATEGY.get(strategy) or _BY_DEVICE.get(device, DistributedType.MULTI_GPU)
@@ -90,7 +90,7 @@ VALUES: Final[Mapping[str, Callable[[Accelerator], Any]]] = MappingProxyType(  #
         "fp8_enabled": lambda a: a.mixed_precision == "fp8",
     }
 )
-"""Established attributes that hasten answers as well."""
+"""Attributes of Accelerate's Accelerator that hasten supports."""
 
 _HANDLER: Final = "it is a section of the settings: accelerator.config.{}"
 INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
@@ -123,11 +123,11 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
         "has_lomo_optimizer": "LOMO is not supported; use an optimizer of torch, with FSDP or offload to save memory",
     }
 )
-"""Established attributes that hasten does not have, and what to write."""
+"""Attributes of Accelerate's Accelerator that hasten does not have, and their alternatives."""
 
 
 def established(accelerator: Accelerator, name: str) -> Any:  # Any: values of every kind
-    """Return an attribute under its established name. Raises: AttributeError that says what to write instead."""
+    """Return an attribute under Accelerate's name. Raises: AttributeError that names the alternative."""
     if (value := VALUES.get(name)) is not None:
         return value(accelerator)
     if (words := INSTEAD.get(name)) is not None:

@@ -1,6 +1,6 @@
-"""The Accelerator: the one object a training script talks to. It delegates; it decides nothing.
+"""The Accelerator: the public object of a training script, which delegates every decision to its collaborators.
 
-Longer than other files because every public method stands here once, with its help text, and none can go elsewhere.
+This file is longer than others because it holds every public method once, with its docstring.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 class Accelerator:
-    """Runs a plain training loop on any number of processes and devices.
+    """Entry point for running a plain training loop on any number of processes and devices.
 
     ```python
     accelerator = Accelerator()
@@ -83,7 +83,7 @@ class Accelerator:
         optimizer.step()
         optimizer.zero_grad()
     ```
-    Settings given here win over flags, environment and files. Ranks: every rank makes one, with the same settings.
+    Settings given here take precedence over flags, environment and files. Ranks: every rank creates one, with the same settings.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Accelerator:
         )
 
     def _watch_values(self, parts: Parts) -> None:
-        """Check calls of models, losses and gradients before updates and compare ranks after them, as the settings ask."""
+        """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
         if not parts.strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self._numbers: NumbersWatch | None = None
@@ -188,7 +188,7 @@ class Accelerator:
         def __getattr__(self, name: str) -> Any:  # Any: values of every kind
             return established(self, name)
 
-    # -- this process among the others ----------------------------------------------------------------------------
+    # -- this process and the others -----------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
         """The device of this process."""
@@ -211,22 +211,22 @@ class Accelerator:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the world."""
+        """True if this is rank 0 of the world."""
         return self.process.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its node."""
+        """True if this is rank 0 of its node."""
         return self.process.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank of the world."""
+        """True if this is the last rank of the world."""
         return self.process.is_last_process
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.process.num_processes > 1
 
     @property
@@ -248,16 +248,16 @@ class Accelerator:
         """Block until every process has reached this call. Ranks: every rank."""
         self.process.wait_for_everyone()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: arguments of print
         """Print once per node."""
         self.process.print(*args, **kwargs)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on the main process, then on the others; an error on any rank is raised on all."""
+        """Context manager that runs its block on the main process, then on the others; errors are raised on all ranks."""
         return self.process.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on each node's main process, then on the others; an error on any rank is raised on all."""
+        """Context manager that runs its block on each node's main process, then on the others; errors are raised on all ranks."""
         return self.process.local_main_process_first()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -296,7 +296,7 @@ class Accelerator:
     def reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
         """Replace whole sections of the settings (`fsdp=`, `deepspeed=`, …) before the first model is prepared.
 
-        Raises: PrepareError afterwards, when models have their layout.
+        Raises: PrepareError if a model has been prepared already.
         """
         if self.prepared.models:
             raise PrepareError(
@@ -313,7 +313,7 @@ class Accelerator:
         return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
 
     def init_module(self) -> AbstractContextManager[None]:
-        """Return a block in which models are built sharded where the strategy can (ZeRO 3), and as they are elsewhere.
+        """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.
 
         Ranks: every rank builds the same models in the same order.
         """
@@ -361,8 +361,8 @@ class Accelerator:
     ) -> Loader:
         """Prepare a loader; it reads this process's share and puts the batches on the device.
 
-        With `already_sharded=True` the loader holds this process's share already. By default the setting of
-        `DataLoaderConfiguration` holds.
+        With `already_sharded=True` the loader holds only this process's share. The default is the setting of
+        `DataLoaderConfiguration`.
         """
         arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
         prepared: Loader = self._preparer.prepare_loader(
@@ -377,10 +377,10 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Iterate over the numbers of `num_epochs` epochs, from 0, or after `load_state` from the epoch of the checkpoint.
+        """Return an iterator over `num_epochs` epoch numbers, from 0, or after `load_state` from the checkpoint's epoch.
 
-        A checkpoint that was saved inside an epoch gives its number again, and its loader the batches that are left; one that was
-        saved behind the epoch's last batch gives the next number. Ranks: every rank.
+        After loading a checkpoint saved inside an epoch, that epoch is yielded again and its loader returns the remaining batches; after
+        one saved at the end of an epoch, the next number is yielded. Ranks: every rank.
         """
         arguments.check_whole(num_epochs, "epochs(num_epochs)", least=0)
         return self._epochs.over(num_epochs)
@@ -403,7 +403,7 @@ class Accelerator:
         key = tuple(self.prepared.index_of(model) for model in models)
         each = self.config.gradient_accumulation.sync_each_batch
         made = Accumulation(self.clock, self.strategy, models or tuple(self.prepared.models), key, each)
-        if models:  # "all models" may be more next time
+        if models:  # the default, all prepared models, may differ in the next call
             self._accumulations[models] = made
         return made
 
@@ -414,7 +414,7 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its accumulation window."""
+        """True if the current micro-step ends its accumulation window."""
         return self.clock.boundary
 
     @sync_gradients.setter
@@ -435,7 +435,7 @@ class Accelerator:
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Backpropagate the loss, scaled so that the window's gradient is the mean over all its micro-batches and ranks.
 
-        With `weight`, the number of tokens or samples that `loss` is the mean of, the mean is weighted accordingly.
+        With `weight`, the number of tokens or samples that `loss` averages, the mean is weighted accordingly.
         `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
@@ -472,8 +472,8 @@ class Accelerator:
 
         `loss_of(model, batch)` returns the mean loss, as in a plain loop. Under pipeline parallelism it is called for every
         micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling `backward(loss_of(model, batch),
-        weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch is the mean of; without it
-        micro-batches count by the labels of torch's cross entropy that are not ignored. Ranks: every rank. Any: a batch.
+        weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch averages; without it
+        micro-batches are weighted by their number of labels that torch's cross entropy does not ignore. Ranks: every rank. Any: a batch.
         """
         arguments.check_modules((model,), "forward_backward(model)")
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
@@ -495,11 +495,11 @@ class Accelerator:
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
-        """Call `fn(batch)`, which runs forward and `backward()`; when memory runs out on any rank, all run it again in parts.
+        """Call `fn(batch)`, which runs forward and `backward()`; if any rank runs out of memory, all repeat it in micro-batches.
 
-        The gradients are those of the whole batch: the mean loss of a micro-batch counts by its rows, one with `weight=` by
-        its weight. Micro-batches are rows of the tensors in the batch, or what `split(batch, start, stop)` gives. What `fn`
-        returns is merged: rows are joined, float scalars averaged, whole numbers added. Any: a batch.
+        The gradients are those of the whole batch: the mean loss of a micro-batch is weighted by its number of rows, one with `weight=` by
+        that weight. Micro-batches are rows of the tensors in the batch, or the result of `split(batch, start, stop)`. The results of
+        `fn` are merged: rows are concatenated, float scalars averaged, integers added. Any: a batch.
         Ranks: every rank. Raises: OutOfMemoryError on every rank when one sample does not fit on one of them.
         """
         arguments.check_callable(fn, "run_step(fn)")
@@ -508,10 +508,10 @@ class Accelerator:
         return self.retrying.run(fn, batch, split)
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
-        """Decorate a whole training step (forward, `backward()`, `step()`, `zero_grad()`) to run as one CUDA graph where it can.
+        """Decorate a training step (forward, `backward()`, `step()`, `zero_grad()`) to run as one CUDA graph where possible.
 
         With `performance="auto"` on one GPU, after a few plain calls, the step is captured for each set of input shapes and replayed.
-        It must do the same work in every call: numbers that Python reads or changes are frozen, except learning rates. Elsewhere
+        The step must do the same work in every call: numbers that Python reads or changes are frozen, except learning rates. Elsewhere
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
         arguments.check_callable(fn, "capture_step(fn)")
@@ -524,7 +524,7 @@ class Accelerator:
         dims: Sequence[int],
         labels: Tensor | Literal["auto"] | None = "auto",
     ) -> AbstractContextManager[SequenceShards]:
-        """Context manager in which each buffer holds this rank's part along its dimension, and attention spans all parts.
+        """Context manager in which each buffer holds this rank's shard along its dimension, and attention spans all shards.
 
         Run forward and backward inside; the buffers are restored on exit. Each rank's loss is weighted by its number of
         labels other than -100, taken from `labels` (by default the buffer that contains -100); None weights ranks equally.
@@ -537,7 +537,7 @@ class Accelerator:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
     ) -> AbstractContextManager[SequenceShards]:
-        """`context_parallel` under its established name: ranks weigh equally, and `no_restore_buffers` are not restored."""
+        """Alias of `context_parallel` under Accelerate's name: ranks weigh equally, `no_restore_buffers` are not restored."""
         return self._context.block(buffers or (), buffer_seq_dims or (), no_restore_buffers or (), labels=None)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
@@ -576,7 +576,7 @@ class Accelerator:
             self.strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
-        """Return the parameters, checked, with their gradients unscaled."""
+        """Return the checked parameters with their gradients unscaled."""
         arguments.check_limit(limit, f"{call}(…, limit)")
         arguments.check_iterable(parameters, f"{call}(parameters)", "it needs parameters. Give model.parameters()")
         chosen = clip.as_list(parameters)
@@ -593,7 +593,7 @@ class Accelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer's latest step was skipped because gradients overflowed."""
+        """True if any optimizer's latest step was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     def join_uneven_inputs(
@@ -627,7 +627,7 @@ class Accelerator:
         return ops.reduce(tensor, self._over(axes), reduction, scale)
 
     def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
-        """Like `gather`, for processes whose tensors differ in their number of rows."""
+        """Concatenate tensors like `gather`, for processes whose tensors differ in their number of rows."""
         arguments.check_tensors(tensor, "gather_ragged(tensor)")
         return ops.gather_ragged(tensor, self._over(axes))
 
@@ -690,7 +690,7 @@ class Accelerator:
         arguments.check_axes(axes)
         return self.ctx.groups(*axes)
 
-    # -- what users look at ---------------------------------------------------------------------------------------
+    # -- tracking and progress --------------------------------------------------------------------------------------
     def init_trackers(
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
@@ -720,7 +720,7 @@ class Accelerator:
         name: str,
         columns: Sequence[str] | None = None,
         data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,  # Any: a pandas DataFrame, or what looks like one
+        dataframe: Any = None,  # Any: a pandas DataFrame, or a similar object
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -733,7 +733,7 @@ class Accelerator:
         return self.tracking.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, a foreign package's object
-        """Return the tracker of this name; with `unwrap`, the package's own run or writer."""
+        """Return the tracker of this name; with `unwrap`, the run or writer object of its package."""
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
@@ -755,7 +755,7 @@ class Accelerator:
     @overload
     def progress(self, iterable: None = None, **options: Any) -> Progress[Any]: ...
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
-        """A progress bar on the main process with loss, rates, memory and time left; docs/tracking.md lists the options."""
+        """Return a progress bar for the main process with loss, rates, memory and time left; see docs/tracking.md for options."""
         if iterable is not None:
             arguments.check_iterable(
                 iterable, "progress(iterable)", "it needs what a loop iterates over, such as a loader"
@@ -763,7 +763,7 @@ class Accelerator:
         if options.get("total") is not None:
             arguments.check_whole(options["total"], "progress(total)", least=0)
         if self._progress is None:
-            build = import_module("hasten.progress.build")  # loads rich, which a run without a bar does without
+            build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
             self._progress = build.ProgressMaker(self.ctx)
         return self._progress(iterable, **options)
 
@@ -809,15 +809,15 @@ class Accelerator:
         return self.saving.resume()
 
     def roll_back(self) -> bool:
-        """Go back to the newest checkpoint if `numbers="rollback"` has decided to; returns whether it did. Ranks: every rank.
+        """Load the newest checkpoint if `numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
 
-        The loader does this by itself when it is asked for its next batch. Call it where a loop may end after an update.
+        The loader calls this method before its next batch. Call it yourself where a loop may end after an update.
         """
         return self._rollback is not None and self._rollback.now()
 
     @property
     def going_back(self) -> bool:
-        """Whether the run goes back to its newest checkpoint before the next batch."""
+        """True if the newest checkpoint will be loaded before the next batch."""
         return self._rollback is not None and self._rollback.target is not None
 
     def wait_for_saves(self) -> None:
@@ -829,18 +829,18 @@ class Accelerator:
         self.saving.register_for_checkpointing(*objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
-        """Call `hook(models, weights, folder)` before each save; it may edit what is written."""
+        """Call `hook(models, weights, folder)` before each save; the hook may edit the weights that are written."""
         arguments.check_callable(hook, "register_save_state_pre_hook(hook)", "at each save")
         return self.saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
-        """Call `hook(models, folder)` before each load; models it removes from the list are not loaded."""
+        """Call `hook(models, folder)` before each load; models that the hook removes from the list are not loaded."""
         arguments.check_callable(hook, "register_load_state_pre_hook(hook)", "at each load")
         return self.saving.register_load_state_pre_hook(hook)
 
     @property
     def preempted(self) -> bool:
-        """Whether any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
+        """True if any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
         return self.saving.preempted
 
     should_stop = preempted
@@ -860,7 +860,7 @@ class Accelerator:
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
-        """Load exported weights into a prepared model; each rank reads only its own slices. Ranks: every rank."""
+        """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank."""
         with agree(self.ctx.world, "load_model"), self.strategy.whole_weights(model):
             return load_weights(self.strategy.unwrap(model), directory, strict)
 
@@ -884,7 +884,7 @@ class Accelerator:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own module inside a prepared one."""
+        """Return the user's module inside a prepared one."""
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
@@ -900,14 +900,14 @@ class Accelerator:
     def traffic(self) -> AbstractContextManager[SentBytes]:
         """Context manager that counts the bytes this rank sends to others, by mesh axis (`by_axis`), and logs them.
 
-        Counting costs time in every operation, so use it around a step or two. Ranks: each for itself.
+        Counting slows down every operation, so use it for one or two steps. Ranks: any, each independently.
         """
         return count_sent(self.ctx)
 
     def memory_snapshot(self, folder: str | Path | None = None) -> str:
-        """Write what holds the memory of this rank now, as a picture (SVG) and as JSON; returns the path of the picture. Ranks: each for itself.
+        """Write the memory use of this rank as SVG and JSON; returns the path of the SVG. Ranks: any, each independently.
 
-        On a CUDA device the allocator's own snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
+        On a CUDA device the allocator's snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
         default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.
         """
         if folder is not None:
@@ -916,7 +916,7 @@ class Accelerator:
         return snapshot(self.prepared.models, self.prepared.optimizers, self.device, target, self.process_index)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
-        """Release everything prepared and empty the device's cache; returns None for each argument."""
+        """Release all prepared objects and empty the device's cache; returns None for each argument."""
         self.prepared.clear()
         self.clock.unowned = None
         self._accumulations.clear()

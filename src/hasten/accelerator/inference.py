@@ -1,4 +1,4 @@
-"""Inference on all processes: a function over a dataset, and a model divided into stages."""
+"""Inference on all processes: map_dataset() maps a function over a dataset, prepare_pipeline() splits a model into stages."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Result = TypeVar("Result")
 
 
 class Dataset(Sized, Protocol):
-    """Items by their position."""
+    """Sized collection with access by index."""
 
-    def __getitem__(self, index: int, /) -> Any: ...  # Any: the user's own items
+    def __getitem__(self, index: int, /) -> Any: ...  # Any: the user's items
 
 
 def map_dataset(
     accelerator: Accelerator,
-    function: Callable[[Any], Result],  # Any: the dataset's own items
+    function: Callable[[Any], Result],  # Any: items of the dataset
     dataset: Dataset | Sequence[Any],
     description: str = "map",
 ) -> list[Result]:
-    """`function` of every item of the dataset, in the dataset's order, with a progress bar on the main process.
+    """Return `function(item)` for every item of the dataset, in order, with a progress bar on the main process.
 
-    Process r of n takes items r, r + n, r + 2n, …; tensors in results come back on the host.
-    Ranks: every rank, with the same dataset. Raises: on every rank when the function raises on one.
+    Process r of n handles items r, r + n, r + 2n, …; tensors in results are moved to the CPU.
+    Ranks: every rank, with the same dataset. Raises: on every rank if the function raises on one.
     """
     world = accelerator.ctx.world
     mine = range(world.rank, len(dataset), world.size)
@@ -52,11 +52,11 @@ log = get_logger(__name__)
 
 
 class _WithoutGradients(forwarding.Forward):
-    """A forward that no backward follows."""
+    """Forward that runs under `torch.no_grad()`."""
 
     tag = "inference"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         with torch.no_grad():
             return self.inner(*args, **kwargs)
 
@@ -69,14 +69,14 @@ def prepare_pipeline(
     cpu: bool | None = None,
     no_split_module_classes: Collection[str] = (),
 ) -> nn.Module:
-    """Return the model in evaluation mode with its blocks divided over all processes; calling it keeps no gradients.
+    """Return the model in evaluation mode with its blocks divided over all processes; calls record no gradients.
 
-    A batch passes through in `num_microbatches` parts (one per process), so that processes work at the same time. Stages
-    begin at the blocks named in `split_points`, or hold equal work. The output is on every process, or with
-    `gather_output=False` on the last one, and None elsewhere. One process alone runs the whole model. Modules of
-    `no_split_module_classes` must be whole on one process.
+    A batch is split into `num_microbatches` micro-batches (by default one per process), so that processes work at the same time. Stages
+    start at the blocks named in `split_points`, or hold equal work. The output is returned on every process, or with
+    `gather_output=False` on the last one and None elsewhere. A single process runs the whole model. Modules of
+    `no_split_module_classes` must not be split over processes.
     Ranks: every rank, here and in every call, with the same arguments; weights come from rank 0.
-    Raises: PrepareError or ConfigError for a model that cannot be cut, with what to do.
+    Raises: PrepareError or ConfigError with a remedy, for a model that cannot be split.
     """
     handler = PipelineParallelConfig(
         schedule="gpipe",
@@ -95,7 +95,7 @@ def prepare_pipeline(
 
 
 def stage_starts(model: nn.Module) -> list[str]:
-    """The blocks at which the stages of a pipeline begin, but for the first; none for a model that is not divided."""
+    """Return the first block of each pipeline stage except the first stage; empty for a model that is not split."""
     stage = forwarding.find(model, TAG)
     if not isinstance(stage, StageForward):
         return []
@@ -105,7 +105,7 @@ def stage_starts(model: nn.Module) -> list[str]:
 
 
 def _check_whole(model: nn.Module, container: str, classes: Collection[str]) -> None:
-    """Refuse a cut through a module that was to stay whole."""
+    """Raise if the model is split inside a module that must stay whole."""
     parts = container.split(".") if container else []
     for name in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
         kind = type(model.get_submodule(name)).__name__

@@ -1,4 +1,4 @@
-"""Preparing objects: models and optimizers through the strategy, then schedulers and loaders around them."""
+"""Preparation of models and optimizers by the strategy, then of schedulers and loaders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = get_logger(__name__)
 
 
 class Performance:
-    """The choices of one Accelerator. Nothing is chosen unless it was asked for."""
+    """Performance options of one Accelerator; nothing is enabled unless the settings request it."""
 
     def __init__(self, config: Config, ctx: ProcessContext, precision: Precision) -> None:
         self._config = config
@@ -52,7 +52,7 @@ class Performance:
         self._precision = precision
 
     def optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer fused where torch can."""
+        """Switch an optimizer to its fused implementation where torch has one."""
         if not self._active or not self._asked.fused or fused.is_fused(optimizer):
             return
         name = type(optimizer).__name__
@@ -69,7 +69,7 @@ class Performance:
             )
 
     def no_step_graph(self) -> str:
-        """Return why capture_step() leaves steps as they are in this run; empty when it may capture them."""
+        """Return the reason why capture_step() does not capture steps in this run; empty if it may capture them."""
         config = self._config
         if not self._active:
             return "performance is off; Accelerator(performance='auto') captures it"
@@ -105,7 +105,7 @@ plain_log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Prepared:
-    """Everything one Accelerator has prepared, in order."""
+    """All objects that one Accelerator has prepared, in order."""
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Prepared:
         return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
 
     def index_of(self, model: nn.Module) -> int:
-        """Return the number of a prepared model. Raises: PrepareError for any other."""
+        """Return the index of a prepared model. Raises: PrepareError for any other."""
         for index, known in enumerate(self.models):
             if known is model:
                 return index
@@ -127,13 +127,13 @@ class Prepared:
         )
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all objects."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
 
 
 class Preparer:
-    """Turns what the user gives into what the run needs."""
+    """Converter of the user's objects into prepared ones."""
 
     def __init__(
         self,
@@ -152,21 +152,21 @@ class Preparer:
         self._rehearsal = rehearsal
         self.done = Prepared()
         self._before_loaders: list[Any] = []
-        """Schedulers that were made before a loader was prepared, and not yet compared with one."""
+        """Schedulers created before the first loader was prepared, and not yet compared with a loader."""
         self.on_model: Callable[[nn.Module], None] | None = None
-        """Told of each model that is prepared."""
+        """Called with each model that is prepared."""
         self.on_call: Callable[[nn.Module], None] | None = None
-        """Adds what the calls of each prepared model need."""
+        """Called with each prepared model, to add hooks to its calls."""
         self.performance = Performance(config, ctx, precision)
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
-        """Prepare by other settings from now on."""
+        """Use other settings for later calls of `prepare()`."""
         self._config, self._strategy = config, strategy
         self.performance = Performance(config, self._ctx, self._precision)
 
     def prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
-        """Return the objects prepared, in call order. Ranks: every rank, with the same kinds in the same order."""
+        """Return the prepared objects, in call order. Ranks: every rank, with the same kinds in the same order."""
         if placement is not None and len(placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
@@ -228,10 +228,10 @@ class Preparer:
         )
 
     def _accounts(self) -> list[Account]:
-        """What became of each model's modules, and the bytes of it; engines lay out their state by rules of their own."""
+        """Return the layout and bytes of each prepared model; empty for engines, which lay out their state themselves."""
         if self._strategy.caps.owns_precision:
             return []
-        writing = import_module("hasten.strategies.account")  # loads torch.distributed.tensor, most of a second
+        writing = import_module("hasten.strategies.account")  # imports torch.distributed.tensor: most of a second
         models = [self._strategy.unwrap(model) for model in self.done.models]
         optimizers = [prepared.optimizer for prepared in self.done.optimizers]
         made: list[Account] = [
@@ -249,7 +249,7 @@ class Preparer:
         return prepared
 
     def _note_unowned(self) -> None:
-        """Let the clock keep the gradients of trained parameters that no optimizer holds, if there are any."""
+        """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""
         found = self._clock.unowned or Unowned(self._clock, self._precision, self.done.optimizers)
         found.learn(self.done.models)
         if self.done.optimizers and found.parameters():
@@ -279,7 +279,7 @@ class Preparer:
     def prepare_loader(
         self, loader: Any, placement: bool | None = None, slice_fn: Any = None, already_sharded: bool | None = None
     ) -> Any:
-        """Prepare one loader, with the user's own function for slicing batches."""
+        """Prepare one loader, with an optional user function for slicing batches."""
         if self.done.holds(loader):
             return loader
         place = self._config.device_placement if placement is None else placement
@@ -330,13 +330,13 @@ class Preparer:
         return prepared
 
     def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
-        """Warn about schedules that were made for as many batches as the loader had before it was prepared."""
+        """Warn about schedules whose length is that of the loader before it was prepared."""
         schedules, self._before_loaders = self._before_loaders, []
         every = self._clock.every if self._config.step_scheduler_with_optimizer else 1
         for schedule in schedules if self._ctx.is_main else ():
             try:
                 sizes = len(loader), len(prepared)
-            except TypeError:  # a stream without a length
+            except TypeError:  # an iterable dataset without a length
                 return
             if words := unsplit(schedule, *sizes, self._ctx.groups(*BATCH).size, every):
                 warnings.warn(words, HastenWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Process helpers: who this process is, who goes first, who prints, and who gets which share of a list."""
+"""Process information and helpers: ranks, ordered blocks, printing once, decorators, shares of a list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class Process:
-    """This process among the others. Usable on its own: `Process()` reads the environment and joins the world."""
+    """Information and helpers for this process; `Process()` without an Accelerator reads the environment and joins the world."""
 
     def __init__(self, ctx: ProcessContext | None = None, cpu: bool = False) -> None:
         self.ctx = ctx or start_here(cpu)
@@ -55,43 +55,43 @@ class Process:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the world."""
+        """True if this is rank 0 of the world."""
         return self.ctx.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its node."""
+        """True if this is rank 0 of its node."""
         return self.ctx.is_local_main
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank of the world."""
+        """True if this is the last rank of the world."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
         """Block until every process has reached this call. Ranks: every rank."""
         self.ctx.world.barrier("wait_for_everyone")
 
-    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: arguments of print
         """Print once per node."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201  # printing is what the user asked for
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process, then on the others; an error on any rank is raised on all."""
+        """Context manager that runs its block on the main process, then on the others; errors are raised on all ranks."""
         with self._first(self.is_main_process, "main_process_first"):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on each node's main process, then on the others; an error on any rank is raised on all."""
+        """Context manager that runs its block on each node's main process, then on the others; errors are raised on all ranks."""
         with self._first(self.is_local_main_process, "local_main_process_first"):
             yield
 
     @contextmanager
     def _first(self, first: bool, label: str) -> Iterator[None]:
-        if self._ordering == label:  # inside a block of the same kind the order holds already
+        if self._ordering == label:  # inside a block of the same kind the order is already established
             yield
             return
         if self._ordering is not None:
@@ -99,7 +99,7 @@ class Process:
                 f"{label} was entered inside {self._ordering}; the processes would wait for each other forever. "
                 "Leave the outer block first, or use the same one for both."
             )
-        if not first:  # the first may prepare data for hours: no timeout, but a word in the log
+        if not first:  # the first may prepare data for hours: no timeout, but an entry in the log
             self._together(None, f"{label}: the first")
         error: Exception | None = None
         self._ordering = label
@@ -160,7 +160,7 @@ class Process:
 
         Shares differ by at most one element; with `apply_padding` the last element is repeated until all are equal.
         """
-        # Any: the caller's own container; the share is of the same kind.
+        # Any: the caller's container; the share is of the same kind.
         yield share(inputs, self.process_index, self.num_processes, apply_padding)
 
     def set_trigger(self) -> None:
@@ -173,20 +173,20 @@ class Process:
 
 
 def start_here(cpu: bool = False) -> ProcessContext:
-    """Return the context of this process, from the environment it was started in."""
+    """Return the context of this process, created from its environment variables."""
     topology = Topology.from_env(env.snapshot())
     return bootstrap.start(topology, choose_device(topology.local_rank, cpu))
 
 
 def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
-    """Return the start and end of contiguous share `index` of `length` elements; the first shares get one more."""
+    """Return the start and end of contiguous share `index` of `length` elements; the first shares may have one more."""
     each, rest = divmod(length, shares)
     start = index * each + min(index, rest)
     return start, start + each + (index < rest)
 
 
 def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:  # Any: the caller's container
-    """Share number `index` of `inputs`. Raises: DataError when a dict's values differ in length."""
+    """Return share number `index` of `inputs`. Raises: DataError if the values of a dict differ in length."""
     if not hasattr(inputs, "__len__"):
         refuse(
             "split_between_processes(inputs)",

@@ -1,7 +1,7 @@
-"""The seam for running a script's own loop without training it: to trace one step, or to time the first updates.
+"""Extension point for running a script's loop without full training: to trace one step, or to time the first updates.
 
-A script builds its Accelerators itself, so nobody can hand them anything. They ask here instead, while they are built and while they
-prepare objects; whatever happens in a step was chosen by then.
+A script creates its Accelerators itself, so nothing can be passed to them. Instead, they query the current rehearsal during
+construction and in `prepare()`; these calls determine everything that a step does.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator
     from hasten.accelerator.preparing import Prepared
 
-Objects = tuple[Any, ...]  # Any: what the user prepares
+Objects = tuple[Any, ...]  # Any: the user's objects
 
 
 class Rehearsal:
-    """What Accelerators ask. As it stands here, every answer is that of ordinary training."""
+    """Hooks that Accelerators call; the base class leaves training unchanged."""
 
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
-        """Return the arguments an Accelerator is built with, in place of those it was given."""
+        """Return the arguments that replace those given to an Accelerator."""
         return given
 
     def built(self, accelerator: Accelerator) -> None:
-        """An Accelerator has been built."""
+        """Handle the construction of an Accelerator."""
 
     def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
-        """What `prepare()` returns for `objects`; `go_on` prepares them, or others in their places.
+        """Return the result of `prepare()` for `objects`; `go_on` prepares them, or replacements.
 
-        `done` is what the same Accelerator has prepared so far.
+        `done` holds the objects that the same Accelerator has prepared so far.
         """
         return go_on(objects)
 
     def loader(self, loader: Any, go_on: Callable[[Any], Loader]) -> Any:  # Any: loaders of any element
-        """What a loader becomes when it is prepared; `go_on` prepares it, or another in its place."""
+        """Return the prepared form of a loader; `go_on` prepares it, or a replacement."""
         return go_on(loader)
 
     def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
-        """What an optimizer becomes when it is prepared."""
+        """Return the prepared form of an optimizer."""
         return PreparedOptimizer(optimizer, clock, precision)
 
     def capturing(self) -> None:
-        """The script gives a whole step to `capture_step()`."""
+        """Handle a call of `capture_step()`."""
 
     def loss_listener(self) -> Callable[[Tensor], None] | None:
-        """What is called with each loss that is sent backward; None for nothing."""
+        """Return a function to call with each loss that is backpropagated, or None."""
         return None
 
 
 class _Place:
-    """Holds the rehearsal that is going on."""
+    """Holder of the active rehearsal."""
 
     def __init__(self) -> None:
         self.now = Rehearsal()
 
 
-@cache  # scripts build Accelerators where nothing can be passed in, so the process must hold what they ask
+@cache  # scripts create Accelerators without arguments from hasten, so the rehearsal is process-wide
 def _place() -> _Place:
     return _Place()
 
 
 def current() -> Rehearsal:
-    """Return the rehearsal that is going on, or one that changes nothing."""
+    """Return the active rehearsal, or one that changes nothing."""
     return _place().now
 
 
 @contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """Context manager in which every Accelerator of this process that is built asks `rehearsal`."""
+    """Context manager in which every Accelerator created in this process uses `rehearsal`."""
     place = _place()
     before, place.now = place.now, rehearsal
     try:

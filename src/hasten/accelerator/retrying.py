@@ -1,13 +1,13 @@
-"""run_step(): a step that all ranks run again in smaller micro-batches when memory runs out on any of them.
+"""run_step(): a step that all ranks repeat in smaller micro-batches if memory runs out on any of them.
 
 The protocol, for every step:
 
 1. Each rank runs its passes (forward and backward of one micro-batch after the other). Gradients of earlier micro-steps are set aside,
-   so that what this step adds lies alone. Under DDP nothing is reduced yet; under FSDP2 ranks meet inside the passes.
-2. A rank that runs out of memory drops the pass and runs it once more on one sample, and if that fails on none, leaving out the
-   collectives it had begun, so that the others find their partner in every remaining one. What comes out of it counts nowhere.
-3. All ranks vote. If one has failed, all take the step back (gradients, generators, buffers, the clock) and begin again at 1 with
-   micro-batches of half the size, which later steps keep.
+   so that this step's gradients are separate. Under DDP nothing is reduced yet; under FSDP2 the passes contain collectives.
+2. A rank that runs out of memory abandons the pass and repeats it on one sample, and if that fails on none, skipping the
+   collectives it had already started, so that every remaining collective is complete. The results of this pass are discarded.
+3. All ranks vote. If one has failed, all undo the step (gradients, generators, buffers, the clock) and restart at 1 with
+   micro-batches of half the size, which later steps use too.
 4. The gradients set aside are added; where a window ends, DDP reduces once.
 """
 
@@ -51,14 +51,14 @@ _INSIDE: Final = (Axis.TP, Axis.CP, Axis.PP)
 
 @dataclass(slots=True)
 class _Passes:
-    """What the passes of one attempt gave on this rank."""
+    """Results of the passes of one attempt on this rank."""
 
-    values: list[Any] = field(default_factory=list)  # Any: what the user's function returns
+    values: list[Any] = field(default_factory=list)  # Any: return values of the user's function
     weights: list[Any] = field(default_factory=list)  # Any: numbers, or tensors without dimensions
     error: Exception | None = None
     """An error that was not about memory."""
     report: MemoryReport | None = None
-    """What held the memory when it ran out."""
+    """Memory report from the moment when memory ran out."""
 
     @property
     def status(self) -> int:
@@ -66,7 +66,7 @@ class _Passes:
 
 
 class Retrying:
-    """The steps of one Accelerator; remembers the size of micro-batches that fits."""
+    """Runner of the steps of one Accelerator; remembers the largest micro-batch size that fits."""
 
     def __init__(
         self,
@@ -86,16 +86,16 @@ class Retrying:
         self._pictures = pictures
 
     def shown(self, report: MemoryReport) -> str:
-        """Return the report as text, and where its picture lies."""
+        """Return the report as text, with the path of its picture."""
         if self._pictures is None:
             return report.shown()
         try:
             return f"{report.shown()}\n  picture: {memory_picture.save(report, self._pictures, self._ctx.rank)}"
-        except OSError as error:  # the text says the same
+        except OSError as error:  # the text holds the same information
             return f"{report.shown()}\n  picture: none ({error})"
 
     def run(self, function: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
-        """What `function` returns for the batch, merged over micro-batches. Ranks: every rank."""
+        """Run `function` on the batch and return its results, merged over micro-batches. Ranks: every rank."""
         size = _size_of(batch)
         parts = [retry for model in self.prepared.models for retry in self._retry(model)]
         for part in parts:
@@ -126,14 +126,14 @@ class Retrying:
         return [found]
 
     def _num_passes(self, size: int) -> int:
-        """Return the number of passes, the same on every rank: of the rank with the largest batch."""
+        """Return the number of passes, the same on every rank, computed from the largest batch of any rank."""
         if self.rows is None:
             return 1
         most = int(self._ctx.world.all_reduce(torch.tensor(size), "max")) if self._ctx.world.size > 1 else size
         return -(-most // self.rows)
 
     def _settled(self, done: _Passes, rows: int, step: _Step) -> bool:
-        """Return whether every rank has finished; if not, the step is taken back on all, and the next size is set."""
+        """Return whether every rank has succeeded; if not, undo the step on all ranks and set the next size."""
         world = self._ctx.world
         used = step.used() if world.size > 1 else []
         verdict = [done.status, rows, *used]
@@ -172,7 +172,7 @@ class Retrying:
 
 
 class _Step:
-    """One batch: its passes, and how to take them back."""
+    """One batch: runs its passes and can undo them."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Step:
         self._meets = any(part.meets for part in parts)
         self._alone = owner._ctx.world.size == 1
         self.agreed: list[bool] = []
-        """Which parameters have a gradient on any rank."""
+        """True for each parameter that has a gradient on any rank."""
         trained = dict.fromkeys(p for model in self._models for p in model.parameters() if p.requires_grad)
         self._aside = SetAside(trained)
         self._clock = owner._clock.holding()
@@ -201,12 +201,12 @@ class _Step:
         self._buffers = [(b, b.detach().clone()) for model in self._models for b in model.buffers()]
 
     def undoable(self) -> _Undoable:
-        """Return a block that takes the step back when it is left with an error."""
+        """Return a context manager that undoes the step if its block raises."""
         return _Undoable(self)
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put everything back to where it was when the step began, but keep the gradients aside."""
+        """Restore the state from the start of the step; the gradients set aside stay there."""
         self._aside.discard()
         self._clock()
         self._random()
@@ -216,21 +216,21 @@ class _Step:
             part.put_back()
 
     def give_up(self) -> None:
-        """Put everything back, also after an error in the middle of a pass."""
+        """Restore everything, also after an error in the middle of a pass."""
         for part in self._parts:
-            with suppress(StepError):  # a torch that cannot: the error on its way says why the run ends
+            with suppress(StepError):  # torch cannot recover: the error being raised gives the cause
                 part.recover()
         self.undo()
         self._aside.put_back()
 
     def used(self) -> list[int]:
-        """Whether each trained parameter of each model has a gradient on this rank; nothing where reductions do not need it."""
+        """Return 1 or 0 for each trained parameter with or without a gradient on this rank; empty if no reduction needs it."""
         if self._meets:
             return []
         return self._aside.present(p for model in self._models for p in model.parameters() if p.requires_grad)
 
     def finish(self) -> None:
-        """Add the gradients that were set aside, and synchronise them where a window ends. Ranks: every rank."""
+        """Add back the gradients that were set aside, and synchronise where a window ends. Ranks: every rank."""
         self._aside.add()
         at = 0
         for model, part in zip(self._models, self._parts, strict=True):
@@ -255,7 +255,7 @@ class _Step:
                     weight = clock.part.weight
                     done.weights.append(clock.part.share if weight is None else weight)
                 elif alive and done.values:
-                    done.values.pop()  # a pass for the sake of the other ranks
+                    done.values.pop()  # this pass only took part in the collectives of other ranks
         finally:
             clock.part = None
         return done
@@ -264,7 +264,7 @@ class _Step:
         return self._batch if (start, stop) == (0, self._size) else self._split(self._batch, start, stop)
 
     def _pass(self, micro: Tree, done: _Passes) -> None:
-        """Forward and backward of one micro-batch; what goes wrong is noted."""
+        """Run forward and backward of one micro-batch; errors are recorded in `done`."""
         device = self._owner._ctx.device
         rewind = (
             self._owner._clock.holding()
@@ -272,7 +272,7 @@ class _Step:
         begun = {} if self._alone else begun_collectives(device.type)
         try:
             value = self._function(micro)
-        except Exception as raised:  # every kind is told to the other ranks; only a lack of memory is not raised
+        except Exception as raised:  # every kind is reported to the other ranks; only a lack of memory is not raised
             if not should_reduce_batch_size(raised):
                 if self._meets:
                     raise
@@ -282,7 +282,7 @@ class _Step:
         else:
             done.values.append(value)
             return
-        # The error is gone here, and with it the frames that held the activations.
+        # The exception is released here, and with it the frames that held the activations.
         report = measure(words, self._models, self._owner.prepared.optimizers, device)
         done.report = done.report or report
         if not self._pass_again(1, begun, rewind, report) and not self._pass_again(0, begun, rewind):
@@ -291,10 +291,10 @@ class _Step:
     def _pass_again(
         self, rows: int, before: dict[str, int], rewind: Callable[[], None], report: MemoryReport | None = None
     ) -> bool:
-        """Run the pass on one sample, or none, for the sake of the other ranks; whether none of them waits for it any more.
+        """Repeat the pass on one sample or none, for the collectives of other ranks; return whether no rank is left waiting.
 
-        The collectives that were begun since `before` are left out. Without samples a pass takes hardly any memory, and models that
-        cannot run it are refused.
+        The collectives started since `before` are skipped. Without samples a pass needs hardly any memory; models that cannot run it
+        are refused.
         """
         device = self._owner._ctx.device
         now = {} if self._alone else begun_collectives(device.type)
@@ -312,7 +312,7 @@ class _Step:
                 around.enter_context(SkipBegun(begun))
             try:
                 self._function(self._micro(0, rows))
-            except Exception as raised:  # of any kind; what matters is whether others wait for this pass
+            except Exception as raised:  # of any kind; relevant is only whether other ranks wait for this pass
                 if self._meets and rows and not should_reduce_batch_size(raised):
                     raise
                 return not self._meets
@@ -331,8 +331,8 @@ class _Undoable:
             self._step.give_up()
 
 
-def merged(values: Sequence[Any], weights: Sequence[Any]) -> Any:  # Any: what the user's function returns
-    """Return the results of micro-batches as one: rows joined, means averaged by weight, counts added."""
+def merged(values: Sequence[Any], weights: Sequence[Any]) -> Any:  # Any: return values of the user's function
+    """Return the results of micro-batches as one: rows concatenated, means averaged by weight, counts added."""
     detached = [trees.map_tensors(Tensor.detach, value) for value in values]
     if len(detached) == 1:
         return detached[0]

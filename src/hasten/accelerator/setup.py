@@ -1,4 +1,4 @@
-"""Building an Accelerator's parts from what it was given: settings, process, strategy, precision, clock."""
+"""Construction of an Accelerator's parts from its arguments: settings, process, strategy, precision, clock."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def open_run_log(
 
 
 class Noted:
-    """A block whose end is an event of the run log, with the seconds it took or how it failed.
+    """Context manager that records the end of its block in the run log, with its duration or its error.
 
-    The log is only a log: what goes wrong with it is logged and never changes how the block ends.
+    Errors of the run log are logged, and never change the outcome of the block.
     """
 
     def __init__(self, run_log: RunLog | None, kind: str) -> None:
@@ -126,7 +126,7 @@ class Noted:
             else:
                 self._run_log.event(f"{self._kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
             self._run_log.flush()
-        except Exception as wrong:  # of any kind: other ranks have saved or loaded, and this one has, too
+        except Exception as wrong:  # of any kind: the save or load itself has succeeded on all ranks
             log.warning("the run log could not note %r: %s", self._kind, wrong)
 
 
@@ -142,7 +142,7 @@ def _device(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an Accelerator is made of."""
+    """Parts of an Accelerator."""
 
     config: Config
     ctx: ProcessContext
@@ -153,13 +153,13 @@ class Parts:
     watchdog: Watchdog | Reception | None
     numbers: NumbersSettings | None
     sentinel: Callable[[Prepared], Sentinel] | None
-    """Makes the divergence check over what is prepared; None where there is nobody to compare with."""
+    """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
     rehearsal: Rehearsal
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
-    """Return the parts for these constructor arguments. Ranks: every rank."""
+    """Build the parts for these constructor arguments. Ranks: every rank."""
     if context is not None and not isinstance(context, ProcessContext):
         raise ArgumentError(
             f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
@@ -186,7 +186,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         scales=not strategy.caps.owns_precision,
     )
     numbers = _numbers(config, strategy, precision)
-    own = context is None or given.get("stall") is not None  # who brings a context watches over it
+    own = context is None or given.get("stall") is not None  # the caller that passes a context watches it
     watchdog = _watchdog(config, ctx, clock) if own else None
     asked = context is None or given.get("divergence") is not None
     sentinel = _sentinel(config, ctx, clock) if asked else None
@@ -219,12 +219,12 @@ def _context(config: Config) -> ProcessContext:
 
 
 def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | Reception | None:
-    """The watchdog of this rank. One process waits for nobody, and has a reception for `hasten top` if `hasten launch` started it."""
+    """Return the watchdog of this rank, or for a single process under `hasten launch` a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
     if config.stall == "off" or (alone and env.config(variables) is None):
         return None
-    steps = weakref.ref(clock)  # the watching thread must not keep the Accelerator alive
+    steps = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
 
     def step() -> int:
         found = steps()
@@ -249,13 +249,13 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
 
 
 def reports_in(config: Config, kind: str) -> Path:
-    """Return the folder for reports of this kind: the run's, else one in the user's home of hasten."""
+    """Return the folder for reports of this kind: the run's folder, else one below the user's HASTEN_HOME."""
     folder = config.project.logging_dir or config.project.project_dir
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
 def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[Prepared], Sentinel] | None:
-    """What makes the divergence check of this rank; None with one process, which differs from nobody."""
+    """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
     world = ctx.world
     if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
         return None
@@ -269,7 +269,7 @@ def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable
 
 
 def _numbers(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
-    """Return how numbers are watched; None when they are not. Raises: ConfigError for what cannot be honoured."""
+    """Return the settings of the loss and gradient checks; None if off. Raises: ConfigError for impossible combinations."""
     if config.numbers == "off":
         if config.numbers_spike is not None:
             raise ConfigError(

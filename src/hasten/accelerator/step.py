@@ -26,10 +26,10 @@ from hasten.trees import Tree
 
 
 class Accumulation:
-    """One micro-step after another over the same models.
+    """Context manager for the micro-steps of the same models, reused for each of them.
 
-    A block inside another one, over other models, is part of the outer micro-step: both are one window.
-    Written as a class and made once, because a generator, or a new object for every micro-step, would cost more than
+    A block nested in another one, over other models, is part of the outer micro-step: both share one window.
+    It is a class whose instance is reused, because a generator, or a new object for every micro-step, would cost more than
     the rest of the step's overhead.
     """
 
@@ -39,7 +39,7 @@ class Accumulation:
         self, clock: StepClock, strategy: Strategy, models: Sequence[nn.Module], key: Key, sync_each_batch: bool
     ) -> None:
         self.entered = False
-        """Inside its block now; a block within a block needs an object of its own."""
+        """True inside the block; a nested block needs a separate object."""
         self._clock = clock
         self._strategy = strategy
         self._models = models
@@ -56,10 +56,10 @@ class Accumulation:
             boundary = clock.tick(self._key)
             clock.inside.append((self._key, self._models))
         self.entered = True
-        # Optimizers that share a window must see what every backward has added to their gradients.
+        # Optimizers that share a window must see the gradients of every backward.
         if boundary or not self._syncs or (self._hidden and clock.crowded):
             return
-        if len(self._models) == 1:  # the common case, without the price of a stack
+        if len(self._models) == 1:  # the common case, without the cost of an ExitStack
             quiet: AbstractContextManager[object] = self._strategy.no_sync(self._models[0])
             quiet.__enter__()
         else:
@@ -85,7 +85,7 @@ class Accumulation:
             self._clock.interrupt(self._key)
 
     def _enter_nested(self) -> bool:
-        """Join the micro-step of the block around this one; whether it ends its window."""
+        """Join the micro-step of the enclosing block; return whether it ends its window."""
         clock = self._clock
         for _, models in clock.inside:
             for model in self._models:
@@ -107,7 +107,7 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True)
 class _Unclear:
-    """Sent instead of results by a rank that cannot tell which of them are padding."""
+    """Placeholder sent by a rank that cannot separate its results from padding."""
 
     reason: str
 
@@ -115,7 +115,7 @@ class _Unclear:
 def gather_for_metrics(
     data: Any, comm: Comm, cursor: LoaderCursor | None, objects: bool = False, dim: int | None = None
 ) -> Any:
-    """Return the rows of every rank's current batch, without the rows its loader padded.
+    """Return the rows of every rank's current batch, without padding rows.
 
     `cursor` is the loader being iterated, or None outside a loop over one. `dim` is the dimension of the samples, by default
     the first. Any: tensors in any nesting, or objects. Ranks: every rank that reads different samples.
@@ -153,7 +153,7 @@ def _samples_first(data: Tree, dim: int | None) -> Tree:
 
 
 def real_rows(data: Tree, cursor: LoaderCursor | None, warn: bool = False) -> Tree:
-    """The tree with the padded rows of the current batch cut off; with `warn`, ambiguous layouts cause a warning."""
+    """Return the tree without the padding rows of the current batch; with `warn`, ambiguous layouts cause a warning."""
     if cursor is None or cursor.num_real is None:
         return data
 
@@ -187,16 +187,16 @@ def _check_layout(x: Tensor, cursor: LoaderCursor) -> None:
 
 
 def num_real(length: int, cursor: LoaderCursor) -> int:
-    """Return how many of a result's rows belong to real samples: one or more for each, or one for the whole batch.
+    """Return the number of a result's rows that belong to real samples: one or more for each, or one for the whole batch.
 
-    Raises: DataError when they cannot be told from padding.
+    Raises: DataError if real rows cannot be distinguished from padding.
     """
     real, rows = cursor.num_real, cursor.num_rows
     if real is None or length == 0:
         return length
-    if real == 0 or length == 1:  # one number for the whole batch: gone where all of it is padding
+    if real == 0 or length == 1:  # one number for the whole batch: dropped where the batch is all padding
         return min(real, length)
-    if rows is None:  # batches without rows of the plan's: all of them are real or none is
+    if rows is None:  # batches without planned rows: either all of them are real or none
         return length
     if length % rows:
         raise DataError(
@@ -223,7 +223,7 @@ def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:  #
 
 
 def _disagree(comm: Comm) -> None:
-    """Make the ranks that wait for this one's rows raise instead: what they bring differs from this."""
+    """Make the ranks that wait for this rank's rows raise MismatchError, by sending a different structure."""
     try:
         ops.gather_ragged({"rows that cannot be told from padding": torch.zeros(1, device=comm.device)}, comm)
     except MismatchError:
@@ -232,9 +232,9 @@ def _disagree(comm: Comm) -> None:
 
 @contextmanager
 def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.profile]:
-    """A block under torch.profiler; with `output_trace_dir`, a trace `rank_<n>.json` is left there.
+    """Context manager that runs its block under torch.profiler; with `output_trace_dir`, it writes `rank_<n>.json` there.
 
-    With a schedule, each finished cycle leaves a trace of its own. Ranks: each for itself.
+    With a schedule, each finished cycle writes a separate trace. Ranks: any, each independently.
     """
     folder = Path(config.output_trace_dir) if config.output_trace_dir else None
     schedule = profiler.schedule(**config.schedule_option) if config.schedule_option else None

@@ -1,4 +1,4 @@
-"""Hooks that put a module on a device: for good, or only for the time of its forward."""
+"""Hooks that move a module to a device, permanently or only during its forward."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def set_tensor(
     non_blocking: bool = False,
     tied: TiedMap | None = None,
 ) -> None:
-    """Exchange one tensor of a module; a parameter stays a parameter of its class.
+    """Replace one tensor of a module; a parameter keeps its class.
 
-    Raises: PrepareError for an unknown name, a value of another shape, or a tensor that has no numbers and gets none.
+    Raises: PrepareError for an unknown name, a value of another shape, or a meta tensor without a value.
     """
     owner, last = parent_of(module, name)
     is_buffer = last in owner._buffers
@@ -53,7 +53,7 @@ def set_tensor(
         return
     if not isinstance(fresh, nn.Parameter) or fresh.requires_grad != now.requires_grad:
         grads = now.requires_grad and fresh.is_floating_point()
-        kind: Any = type(now)  # Any: a subclass with a constructor of its own
+        kind: Any = type(now)  # Any: a subclass with another constructor
         fresh = nn.Parameter(fresh, grads) if kind is nn.Parameter else kind(fresh, requires_grad=grads, **now.__dict__)
     if tied is not None and memory in tied:
         tied[memory][device] = fresh
@@ -61,9 +61,9 @@ def set_tensor(
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings a module's inputs, and with `offload` also its weights, to a device for its forward.
+    """Hook that moves a module's inputs, and with `offload` also its weights, to a device for its forward.
 
-    Offloaded weights come from `weights_map`, by their names in the module; without one they rest on the host.
+    Offloaded weights are read from `weights_map`, by their names in the module; without one they are stored in host memory.
     """
 
     def __init__(
@@ -122,20 +122,20 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Put the offloaded weights on the device."""
+        """Move the offloaded weights to the device."""
         assert self.weights_map is not None, "the hook was attached"
         target = device or self._device() or torch.device("cpu")
         for name in self._names(module):
             set_tensor(module, name, target, self.weights_map[name], tied=self.tied_params_map)
 
     def take_away(self, module: nn.Module) -> None:
-        """Give the device's memory of offloaded weights back."""
+        """Release the device memory of offloaded weights."""
         for name in self._names(module):
             set_tensor(module, name, torch.device("meta"))
 
     @contextmanager
     def brought(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-        """A block with the weights in place; what it changes is kept where the weights can be written to."""
+        """Context manager in which the weights are on the device; changes are stored if `weights_map` is writable."""
         self.bring(module, device)
         try:
             yield
@@ -174,7 +174,7 @@ class AlignDevicesHook(ModelHook):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The entries of a mapping whose names begin with a prefix, asked for without it."""
+    """Entries of a mapping whose names begin with a prefix, accessed without the prefix."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -201,9 +201,9 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Attach an AlignDevicesHook to every part of a module that has weights of its own.
+    """Attach an AlignDevicesHook to every submodule that directly owns weights.
 
-    Parts of `preload_module_classes` get one for all that is in them.
+    Submodules of `preload_module_classes` get a single hook for all weights they contain.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     if whole or any(True for _ in tensors_in(module, "", buffers=True, recurse=False)):
@@ -242,10 +242,10 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Let the inputs of a module and of all its parts come to a device, without moving weights."""
+    """Attach hooks that move the inputs of a module and its submodules to a device, without moving weights."""
     if any(True for _ in module.parameters()):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        hook.init_hook = lambda module: module  # type: ignore[method-assign]  # weights stay where they are
+        hook.init_hook = lambda module: module  # type: ignore[method-assign]  # weights are not moved
         add_hook_to_module(module, hook, append=True)
     if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():
@@ -263,7 +263,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Attach hooks to the parts that the maps name: a device for each, and whether its weights are offloaded."""
+    """Attach hooks to the submodules named in the maps, which give their devices and whether their weights are offloaded."""
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if not offload:
             hook = AlignDevicesHook(execution_device, io_same_device=True, skip_keys=skip_keys, place_submodules=True)
@@ -311,6 +311,6 @@ def attach_align_device_hook_on_blocks(
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take every hook, placement and streaming off a module and its parts."""
+    """Remove every hook, placement and streaming from a module and its submodules."""
     detach(module)
     remove_hook_from_module(module, recurse=True)

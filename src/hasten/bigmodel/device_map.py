@@ -1,4 +1,4 @@
-"""Device maps: which module of a model goes where, worked out, checked and written short."""
+"""Device maps, which assign a device to each module: computed, checked and shortened."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
 
 DeviceKey = int | str
-_HOST_SHARE = 0.9  # of the memory that is free now; the rest is for everything else on the machine
+_HOST_SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
 _DEVICE_SHARE = 0.9
 
 
 def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) -> dict[DeviceKey, int]:
     """Return bytes per device, computing devices first, then "cpu" and "disk".
 
-    Without an argument, what is free now on every accelerator and on the host. Sizes may be written "10GB" or "2GiB".
-    Raises: ConfigError for a device that is not there or a size that is none.
+    The default is the memory that is free now on every accelerator and on the host. Sizes may be written "10GB" or "2GiB".
+    Raises: ConfigError for a device that does not exist or an invalid size.
     """
     if max_memory is None:
         found: dict[DeviceKey, int] = {index: int(_DEVICE_SHARE * _free(index)) for index in range(_num_devices())}
@@ -68,7 +68,7 @@ def _free(index: int) -> int:
 
 
 def free_host_bytes() -> int:
-    """Host memory that can be taken without swapping, as the kernel estimates it, and the container allows."""
+    """Return the host memory available without swapping, as estimated by the kernel and limited by the container."""
     free = 8 * 1024**3
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
@@ -86,7 +86,7 @@ DType = torch.dtype | str | None
 
 
 def as_dtype(dtype: DType) -> torch.dtype | None:
-    """Return a dtype from itself or from its name ("bfloat16", "torch.float16")."""
+    """Return a dtype given as a dtype or by name ("bfloat16", "torch.float16")."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
@@ -128,11 +128,11 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, DeviceKey]:
-    """Return a device for every part of the model: accelerators are filled in order, then "cpu", then "disk".
+    """Return a device for every module of the model: accelerators are filled in order, then "cpu", then "disk".
 
-    Modules of `no_split_module_classes` stay whole, tied weights stay together, and when parts are offloaded the first
-    accelerator keeps room to stream them. `verbose` logs the reasons.
-    Raises: ConfigError saying what is missing when the devices cannot hold the model.
+    Modules of `no_split_module_classes` are not split, tied weights stay together, and if modules are offloaded the first
+    accelerator reserves memory to stream them. `verbose` logs the reasons.
+    Raises: ConfigError with the missing bytes if the devices cannot hold the model.
     """
     nodes = list(tree(model, no_split_module_classes, dtype, special_dtypes))
     limits = get_max_memory(max_memory)
@@ -146,9 +146,9 @@ def infer_auto_device_map(
 
 
 def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
-    """Return the devices to fill, in order; those weights only rest on are marked, and the disk comes last in any case.
+    """Return the devices to fill, in order; devices that only store weights are marked as offload, and the disk is last.
 
-    Without an accelerator the CPU computes, and the disk alone is for what does not fit.
+    Without an accelerator the CPU computes, and only the disk is an offload device.
     """
     accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
     devices = [Device(key, limits[key]) for key in accelerators]
@@ -168,7 +168,7 @@ def _keep_buffers_on(
     dtype: DType,
     special_dtypes: Mapping[str, DType] | None,
 ) -> list[Device]:
-    """Limits less the buffers of offloaded parts, which stay on the main device: known once parts are offloaded."""
+    """Return the limits minus the buffers of offloaded modules, which stay on the main device."""
     try:
         spilled = place(atoms(nodes), devices).places
     except ConfigError:
@@ -195,7 +195,7 @@ def tree(
     dtype: DType = None,
     special_dtypes: Mapping[str, DType] | None = None,
 ) -> Iterator[Node]:
-    """Yield the model as the solver sees it: sizes, shared tensors, and what may be split."""
+    """Yield the model's modules as nodes for the solver, with sizes, shared tensors and splittable children."""
     whole = frozenset([no_split] if isinstance(no_split, str) else no_split or ())
     special = special_dtypes or {}
 
@@ -229,7 +229,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, DType] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceKey, int]:
-    """Limits under which the model spreads evenly over the accelerators; `low_zero` leaves the first one to other work."""
+    """Return limits that spread the model evenly over the accelerators; `low_zero` leaves the first one to other work."""
     limits = get_max_memory(max_memory)
     accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
     parts = atoms(tree(model, no_split_module_classes, dtype, special_dtypes))
@@ -238,7 +238,7 @@ def get_balanced_memory(
 
 
 def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") -> dict[str, DeviceKey]:
-    """Return the map with modules named in place of their parts wherever all of these share a device."""
+    """Return the map with a module in place of its submodules wherever these all share a device."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
@@ -258,7 +258,7 @@ def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") ->
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]) -> None:
-    """Raise unless every tensor of the model has a device, and every name of the map is one of the model's."""
+    """Raise unless every tensor of the model has a device, and every name of the map exists in the model."""
     tensors = [name for name, _ in named_tensors(model)]
     homeless = [name for name in tensors if owner_in(device_map, name) is None]
     if homeless:
@@ -276,7 +276,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torc
 
 
 def owner_in(device_map: Mapping[str, object], name: str) -> str | None:
-    """Return the longest entry of the map that `name` belongs to; None when there is none."""
+    """Return the longest entry of the map that contains `name`, or None."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return name if name in device_map else None
@@ -287,12 +287,12 @@ def _few(names: Sequence[str]) -> str:
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that are one and the same parameter."""
+    """Return the groups of names that refer to the same parameter."""
     return [sorted(group) for group in tied_groups(model)]
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make the names of each group one parameter again: the one that holds numbers."""
+    """Make the names of each group refer to one parameter again, the one that is not on the meta device."""
     for group in tied_params:
         kept = next((tensor for name in group if not (tensor := tensor_of(model, name)).is_meta), None)
         if kept is None:

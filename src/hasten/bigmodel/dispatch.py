@@ -1,4 +1,4 @@
-"""Dispatching a model: every part on its device, and those that do not fit streamed from the host or the disk."""
+"""Dispatch of a model: each module on its device, and modules that do not fit streamed from host memory or disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = int | str | torch.device
 
 
 def device_of(place: Place) -> torch.device:
-    """Return the torch device of a map's entry: an index is that accelerator."""
+    """Return the torch device of a map's entry; an integer is the index of an accelerator."""
     if isinstance(place, int):
         kind = torch.accelerator.current_accelerator()
         if kind is None:
@@ -39,7 +39,7 @@ def device_of(place: Place) -> torch.device:
 
 
 def main_device_of(device_map: Mapping[str, Place]) -> torch.device:
-    """Return where offloaded parts compute: the first accelerator of the map, else the CPU."""
+    """Return the device on which offloaded modules compute: the first accelerator of the map, else the CPU."""
     places = [place for place in device_map.values() if str(place) not in OFFLOAD]
     return device_of(places[0]) if places else torch.device("cpu")
 
@@ -58,12 +58,12 @@ def dispatch_model(
     *,
     resident: float | str = 0,
 ) -> nn.Module:
-    """Return the model with every part on the device the map gives it.
+    """Return the model with every module on its device in the map.
 
-    Parts on "cpu" (beside an accelerator) and "disk" are streamed to `main_device` while the part before them computes;
-    of these, up to `resident` bytes ("8GB") stay on it for good. Weights on the disk are read from `offload_index`, whose
-    entries name safetensors files, or from what lies in `offload_dir`; parts that have neither are written there.
-    Raises: PrepareError when weights are still on the meta device and nothing says where they are.
+    Modules on "cpu" (beside an accelerator) and "disk" are streamed to `main_device` while earlier modules compute;
+    up to `resident` bytes of them ("8GB") stay there permanently. Weights on the disk are read from `offload_index`, whose
+    entries name safetensors files, or from files in `offload_dir`; weights found in neither are written there.
+    Raises: PrepareError if weights are on the meta device and no source for them is given.
     """
     check_device_map(model, device_map)
     detach(model)
@@ -76,7 +76,7 @@ def dispatch_model(
         _fill(model, state_dict)
     on_disk = _under(model, owners, "disk", offload_buffers)
     disk = DiskWeights.find(model, on_disk, offload_dir, offload_index)
-    if offload_index is not None:  # the index may also know weights that are still to be read into host memory
+    if offload_index is not None:  # the index may also list weights that are still to be read into host memory
         others = _under(model, owners, "cpu", offload_buffers)
         waiting = [name for name in others if name in offload_index and tensor_of(model, name).is_meta]
         disk.update(DiskWeights.find(model, waiting, None, offload_index))
@@ -93,7 +93,7 @@ def dispatch_model(
 
 
 class _Options:
-    """What streaming is asked for."""
+    """Options of weight streaming."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class _Options:
 
 
 def _under(model: nn.Module, owners: Mapping[str, str], place: str, buffers: bool) -> list[str]:
-    """Return the names of parameters, and of buffers if those are offloaded too, that the map puts on a place."""
+    """Return the names of parameters, and with `buffers` of buffers, that the map assigns to `place`."""
     names = (found.name for found in tensors_in(model, "", buffers))
     return [name for name in names if owners[owner_in(owners, name) or ""] == place]
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give tensors that are on the meta device what the state dict has for them."""
+    """Replace tensors on the meta device by their values in the state dict."""
     for module_name, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
@@ -138,7 +138,7 @@ def _refuse_empty(model: nn.Module, streamed: Collection[str], disk: DiskWeights
 def _place(
     model: nn.Module, device_map: Mapping[str, Place], away: Collection[str], main: torch.device, offload_buffers: bool
 ) -> None:
-    """Move resident tensors to their devices, and the buffers of streamed parts to the main one."""
+    """Move resident tensors to their devices, and the buffers of streamed modules to the main one."""
     moved: dict[int, Tensor] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
@@ -159,7 +159,7 @@ def _place(
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device; parameters stay the objects they are."""
+    """Return the tensor on a device; plain parameters stay the same objects."""
     if tensor.device == device or tensor.is_meta:
         return tensor
     if isinstance(tensor, nn.Parameter):
@@ -178,7 +178,7 @@ def _hook(
     main: torch.device,
     skip: Collection[str],
 ) -> None:
-    """Let the inputs of every part come to its device, and the outputs of the whole go back to where its inputs were."""
+    """Attach forwards that move the inputs of every module to its device, and the model's outputs to the device of its inputs."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, place in device_map.items():
         if name and name not in streamed and name in modules:
@@ -193,7 +193,7 @@ def _hook(
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """Return the module itself, or the parts of a list of modules, which is never called."""
+    """Return the module itself, or the items of a module list, which is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [part for child in module.children() for part in _called(child)]
     return [module]
@@ -249,7 +249,7 @@ def cpu_offload(
 ) -> nn.Module:
     """Return the model with all weights in host memory, streamed to `execution_device` block by block.
 
-    Up to `resident` bytes ("8GB") of blocks stay on the device; `pinned_bytes` bounds the page-locked memory.
+    Up to `resident` bytes ("8GB") of blocks stay on the device; `pinned_bytes` limits the page-locked memory.
     """
     return _offload(
         model,
@@ -274,7 +274,7 @@ def disk_offload(
 ) -> nn.Module:
     """Return the model with all weights in files of `offload_dir`, read ahead and streamed to `execution_device`.
 
-    Weights that a safetensors file there holds already are read from it; others are written once.
+    Weights that a safetensors file in the folder already holds are read from it; others are written once.
     """
     names = [found.name for found in tensors_in(model, "", offload_buffers)]
     device = _execution_device(model, execution_device)
@@ -318,7 +318,7 @@ def _offload(
 
 
 class CpuOffload(ModelHook):
-    """Moves a whole model to a device when it is called, after the model before it has gone back to the host."""
+    """Hook that moves a whole model to a device when it is called, after moving the previous model back to the host."""
 
     def __init__(
         self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
@@ -339,7 +339,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The handle of a model that takes turns: send it back to the host, or take the hook off."""
+    """Handle of a model offloaded with `cpu_offload_with_hook`: moves it back to the host, or removes the hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -352,16 +352,16 @@ class UserCpuOffloadHook:
         empty_cache(device)
 
     def remove(self) -> None:
-        """Leave the model where it is, without the hook."""
+        """Remove the hook without moving the model."""
         remove_hook_from_module(self.model)
 
 
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Return the model, on the host until it is called and on the device from then on, and the handle that sends it back.
+    """Return the model, which moves from the host to the device when it is called, and a handle that moves it back.
 
-    Chain the models of a pipeline by giving each the handle of the one before.
+    Chain the models of a pipeline by passing each the handle of the previous one.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)

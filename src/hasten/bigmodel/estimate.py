@@ -1,4 +1,4 @@
-"""How much memory a model needs: weights, gradients, optimizer and activations, before anything is loaded."""
+"""Memory estimates of a model before it is loaded: weights, gradients, optimizer states and activations."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from hasten.trees import tensors
 
 BITS: Final = (("float32", 32), ("float16", 16), ("bfloat16", 16), ("float8", 8), ("int8", 8), ("int4", 4))
 _STATES: Final = (("adam", 2), ("adamw", 2), ("sgd", 0), ("momentum", 1), ("adafactor", 0))
-"""fp32 numbers per parameter that an optimizer keeps."""
+"""Number of fp32 values per parameter in the optimizer's state."""
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "fsdp2")
-"""What processes share: nothing, the optimizer's states, gradients as well, weights as well."""
-_GATHERED = 2  # blocks that are whole at a time when weights are shared: the one that computes and the next one
+"""Sharded among processes: nothing, the optimizer's states, gradients as well, weights as well."""
+_GATHERED = 2  # blocks gathered at a time when weights are sharded: the computing one and the next one
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model: numbers of all its parameters and of its largest part, and activations per sample."""
+    """Sizes of a model: numbers of elements in all parameters and in its largest block, and activations per sample."""
 
     name: str
     num_parameters: int
     largest: int
     activation_numbers: int | None = None
-    """Numbers that autograd keeps for one sample; None when no inputs were given to trace."""
+    """Number of elements that autograd saves for one sample; None if no inputs were given to trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ class Estimate:
     optimizer: int
     activations: int | None
     gathered: int
-    """Blocks that are whole for a while, where processes share the weights."""
+    """Bytes of the blocks that are gathered at a time, where weights are sharded."""
     total: int
     largest_batch: int | None = None
 
 
 def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> Shape:
-    """Return the sizes of a folder of weights, of what `module:function` builds, or of a model on the Hub.
+    """Return the sizes of a folder of weights, of the model built by `module:function`, or of a model on the Hub.
 
-    A folder of transformers with a config.json is built from that when `inputs` are to be traced or it has no weights.
-    Raises: ConfigError when the target is none of these.
+    A transformers folder with a config.json is built from the config if `inputs` are given or it has no weights.
+    Raises: ConfigError if the target is none of these.
     """
     path = Path(target)
     if ":" in target and not path.exists():
@@ -97,9 +97,9 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
 def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> Shape:
     module_name, _, function = target.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python script.py` would find modules beside it
+        sys.path.insert(0, here)  # like `python script.py`, which finds modules in the script's folder
     try:
-        make = getattr(import_module(module_name), function)  # the user's own module, named on the command line
+        make = getattr(import_module(module_name), function)  # the user's module, named on the command line
         with init_empty_weights():
             made = make()
     except (ImportError, AttributeError) as error:
@@ -119,7 +119,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def _of_files(path: Path) -> Shape:
-    """Sizes from the headers of weight files alone."""
+    """Return sizes read from the headers of weight files alone."""
     numbers: dict[str, int] = {}
     for file in weight_files(path):
         numbers.update({name: piece.data.numel() for name, piece in read_tensors(file).pieces.items()})
@@ -133,7 +133,7 @@ def _of_files(path: Path) -> Shape:
 
 def of_model(
     model: nn.Module, name: str, inputs: Sequence[tuple[int, ...]] = (), example: Sequence[Any] = ()
-) -> Shape:  # Any: the model's own arguments
+) -> Shape:  # Any: the model's arguments
     """Return the sizes of a model, with the activations of one sample if its shape or an example is given."""
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
     parts = atoms(tree(model, blocks))
@@ -145,11 +145,11 @@ def of_model(
 
 
 def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
-    """Numbers that autograd keeps in a forward, seen on meta tensors; those of parameters do not count."""
+    """Return the number of elements that autograd saves in a forward on meta tensors, without parameters."""
     model = model.to("meta").train()
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[tuple[int, tuple[int, ...]], int] = {}
-    alive: list[Tensor] = []  # an id is good while its tensor lives
+    alive: list[Tensor] = []  # an id is unique only while its tensor lives
 
     def note(tensor: Tensor) -> Tensor:
         base = tensor if tensor._base is None else tensor._base
@@ -175,7 +175,7 @@ def estimate(
     device_bytes: int | None = None,
     strategy: str = "fsdp2",
 ) -> Estimate:
-    """Return bytes of one of `sharded` processes, which share what the strategy divides among them.
+    """Return the bytes of one of `sharded` processes, under the sharding of the strategy.
 
     Mixed precision keeps the master weights, gradients and optimizer states in fp32, and activations in `dtype`.
     """
@@ -210,5 +210,5 @@ def estimate(
 
 
 def as_row(found: Estimate) -> Mapping[str, object]:
-    """Return the estimate by names, for a table or JSON."""
+    """Return the estimate as a dict, for a table or JSON."""
     return {name: getattr(found, name) for name in Estimate.__dataclass_fields__}

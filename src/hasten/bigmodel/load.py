@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model: each weight straight to the device a map gives it, many files at once."""
+"""Loading of a checkpoint into a model: each weight goes directly to its device, many files in parallel."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from hasten.checkpoint.reshard import Copy
 from hasten.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes loaded so far and the bytes there are."""
+"""Callback with the bytes loaded so far and the total bytes."""
 
 
 @contextmanager
 def reporting(progress: Progress | bool | None, console: Console | None = None) -> Iterator[Progress | None]:
-    """What to call as bytes come in: the caller's own function, a bar on the standard error for True, or nothing."""
+    """Context manager that yields a progress callback: the caller's function, a bar on standard error for True, or None."""
     if not isinstance(progress, bool):
         yield progress
         return
@@ -50,7 +50,7 @@ def reporting(progress: Progress | bool | None, console: Console | None = None) 
         yield None
         return
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
-    # rich also takes FORCE_COLOR, which notebooks set for the processes they start, for a terminal
+    # rich also takes FORCE_COLOR, which notebooks set in their child processes, as the sign of a terminal
     console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
     with Bar(*columns, console=console, auto_refresh=False) as bar:
         task, started = bar.add_task("loading", total=None, speed=""), time.perf_counter()
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load did: names that did not match, bytes, seconds, and where weights lie that stay on the disk."""
+    """Result of a load: mismatched names, bytes, seconds, and an index of the weights that stay on the disk."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -92,11 +92,11 @@ def load_checkpoint_in_model(
 ) -> Loaded:
     """Fill the model from a file, a folder in the Hub layout or an index of shards.
 
-    Weights go straight to the device the map gives them, converted to `dtype` on the way (except modules that are kept in
-    fp32). Those on "disk" stay in the checkpoint's own safetensors files; an index of them is written to
-    `offload_folder`. Host memory never holds more than a few buffers besides. `progress=True` shows a bar with GB/s; a
-    function is called with the bytes loaded so far and the bytes there are.
-    Raises: CheckpointError naming what is missing or of another shape; with `strict`, also what is unexpected.
+    Weights are copied directly to their device in the map, and converted to `dtype` (except modules that stay in
+    fp32). Those on "disk" stay in the checkpoint's safetensors files; an index of them is written to
+    `offload_folder`. Host memory holds only a few more buffers. `progress=True` shows a bar with GB/s; a
+    function is called with the bytes loaded so far and the total bytes.
+    Raises: CheckpointError for missing weights or other shapes; with `strict`, also for unexpected weights.
     """
     places = {"": "cpu"} if device_map is None else device_map
     keep_device = device_map is None
@@ -139,32 +139,32 @@ def load_checkpoint_in_model(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """In what dtype and on which device weights go."""
+    """Target dtypes and devices of the weights."""
 
     dtype: torch.dtype | None
     keep_in_fp32: tuple[str, ...]
     places: Mapping[str, Place]
     keep_device: bool
-    """No map was given: tensors that have a device stay there."""
+    """True if no map was given, so that tensors with a device stay there."""
     offload_buffers: bool
     streams: bool
-    """What the map puts on the CPU is about to be streamed from there to an accelerator."""
+    """True if weights that the map assigns to the CPU will be streamed from there to an accelerator."""
 
     def stays_in_file(self, found: Found, as_it_is: bool) -> bool:
-        """Return whether a weight is left in its file, for good or until it is read into page-locked memory."""
+        """Return whether a weight stays in its file, permanently or until it is read into page-locked memory."""
         place = str(self.places[owner_in(self.places, found.name) or ""])
         offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
         return offloads and (place == "disk" or (self.streams and place == "cpu" and as_it_is))
 
     def device(self, found: Found) -> torch.device:
-        """Return where a weight goes."""
+        """Return the target device of a weight."""
         if self.keep_device:
             return torch.device("cpu") if found.tensor.is_meta else found.tensor.device
         place = self.places[owner_in(self.places, found.name) or ""]
         return torch.device("cpu") if str(place) == "disk" else device_of(place)
 
     def dtype_of(self, found: Found) -> torch.dtype:
-        """What a weight is converted to: only floating point ones are."""
+        """Return the target dtype of a weight; only floating point weights are converted."""
         if not found.tensor.is_floating_point():
             return found.tensor.dtype
         words = found.name.split(".")
@@ -174,7 +174,7 @@ class _Plan:
 
 
 def _groups(model: nn.Module) -> list[list[Found]]:
-    """Return the tensors that a state dict would hold, each with all its names."""
+    """Return the tensors of the model's state dict, each with all its names."""
     kept = set(model.state_dict(keep_vars=True))
     groups: dict[int, list[Found]] = {}
     for found in tensors_in(model, "", buffers=True):
@@ -190,7 +190,7 @@ def _compare(
     strict: bool,
     checkpoint: str | Path,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names without a weight and weights without a name, after making sure that shapes agree."""
+    """Return the missing and the unexpected names, after checking that shapes agree."""
     known = {found.name for group in groups for found in group}
     missing = tuple(group[0].name for group in groups if not any(found.name in pieces for found in group))
     unexpected = tuple(name for name in pieces if name not in known)
@@ -212,7 +212,7 @@ def _compare(
 
 
 def _target(plan: _Plan, group: Sequence[Found], piece: Piece) -> Tensor:
-    """Memory for a weight: the model's own where it fits, else fresh memory that takes its place."""
+    """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
     device, dtype, now = plan.device(group[0]), plan.dtype_of(group[0]), group[0].tensor
     if now.device == device and now.dtype == dtype and now.is_contiguous() and not now.is_inference():
         return now
@@ -263,11 +263,11 @@ def load_checkpoint_and_dispatch(
     allow_pickle: bool = False,
     progress: Progress | bool | None = None,
 ) -> nn.Module:
-    """Return the model with the weights of a checkpoint, every part where the map says.
+    """Return the model with the weights of a checkpoint, every module on its device in the map.
 
-    `device_map` is a map, or how to work one out: "auto" and "balanced" spread over all accelerators evenly,
-    "balanced_low_0" spares the first, "sequential" fills one after the other. What fits on none of them is streamed from
-    host memory, then from the checkpoint's own files.
+    `device_map` is a map, or a method: "auto" and "balanced" spread the model evenly over all accelerators,
+    "balanced_low_0" uses the first as little as possible, "sequential" fills one after the other. Modules that do not fit are streamed
+    from host memory, then from the checkpoint's files.
     """
     places = work_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     loaded = load_checkpoint_in_model(
@@ -305,7 +305,7 @@ def work_out(
     dtype: DType,
     offload_buffers: bool,
 ) -> Mapping[str, Place] | None:
-    """Return a map from what was asked for: a map itself, or the name of a way to work one out."""
+    """Return the given device map after checking it, or compute one by the named method."""
     if not isinstance(device_map, str):
         if device_map is not None:
             check_device_map(model, device_map)

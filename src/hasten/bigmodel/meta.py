@@ -1,4 +1,4 @@
-"""Building a model without its weights, or with them on one device, whatever its constructor does."""
+"""Context managers that build a model without weights, or with its weights on one device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hasten.trees import tensors
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Context manager under which modules are built with their parameters on the meta device, taking no memory.
+    """Context manager that creates the parameters of new modules on the meta device, without allocating memory.
 
-    Buffers are computed as usual, since a checkpoint may not hold them; with `include_buffers` they go to meta too.
+    Buffers are computed as usual, since a checkpoint may not hold them; with `include_buffers` they are on meta too.
     A forward of such a module on real inputs raises until its weights are loaded.
     """
     built: dict[int, nn.Module] = {}
@@ -30,7 +30,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Context manager under which modules are built with their parameters on `device`, and with `include_buffers` all."""
+    """Context manager that creates the parameters of new modules, with `include_buffers` also buffers, on `device`."""
     with _placed(torch.device(device), bool(include_buffers), {}):
         yield
 
@@ -38,7 +38,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 @contextmanager
 def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Module]) -> Iterator[None]:
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
-    # One parameter for all names of a tied one. What was replaced is not kept, so that the whole model never takes memory.
+    # One parameter for all names of a tied one. Replaced parameters are freed, so the whole model never takes memory.
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -47,7 +47,7 @@ def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Mod
             return
         built[id(module)] = module
         known = moved.get(id(param))
-        if known is None or known[0]() is not param:  # numbers of objects that are gone are given again
+        if known is None or known[0]() is not param:  # Python reuses the ids of freed objects
             there = param if param.device == device else _like(param, device)
             known = moved[id(param)] = (weakref.ref(param), there)
             moved[id(there)] = (weakref.ref(there), there)
@@ -85,9 +85,9 @@ def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: raise when real inputs meet meta weights; once the weights are there, the hook goes away."""
+    """Raise in a forward pre-hook if real inputs meet meta weights; the hook removes itself once the weights are loaded."""
     if "forward" in module.__dict__:
-        return  # whoever replaced the forward may bring the weights in it
+        return  # the replacement of the forward may load the weights itself
     empty = [name for name, param in module._parameters.items() if param is not None and param.is_meta]
     if empty:
         if any(not tensor.is_meta for tensor in tensors((args, kwargs))):

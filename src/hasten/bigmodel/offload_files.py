@@ -1,4 +1,4 @@
-"""Weights in a folder of plain files with an index, as tools that offload to the disk have long written them."""
+"""Offloaded weights in a folder of plain files with an index, in the format that Accelerate established."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WeightInfo = Mapping[str, Any]  # "dtype" and "shape", or "safetensors_file" and
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | Path, index: MutableMapping[str, Any] | None = None
 ) -> MutableMapping[str, Any] | None:
-    """Write one weight's bytes to `offload_folder`; the index with its entry, if one was given."""
+    """Write the bytes of one weight to `offload_folder`; returns the index with its entry, if one was given."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     hidden = folder / f".hasten-{secrets.token_hex(6)}"
@@ -48,7 +48,7 @@ def offload_weight(
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | Path) -> None:
-    """Add the entries to the folder's index, which is replaced at once; nothing is written for no entries."""
+    """Add the entries to the folder's index, which is replaced atomically; without entries nothing is written."""
     if not index:
         return
     folder = Path(offload_folder)
@@ -59,7 +59,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | Path) -> 
 
 
 def read_offload_index(folder: str | Path) -> dict[str, Any]:
-    """Return the entries of a folder's index; none when it has no index."""
+    """Return the entries of a folder's index; empty if it has none."""
     path = Path(folder) / INDEX_NAME
     if not path.is_file():
         return {}
@@ -73,7 +73,7 @@ def read_offload_index(folder: str | Path) -> dict[str, Any]:
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write the weights of a state dict to a folder, one file each, and an index of them."""
+    """Write the weights of a state dict to a folder, one file each, with an index."""
     index: dict[str, Any] = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)
@@ -81,7 +81,7 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
 
 
 def mapped_weight(path: Path, info: WeightInfo) -> Piece:
-    """Return a weight's file, mapped."""
+    """Return a weight as a memory-mapped piece of its file."""
     dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
     try:
         shape, there = dims(info.get("shape")), size_of(path)
@@ -107,12 +107,12 @@ def mapped_weight(path: Path, info: WeightInfo) -> Piece:
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: WeightInfo) -> Tensor:
-    """Return a weight as it lies in its file, mapped."""
+    """Return a weight as a tensor that is memory-mapped from its file."""
     return mapped_weight(Path(weight_file), weight_info).data
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, from a state dict in memory and from a folder or index of offloaded ones."""
+    """Mapping of weights by name, from a state dict in memory and from a folder or index of offloaded ones."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self._files: dict[str, Mapping[str, Piece]] = {}
 
     def piece(self, key: str) -> Piece:
-        """Return where an offloaded weight lies in its file."""
+        """Return the memory-mapped piece of an offloaded weight."""
         info = self.index[key]
         if (name := info.get("safetensors_file")) is not None:
             if name not in self._files:
@@ -163,14 +163,14 @@ class DiskWeights:
     def __init__(self, pieces: Mapping[str, Piece] | None = None) -> None:
         self._pieces = dict(pieces or {})
         self.stays = False
-        """All of it stays on the disk, whatever a map says."""
+        """True if all weights stay on the disk, regardless of the device map."""
 
     def update(self, other: DiskWeights) -> None:
-        """Add the pieces of another."""
+        """Add the pieces of another instance."""
         self._pieces.update(other._pieces)
 
     def piece(self, name: str) -> Piece | None:
-        """Return where a tensor lies in a file; None when it is in memory."""
+        """Return the piece of the file that holds a tensor; None if the tensor is in memory."""
         return self._pieces.get(name)
 
     @classmethod
@@ -181,9 +181,9 @@ class DiskWeights:
         folder: str | Path | None,
         index: Mapping[str, Mapping[str, Any]] | None,  # Any: entries of an index, of several kinds
     ) -> Self:
-        """The pieces of the named tensors: from the index, else from the files in `folder`, else written there now.
+        """Find the pieces of the named tensors in the index or in the files of `folder`; write those that are missing.
 
-        Raises: PrepareError when weights are to stay on the disk and there is no folder for them.
+        Raises: PrepareError if weights must be written and there is no folder.
         """
         wanted = {name: tensor_of(model, name) for name in names}
         if not wanted:
@@ -215,13 +215,13 @@ def _known(folder: str | Path | None, index: Mapping[str, Mapping[str, Any]] | N
 
 
 def _is_it(piece: Piece, tensor: Tensor) -> bool:
-    """Return whether a piece is what the tensor is to be: tensors that hold numbers of their own are compared with it."""
+    """Return whether a piece matches the tensor in dtype, shape and, unless it is a meta tensor, values."""
     same = piece.data.dtype == tensor.dtype and piece.data.shape == tensor.shape
     return same and (tensor.is_meta or torch.equal(piece.data, tensor.detach().cpu()))
 
 
 def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Path | None) -> dict[str, Piece]:
-    """Write tensors that no file has as they are needed; the pieces that were written."""
+    """Write tensors that no file holds in the needed dtype; returns the written pieces."""
     if folder is None:
         raise PrepareError(
             f"{len(missing)} weights ({next(iter(missing))}, …) are to stay on the disk and lie in no file in the dtype "
@@ -230,7 +230,7 @@ def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Pat
     tensors: dict[str, Tensor] = {}
     for name, (tensor, piece) in missing.items():
         if tensor.is_meta and (piece is None or piece.data.shape != tensor.shape):
-            continue  # whoever looks for tensors without numbers says so
+            continue  # tensors without values are reported by the caller
         tensors[name] = piece.data.to(tensor.dtype) if tensor.is_meta and piece is not None else tensor.detach().cpu()
     if not tensors:
         return {}

@@ -1,4 +1,4 @@
-"""Packs: the offloaded tensors of one block, laid out one after another, and where their bytes come from."""
+"""Packs: the offloaded tensors of one block in contiguous memory, with the source of their bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads
 
 log = logging.getLogger(__name__)
 ALIGN_BYTES = 512
-"""Tensors begin at multiples of this, as torch's own allocators place them: kernels are chosen by alignment."""
+"""Tensors start at multiples of this, as with torch's allocators: kernels are chosen by alignment."""
 SLAB_BYTES = 1024**3
 """A power of two, to which page-locked memory is rounded up anyway."""
 PINNED_SHARE = 0.8
-"""Page-locked memory cannot be swapped out: this part of what is free now is taken at most."""
+"""Largest share of the free host memory to page-lock, since page-locked memory cannot be swapped out."""
 
 
 def aligned(num_bytes: int) -> int:
-    """Rounded up to where the next tensor may begin."""
+    """Return the size rounded up to the next aligned start."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class HostPool:
-    """Slabs of host memory, page-locked as far as the bound allows, from which tensors are cut one after another."""
+    """Slabs of host memory, page-locked up to a limit, from which tensors are allocated one after another."""
 
     def __init__(self, pinned: bool, pinned_bytes: int | None = None) -> None:
-        """`pinned_bytes` bounds the page-locked memory; by default a share of what is free."""
+        """Create an empty pool; `pinned_bytes` limits the page-locked memory, by default to a share of what is free."""
         self._pin = pinned
         self._bound = int(PINNED_SHARE * free_host_bytes()) if pinned_bytes is None else pinned_bytes
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class HostPool:
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Take memory for about this much, in parallel; taking page-locked memory is slow, so it is said."""
+        """Allocate slabs for about `num_bytes` in parallel, and log the time, since page-locking is slow."""
         slabs = max(1, -(-num_bytes // SLAB_BYTES))
         size = self._size = SLAB_BYTES if slabs > 1 else _power_of_two(max(num_bytes, ALIGN_BYTES))
         started = time.perf_counter()
@@ -92,7 +92,7 @@ class HostPool:
             log.warning("%s Further offloaded weights use ordinary memory, which devices read more slowly.", why)
 
     def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """Return the slab a tensor lies in and where, if that memory is page-locked already; None when it must move."""
+        """Return the slab and offset of a tensor that is page-locked already; None if it must be copied."""
         if not self._pin or tensor.device.type != "cpu" or not tensor.is_pinned():
             return None
         storage = tensor.untyped_storage()
@@ -103,7 +103,7 @@ class HostPool:
         return (slab, start) if start % ALIGN_BYTES == 0 else None
 
     def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
-        """Return bytes for one tensor: the slab they lie in, where they begin, and the bytes themselves."""
+        """Allocate bytes for one tensor; returns the slab, the offset in it and the bytes."""
         if self._slab is None or self._used + num_bytes > self._slab.numel():
             fits = next((i for i, slab in enumerate(self._ready) if slab.numel() >= num_bytes), None)
             size = max(_power_of_two(num_bytes), min(self._size, SLAB_BYTES))
@@ -125,42 +125,42 @@ _VIEWS_KEPT = 4
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One offloaded tensor: the object that stands in the model while it is not used, and all places it stands in."""
+    """One offloaded tensor: the object in the model while it is unused, and all module tables that refer to it."""
 
     rest: Tensor
     places: list[tuple[Table, str]]
     piece: Piece | None = None
-    """Where it lies in a file, for weights that stay on the disk."""
+    """Piece of a file, for weights that stay on the disk."""
     offset: int = 0
     home: tuple[Tensor, int] | None = None
-    """The slab of host memory and where in it the bytes begin."""
+    """The slab of host memory and the offset of the bytes in it."""
     to_host: bool = False
-    """Lies in a file now and goes to host memory when the pack is settled."""
+    """True if the tensor is in a file and is read to host memory when the pack is settled."""
     written: int = 0
-    """Version of the resting tensor that is as the file has it."""
+    """Version of the resting tensor that equals the file."""
 
     @property
     def num_bytes(self) -> int:
-        """What the tensor takes."""
+        """Size of the tensor in bytes."""
         return self.rest.numel() * self.rest.element_size()
 
     def put(self, tensor: Tensor) -> None:
-        """Make `tensor` the one the model uses."""
+        """Make the model use `tensor`."""
         for table, name in self.places:
             table[name] = tensor
 
 
 @dataclass(slots=True, eq=False)
 class Pack:
-    """Tensors that are fetched together, as one stretch of bytes."""
+    """Tensors that are fetched together, as one range of bytes."""
 
     name: str
     entries: list[Entry] = field(default_factory=list)
     loose: list[Entry] = field(default_factory=list)
-    """Tensors of other kinds (quantized ones, subclasses), which are moved one by one by their own rules."""
+    """Tensors of other kinds (quantized ones, subclasses), which are moved one by one with `Tensor.to`."""
     num_bytes: int = 0
     segments: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Stretches of page-locked memory that hold all bytes, with where they go; empty when they must be read first."""
+    """Ranges of page-locked memory with all bytes, and their offsets in the pack; empty if bytes must be read first."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def add(self, entry: Entry) -> None:
@@ -173,7 +173,7 @@ class Pack:
         self.num_bytes += aligned(entry.num_bytes)
 
     def settle(self, pool: HostPool) -> None:
-        """Move tensors that are to rest in host memory into the pool; the model's own objects stay where there are any."""
+        """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""
         copies = [_load(entry, pool) for entry in self.entries if entry.to_host]
         if copies:
             run_copies(copies)
@@ -183,11 +183,11 @@ class Pack:
         self.segments = _segments(self.entries)
 
     def stamp(self) -> tuple[int, ...]:
-        """What changes when a tensor is written to while it rests."""
+        """Return the tensors' versions, which change when a resting tensor is written to."""
         return tuple(entry.rest._version for entry in self.entries)
 
     def read_into(self, target: Tensor, threads: int | None = None) -> None:
-        """Fill flat host memory with the pack's bytes, from the files in parallel."""
+        """Fill flat host memory with the pack's bytes, read from files in parallel."""
         copies = []
         for entry in self.entries:
             place = target[entry.offset : entry.offset + entry.num_bytes]
@@ -199,7 +199,7 @@ class Pack:
             run_copies(copies, threads)
 
     def views_at(self, buffer: Tensor, start: int) -> list[Tensor]:
-        """Return the tensors as they lie in `buffer` from byte `start` on, as parameters where they are some."""
+        """Return the tensors as views of `buffer` from byte `start` on, as parameters where the originals are."""
         found = self.views.get(start)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -211,7 +211,7 @@ class Pack:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is ordinary memory without holes, so that its bytes are all there is to it."""
+    """Return whether a tensor is plain, dense memory that its bytes fully describe."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
         return False
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -223,13 +223,13 @@ def plain(tensor: Tensor) -> bool:
 def _view(entry: Entry, buffer: Tensor, start: int) -> Tensor:
     rest = entry.rest
     flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(rest.dtype)
-    # .data: a version of its own, since copies of other packs count as writes to the whole buffer
+    # .data: separate version counters, since copies of other packs count as writes to the whole buffer
     shaped = torch.as_strided(flat, rest.shape, rest.stride(), flat.storage_offset()).data
     return nn.Parameter(shaped, requires_grad=False) if isinstance(rest, nn.Parameter) else shaped
 
 
 def _move(entry: Entry, pool: HostPool) -> None:
-    """Copy a tensor into the pool and let the model's object look there; one that is page-locked stays."""
+    """Copy a tensor into the pool and point the model's object there; a page-locked tensor is not copied."""
     rest = entry.rest
     entry.home = pool.adopt(rest)
     if entry.home is not None:
@@ -248,7 +248,7 @@ def _move(entry: Entry, pool: HostPool) -> None:
 
 
 def _load(entry: Entry, pool: HostPool) -> Copy:
-    """Return the copy that brings a tensor from its file into the pool, where the model looks for it from now on."""
+    """Return the copy that reads a tensor from its file into the pool, and point the model there."""
     piece = entry.piece
     assert piece is not None, "the tensor lies in a file"
     slab, start, flat = pool.cut(entry.num_bytes)
@@ -261,12 +261,12 @@ def _load(entry: Entry, pool: HostPool) -> Copy:
 
 
 def _storage_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor without holes, in the order in which they lie in memory."""
+    """Return the bytes of a dense tensor, in memory order."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _segments(entries: Sequence[Entry]) -> list[tuple[int, Tensor]]:
-    """Host memory to copy from as it is: neighbours in one slab go together. Empty unless all of it is page-locked."""
+    """Return the ranges of page-locked host memory to copy from, neighbours in a slab joined; empty unless all is page-locked."""
     found: list[tuple[int, Tensor, int, int]] = []  # offset in the pack, slab, start, stop
     for entry in entries:
         if entry.home is None or not entry.home[0].is_pinned():
@@ -283,7 +283,7 @@ def _segments(entries: Sequence[Entry]) -> list[tuple[int, Tensor]]:
 
 
 def mapped_entry(rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False) -> Entry:
-    """An entry whose bytes stay in a file, or go to the host from there; the model's object looks at the mapped file."""
+    """Return an entry whose bytes stay in a file or are read to the host; the model refers to the mapped file."""
     data = piece.data.reshape(rest.shape)
     fresh: Tensor = nn.Parameter(data, requires_grad=False) if isinstance(rest, nn.Parameter) else data
     entry = Entry(

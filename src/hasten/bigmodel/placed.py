@@ -1,4 +1,4 @@
-"""Forwards of dispatched modules: inputs come to the module's device, streamed weights come in time."""
+"""Forwards of dispatched modules, which move inputs to the module's device and fetch streamed weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hasten.trees import map_tensors, tensors
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A weight that backward will need: which pack it is part of, and how it lay there."""
+    """Reference to a weight that backward will need: its pack, and its layout there."""
 
     pack: Pack
     offset: int
@@ -30,7 +30,7 @@ class _Note:
 
 
 class SavedWeights:
-    """Stands between autograd and the streamer: by the time of backward, a weight's memory holds other weights."""
+    """Saved-tensor hooks that fetch streamed weights again for backward, when their memory holds other weights."""
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
@@ -39,7 +39,7 @@ class SavedWeights:
         """Context manager for a forward whose weights leave the device afterwards."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Any:  # Any: what autograd keeps for the backward
+    def _pack(self, tensor: Tensor) -> Any:  # Any: the value that autograd saves
         if not self._streamer.holds(tensor):
             return tensor
         found = self._streamer.locate(tensor)
@@ -47,7 +47,7 @@ class SavedWeights:
             return tensor.clone()
         return _Note(found[0], found[1], tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    def _unpack(self, saved: Any) -> Tensor:  # Any: the same
+    def _unpack(self, saved: Any) -> Tensor:  # Any: the value that autograd saved
         if not isinstance(saved, _Note):
             kept: Tensor = saved
             return kept
@@ -63,15 +63,15 @@ _MOVES: Final = ("to", "cuda")
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on `device`; the tree itself when they are there already."""
+    """Return the tree with its tensors on `device`, or the tree itself if they are there already."""
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
-    beside = device.type != "cpu"  # a copy to the host that nobody waits for would be read before it is there
+    beside = device.type != "cpu"  # an asynchronous copy to the host could be read before it is complete
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=beside), tree)
 
 
 class PlacedForward(forwarding.Forward):
-    """A forward on one device: its inputs are moved there, and its outputs back if asked for."""
+    """Forward on one device: its inputs are moved there, and its outputs back if requested."""
 
     tag = "placed"
 
@@ -81,7 +81,7 @@ class PlacedForward(forwarding.Forward):
         self.return_to_input = return_to_input
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, on the device."""
+        """Return the arguments on the device."""
         skip = self.skip_keys
         return moved(args, self.device), {k: v if k in skip else moved(v, self.device) for k, v in kwargs.items()}
 
@@ -98,7 +98,7 @@ class PlacedForward(forwarding.Forward):
 
 
 class StreamedForward(PlacedForward):
-    """A forward whose weights are brought to the device right before, while earlier modules compute."""
+    """Forward whose weights are copied to the device just before, while earlier modules compute."""
 
     tag = "streamed"
 
@@ -106,7 +106,7 @@ class StreamedForward(PlacedForward):
         super().__init__(streamer.device, skip_keys)
         self.streamer = streamer
         self.index = index
-        # compilers see a call they leave alone; what is inside, the module's own forward, they may compile
+        # compilers skip this call; the module's forward inside may be compiled
         disable: Callable[..., Any] = torch.compiler.disable  # torch leaves it untyped
         self._run = disable(self._streamed, recursive=False)
         self._acquire = disable(streamer.acquire)
@@ -128,7 +128,7 @@ class StreamedForward(PlacedForward):
             self._release(self.index)
 
     def _own(self, output: Any) -> Any:
-        """Return the output, with copies of what is a view of weights that are about to leave the device."""
+        """Return the output, with copies of views of weights that are about to be overwritten."""
         if not any(self.streamer.holds(tensor) for tensor in tensors(output)):
             return output
         return map_tensors(lambda tensor: _copied(tensor) if self.streamer.holds(tensor) else tensor, output)
@@ -139,7 +139,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def streamers_of(model: nn.Module) -> list[Streamer]:
-    """Return every streamer at work in a model or one of its parts."""
+    """Return every streamer in a model or its submodules."""
     found: dict[int, Streamer] = {}
     for module in model.modules():
         forward = forwarding.find(module, StreamedForward.tag)
@@ -149,7 +149,7 @@ def streamers_of(model: nn.Module) -> list[Streamer]:
 
 
 def detach(model: nn.Module) -> bool:
-    """Take placement and streaming off a model and its parts; weights stay where they rest. True if there was any."""
+    """Remove placement and streaming from a model and its submodules; weights stay at rest. Returns True if there was any."""
     streamers = streamers_of(model)
     found = bool(streamers)
     for streamer in streamers:
@@ -165,19 +165,19 @@ def detach(model: nn.Module) -> bool:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Return whether parts of the model are on several devices or streamed."""
+    """Return whether the model is spread over several devices or streamed."""
     return bool(streamers_of(model)) or forwarding.find(model, PlacedForward.tag) is not None
 
 
 class Immovable:
-    """Stands in for `to` or `cuda` of a dispatched model, which cannot be moved as a whole: its parts would leave their places."""
+    """Replacement for `to` and `cuda` of a dispatched model, which cannot be moved as a whole."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model = model
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatched(self.model):  # a copy of the model, or one whose parts were taken over by another
+        if not is_dispatched(self.model):  # a copy of the model, or one that was dispatched again
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise DeviceError(
             f"You can't move a model that has some modules offloaded to cpu or disk or on several devices (.{self.name}()); "
@@ -186,6 +186,6 @@ class Immovable:
 
 
 def keep_in_place(model: nn.Module) -> None:
-    """Refuse to move the model as a whole until its parts are detached."""
+    """Make `to` and `cuda` of the model raise until it is detached."""
     for name in _MOVES:
         model.__dict__[name] = Immovable(model, name)

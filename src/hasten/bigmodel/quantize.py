@@ -1,4 +1,4 @@
-"""Weights in four or eight bits, through torchao or bitsandbytes, computed with in the dtype they had."""
+"""Weights in four or eight bits through torchao or bitsandbytes, with computation in their original dtype."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ BNB_KINDS: Final = ("nf4", "fp4", "llm_int8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BnbSettings:
-    """How bitsandbytes keeps weights."""
+    """Settings of bitsandbytes quantization."""
 
     kind: BnbKind = "nf4"
     compute_dtype: torch.dtype | None = None
-    """What four-bit weights are multiplied in; None for the dtype they had."""
+    """Dtype of multiplications with four-bit weights; None for the original dtype."""
     double_quantization: bool = False
-    """Whether the scales of four-bit weights are quantized as well."""
+    """Quantize the scales of four-bit weights as well."""
     outlier_threshold: float = 6.0
     """Inputs larger than this are multiplied in 16 bits by layers of the kind llm_int8."""
 
 
-def bnb() -> Any:  # Any: bitsandbytes' own classes
-    """Return the layers of bitsandbytes. Raises: MissingPackageError without it."""
+def bnb() -> Any:  # Any: classes of bitsandbytes
+    """Import and return bitsandbytes' layers. Raises: MissingPackageError without the package."""
     return need("bitsandbytes.nn", ">=0.45", why="weights in nf4, fp4 or llm_int8")
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether bitsandbytes keeps the tensor; its scales lie beside it and do not come along when it is copied."""
+    """Return whether bitsandbytes quantized the tensor; its scales are stored separately and are lost in a copy."""
     return type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def replace_linears(model: nn.Module, names: Collection[str], settings: BnbSettings) -> nn.Module:
-    """Return the model with these linear layers exchanged for ones of bitsandbytes, in place, one after another."""
+    """Replace the named linear layers of the model by bitsandbytes layers, in place and one after another."""
     library = bnb()
     for name in names:
         owner, _, last = name.rpartition(".")
@@ -48,7 +48,7 @@ def replace_linears(model: nn.Module, names: Collection[str], settings: BnbSetti
     return model
 
 
-def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Module:  # Any: bitsandbytes' own classes
+def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Module:  # Any: classes of bitsandbytes
     assert isinstance(layer, nn.Linear), "only linear layers are exchanged"
     weight = layer.weight.detach()
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Modu
         kept |= {"quant_type": settings.kind, "compress_statistics": settings.double_quantization, "module": made}
         made.weight = library.Params4bit(weight, **kept)
     made.bias = layer.bias
-    return made.to(weight.device).train(layer.training)  # moving is what quantizes
+    return made.to(weight.device).train(layer.training)  # quantization happens in this move
 
 
 def _empty(library: Any, layer: nn.Linear, settings: BnbSettings) -> Any:
@@ -87,15 +87,15 @@ def quantize_weights(
     """Return the model with the weights of its linear layers in `kind`, in place; activations keep their dtype.
 
     "int8" and "int4" are torchao's, "nf4", "fp4" and "llm_int8" bitsandbytes'. Layers whose name contains one of
-    `skip_modules` stay as they are. int4 keeps one scale per `group_size` inputs (128).
-    Raises: PrepareError for weights without numbers; MissingPackageError without the package.
+    `skip_modules` are not changed. int4 stores one scale per `group_size` inputs (128).
+    Raises: PrepareError for weights on the meta device; MissingPackageError without the package.
     """
     if kind in BNB_KINDS:
         if group_size is not None:
             raise ConfigError(
                 f"group_size={group_size} belongs to 'int8' and 'int4'; {kind!r} has its own. Leave it out."
             )
-        bnb()  # its absence is said before weights are looked at
+        bnb()  # raises for a missing package before weights are examined
         return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
     chosen = set(chosen_linears(model, skip_modules))
@@ -104,7 +104,7 @@ def quantize_weights(
 
 
 def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
-    """Return the linear layers to quantize. Raises: PrepareError when one has no weights yet."""
+    """Return the names of the linear layers to quantize. Raises: PrepareError for a layer on the meta device."""
     parts = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear))
     found = {name: part for name, part in parts if name and not any(one in name for one in skip)}
     empty = [name for name, part in found.items() if part.weight.is_meta]
@@ -113,7 +113,7 @@ def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
     return list(found)
 
 
-def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any: torchao's own classes
+def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any: classes of torchao
     if kind == "int8":
         return quantization.Int8WeightOnlyConfig(group_size=group_size)
     if kind == "int4":

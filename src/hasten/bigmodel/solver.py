@@ -1,4 +1,4 @@
-"""Which part of a model goes on which device: a pure function from sizes and limits to a placement."""
+"""Assignment of a model's modules to devices: a pure function from sizes and limits to a placement."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from hasten.errors import ConfigError
 
 STREAMED_AT_ONCE = 2
-"""Offloaded parts that are on the device at the same time: one computes while the next one arrives."""
+"""Number of offloaded modules on the device at the same time: one computes while the next one is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A module, parameter or buffer: its tensors by identity with their bytes, and the parts it can be split into."""
+    """A module, parameter or buffer: its tensors by identity with their bytes, and the nodes it can be split into."""
 
     name: str
     tensors: frozenset[tuple[int, int]]
@@ -22,7 +22,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A place for weights and the bytes it may hold; None is without limit. Offload devices compute nothing."""
+    """A device and the bytes it may hold; None means no limit. Offload devices compute nothing."""
 
     key: int | str
     limit: int | None
@@ -31,7 +31,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """Parts that stay together: one that is never split, with those that share tensors with it."""
+    """Modules that stay together: one that is never split, with those that share tensors with it."""
 
     names: tuple[str, ...]
     num_bytes: int
@@ -39,7 +39,7 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each part goes, and why."""
+    """Device of each module, with the reasons."""
 
     places: dict[str, int | str]
     used: dict[int | str, int]
@@ -48,7 +48,7 @@ class Placement:
 
 
 def atoms(nodes: Iterable[Node]) -> list[Atom]:
-    """Return the smallest parts in the model's order; parts with common tensors form one, at the place of the first."""
+    """Return the unsplittable modules in the model's order; modules that share tensors form one atom, at the first's position."""
     groups: list[tuple[list[str], dict[int, int]]] = []
     for leaf in _leaves(nodes):
         known = dict(leaf.tensors)
@@ -79,18 +79,18 @@ def _leaves(nodes: Iterable[Node]) -> Iterable[Node]:
 
 
 def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False) -> Placement:
-    """Fill the devices one after another, in the model's order, so that data crosses from one to the next once.
+    """Fill the devices one after another, in the model's order, so that data crosses each device boundary once.
 
-    When parts are left for offload devices, the first computing device keeps room to stream them through. With
-    `fallback`, a device on which the next part does not fit takes the next later part that does.
-    Raises: ConfigError saying what is missing when the devices cannot hold the model.
+    If modules are left for offload devices, the first computing device reserves memory to stream them. With
+    `fallback`, a device on which the next module does not fit takes the next later one that does.
+    Raises: ConfigError with the missing bytes if the devices cannot hold the model.
     """
     computing = [device for device in devices if not device.offload]
     reserve = 0
     filled = _fill(parts, devices, reserve, fallback)
     if computing and computing[0].limit is not None:
         while (wanted := STREAMED_AT_ONCE * _largest_spilled(parts, devices, filled)) > reserve:
-            reserve = wanted  # taking it may spill a part that is larger still, so look again
+            reserve = wanted  # the reserve may spill a larger module, so repeat
             filled = _fill(parts, devices, reserve, fallback)
     missing = [parts[index] for index, device in filled.items() if device is None]
     if missing:
@@ -99,13 +99,13 @@ def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = Fal
 
 
 def _largest_spilled(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None]) -> int:
-    """Return the bytes of the largest part on an offload device."""
+    """Return the bytes of the largest module on an offload device."""
     sizes = (parts[index].num_bytes for index, at in filled.items() if at is not None and devices[at].offload)
     return max(sizes, default=0)
 
 
 def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallback: bool) -> dict[int, int | None]:
-    """Return the device index of every part; None where nothing is left that holds it."""
+    """Return the device index of every module; None if no device can hold it."""
     placed: dict[int, int | None] = {}
     waiting = list(range(len(parts)))
     first = next((number for number, device in enumerate(devices) if not device.offload), None)
@@ -164,10 +164,10 @@ def _impossible(parts: Sequence[Atom], devices: Sequence[Device], missing: Seque
 
 
 def balanced(parts: Sequence[Atom], limits: Sequence[int], low_first: bool = False) -> list[int]:
-    """Limits under which the model spreads evenly: the smallest common one at which everything fits.
+    """Return limits that spread the model evenly: the smallest common limit at which everything fits.
 
-    With `low_first` the first device gets only what the others cannot hold. The last device keeps its limit. When even
-    the full limits do not hold the model, they are returned as they are.
+    With `low_first` the first device gets only the modules that the others cannot hold. The last device keeps its limit. If even
+    the full limits do not hold the model, they are returned unchanged.
     """
     spread = limits[1:] if low_first else limits
     if len(spread) < 2 and not (low_first and len(limits) > 1):
@@ -215,7 +215,7 @@ def _fits(parts: Sequence[Atom], limits: Sequence[int]) -> bool:
 
 
 def readable(num_bytes: int) -> str:
-    """Return a number of bytes for people: "1.5 GB"."""
+    """Return a number of bytes as readable text: "1.5 GB"."""
     size = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""Copying weights ahead: streams, page-locked staging buffers, device buffers that are used again, and the learned order of blocks."""
+"""Copies of weights ahead of their use: streams, staging buffers, a ring allocator, the learned order of blocks."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BUFFERS = 2  # one is read into while the other one is copied from
+_BUFFERS = 2  # one is filled while the other one is copied from
 
 
 class Staged:
-    """A buffer, and the event after which its last copy is done."""
+    """Buffer with the event of its last copy."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self._event: torch.Event | None = None
 
     def sent(self, stream: torch.Stream | None) -> None:
-        """Remember what has been queued on the stream so far as the last use of the buffer."""
+        """Record the work queued on the stream so far as the last use of the buffer."""
         if stream is not None:
             if self._event is None:
                 self._event = torch.Event(stream.device)
             self._event.record(stream)
 
     def wait(self) -> None:
-        """Return when the buffer may be written to."""
+        """Block until the buffer may be written to."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class Staging:
-    """The buffers in turn; made when first used, page-locked if that is possible."""
+    """Staging buffers used in rotation; allocated on first use, page-locked if possible."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -43,7 +43,7 @@ class Staging:
 
     @contextmanager
     def buffer(self, device: torch.device) -> Iterator[Staged]:
-        """The next buffer, free to be written to."""
+        """Context manager that yields the next buffer, ready to be written to."""
         if not self._buffers:
             self._buffers = [Staged(_memory(self._num_bytes)) for _ in range(_BUFFERS)]
         staged = self._buffers[self._turn % _BUFFERS]
@@ -55,34 +55,34 @@ class Staging:
 def _memory(num_bytes: int) -> Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # copies from ordinary memory are slower, and right all the same
+    except RuntimeError:  # copies from pageable memory are slower, but correct
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-Mark = Any  # an event of the device; opaque to whoever passes it on
+Mark = Any  # an event of the device; opaque to its users
 
 
 class Lanes:
-    """A stream for copies beside the one that computes, which is whatever stream is current at the moment."""
+    """Stream for copies beside the compute stream, which is the current stream at each call."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.copies = torch.Stream(device)
 
     def memory(self, num_bytes: int) -> Tensor:
-        """Device memory that copies may write to, from now until it is given back."""
+        """Allocate device memory that the copy stream may write to until it is freed."""
         with torch.inference_mode(False):
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        memory.record_stream(self.copies)  # when it is freed, others get it only after copies that are under way
-        self.copies.wait_stream(self._computing())  # whoever used this memory before
+        memory.record_stream(self.copies)  # once freed, it is reused only after pending copies
+        self.copies.wait_stream(self._computing())  # earlier users of this memory
         return memory
 
     def mark(self) -> Mark:
-        """Return a mark that can be set in one lane and waited for in the other."""
+        """Return an event that can be recorded on one stream and waited for on the other."""
         return torch.Event(self.device)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], ready: Mark) -> None:
-        """Queue copies of sources to targets, and set `ready` when they are done."""
+        """Queue copies of sources to targets, and record `ready` after them."""
         before = self._computing()
         torch.accelerator.set_stream(self.copies)
         try:
@@ -93,19 +93,19 @@ class Lanes:
             torch.accelerator.set_stream(before)
 
     def set_after_computing(self, done: Mark) -> None:
-        """Set the mark when everything that has been queued for computing so far is done."""
+        """Record the event after all work queued on the compute stream so far."""
         done.record(self._computing())
 
     def copies_wait(self, done: Mark) -> None:
-        """Let copies that are queued from now on wait for a mark."""
+        """Make later copies wait for an event."""
         self.copies.wait_event(done)
 
     def computing_waits(self, ready: Mark) -> None:
-        """Let computations that are queued from now on wait for a mark."""
+        """Make later computations wait for an event."""
         self._computing().wait_event(ready)
 
     def finish(self) -> None:
-        """Return when the device has nothing left to do."""
+        """Block until the device is idle."""
         torch.accelerator.synchronize(self.device)
 
     def _computing(self) -> torch.Stream:
@@ -114,18 +114,18 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes start..stop of the buffer."""
+    """Byte range start..stop of the buffer."""
 
     start: int
     stop: int
 
     def meets(self, other: Span) -> bool:
-        """Return whether the two have bytes in common."""
+        """Return whether the two ranges overlap."""
         return self.start < other.stop and other.start < self.stop
 
 
 class Ring:
-    """Hands out spans of a buffer one after another and begins again at its start, so that the oldest go first."""
+    """Ring allocator of byte ranges in a buffer, which overwrites the oldest first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -133,7 +133,7 @@ class Ring:
         self._next = 0
 
     def take(self, key: Hashable, size: int, keep: Collection[Hashable]) -> tuple[Span, list[Hashable]] | None:
-        """Return a span for `key`, and the keys that lose theirs to it; None when those to keep leave no room."""
+        """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
         fixed = [span for other, span in self.held.items() if other in keep]
         for start in (self._next, 0, *sorted(span.stop for span in fixed)):
             span = Span(start, start + size)
@@ -146,23 +146,23 @@ class Ring:
         return None
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Forget the spans of these keys."""
+        """Remove the ranges of these keys."""
         for key in keys:
             self.held.pop(key, None)
 
 
 class Order:
-    """Predicts the next blocks from the last two, which tells the two uses of a shared block apart."""
+    """Predictor of the next blocks from the last two, which distinguishes the two uses of a shared block."""
 
     def __init__(self, count: int) -> None:
-        """`count` blocks, first expected one after another and over again."""
+        """Expect `count` blocks one after another, repeatedly, until other orders are seen."""
         self._count = count
         self._after: dict[int, int] = {index: (index + 1) % count for index in range(count)}
         self._after_two: dict[tuple[int, int], int] = {}
         self._before, self._now = -1, count - 1
 
     def saw(self, index: int) -> None:
-        """Take note that this block is used now."""
+        """Record the use of this block."""
         self._after[self._now] = index
         self._after_two[self._before, self._now] = index
         self._before, self._now = self._now, index
@@ -179,7 +179,7 @@ class Order:
 
 
 def spread(sizes: list[int], budget: int) -> list[int]:
-    """Indices to keep within a budget of bytes, evenly spread, so that between two of them there is time to fetch."""
+    """Return evenly spread indices within a budget of bytes, so that blocks between them can be fetched in time."""
     total = sum(sizes)
     if total <= budget:
         return list(range(len(sizes)))
@@ -189,7 +189,7 @@ def spread(sizes: list[int], budget: int) -> list[int]:
         if taken + size <= budget and (taken + size) * total <= seen * budget + size * total // 2:
             kept.append(index)
             taken += size
-    for index, size in enumerate(sizes):  # what rounding left over
+    for index, size in enumerate(sizes):  # the budget left over by rounding
         if index not in kept and taken + size <= budget:
             kept.append(index)
             taken += size

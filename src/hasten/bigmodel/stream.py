@@ -1,9 +1,9 @@
-"""Streaming offloaded weights: while one block computes, the next ones are copied to the device.
+"""Streaming of offloaded weights: while one block computes, the next ones are copied to the device.
 
-A block's weights lie in host memory or in files. Before its forward they are copied into one buffer on the device, on a
-stream of their own, and the block's parameters are exchanged for views of that buffer; afterwards the parameters at rest
-come back. The buffer is allocated once and holds a few blocks. A copy that overwrites a block waits for the event that
-was recorded when that block had computed, and a block waits for the event of its own copy, so the host never waits.
+A block's weights are in host memory or in files. Before its forward they are copied into one buffer on the device, on a
+separate stream, and the block's parameters are replaced by views of that buffer; afterwards the resting parameters are
+restored. The buffer is allocated once and holds a few blocks. A copy that overwrites a block waits for the event that
+was recorded when that block had computed, and a block waits for the event of its copy, so the host never waits.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hasten.bigmodel.units import Unit, put_loose, relist, window
 from hasten.errors import PrepareError
 
 BLOCKS_AT_ONCE = 3
-"""Blocks the buffer holds: the one that computes, the next one, and one more to smooth out uneven times."""
-_LOOK_AHEAD = 8  # units looked at when fetching ahead; some of them may be resident
-_LAST_UNPACKED = 2  # packs that backward has looked at last and may be about to use
+"""Number of blocks in the buffer: the computing one, the next one, and one more to smooth out uneven times."""
+_LOOK_AHEAD = 8  # number of units considered when fetching ahead; some of them may be resident
+_LAST_UNPACKED = 2  # packs that backward has unpacked last and may be about to use
 
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """Where a pack is now."""
+    """Current location and status of a pack."""
 
     users: int = 0
     home: Tensor | None = None
-    """Memory of its own, for packs that stay."""
+    """Dedicated memory, for packs that stay on the device."""
     span: Span | None = None
     coming: Future[None] | None = None
     ready: Mark | None = None
@@ -48,7 +48,7 @@ class _State:
 
 
 class Streamer:
-    """Brings the packs of units to a device in time, and takes them away again."""
+    """Manager that copies the packs of units to a device ahead of their use, and evicts them afterwards."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Streamer:
         blocks_at_once: int = BLOCKS_AT_ONCE,
         lanes: Lanes | None = None,
     ) -> None:
-        """`resident_bytes` of weights stay on the device; the buffer for the others comes on top of that.
+        """Keep `resident_bytes` of weights on the device; the buffer for the others is allocated in addition.
 
-        `lanes` are the device's own unless others are given; the CPU has none, and a thread copies instead.
+        `lanes` default to those of the device; the CPU has none, and a thread copies instead.
         """
         self.device = device
         self.units = list(units)
@@ -102,7 +102,7 @@ class Streamer:
             self._give_home(rest[index])
 
     def _give_home(self, pack: Pack) -> Tensor:
-        """Memory of the pack's own."""
+        """Return dedicated memory for the pack."""
         state = self._states[pack]
         if state.home is None:
             state.home = self._memory(pack.num_bytes)
@@ -110,7 +110,7 @@ class Streamer:
         return state.home
 
     def _memory(self, num_bytes: int) -> Tensor:
-        """Memory for weights on the device."""
+        """Allocate memory for weights on the device."""
         if self._lanes is not None:
             return self._lanes.memory(num_bytes)
         with torch.inference_mode(False):
@@ -118,7 +118,7 @@ class Streamer:
 
     # ---------------------------------------------------------------------------------------------- use and release
     def acquire(self, index: int) -> None:
-        """Put the weights of a unit in place, and start to fetch those of the next ones."""
+        """Make the weights of a unit available, and start to fetch those of the next ones."""
         unit = self.units[index]
         self._lock.acquire()
         entered: list[Pack] = []
@@ -144,7 +144,7 @@ class Streamer:
             raise
 
     def release(self, index: int) -> None:
-        """Put the weights at rest back; what the unit has been given may be overwritten when it has computed."""
+        """Restore the resting weights; the unit's memory may be overwritten once it has computed."""
         unit = self.units[index]
         self._leave(unit, unit.packs)
 
@@ -182,18 +182,18 @@ class Streamer:
 
     # ---------------------------------------------------------------------------------------------------- fetching
     def _demand(self, pack: Pack) -> None:
-        """Have the pack on the device or on its way, whatever must go for it."""
+        """Ensure that the pack is on the device or being copied, evicting others if necessary."""
         state = self._states[pack]
         if self._is_current(pack, state):
             return
         self._settle_old(state)
         if state.home is None and state.span is None and not self._take_span(pack, self._fixed(())):
-            home = self._give_home(pack)  # units inside each other that the buffer cannot hold together
+            home = self._give_home(pack)  # nested units that the buffer cannot hold together
             self._storages.add(home.untyped_storage().data_ptr())
         self._fetch(pack, state)
 
     def _prefetch(self, using: Sequence[Pack]) -> None:
-        """Fetch what comes next for as long as there is room that is not needed sooner."""
+        """Fetch the next packs while there is space that is not needed sooner."""
         sooner: list[Pack] = list(using)
         for index in islice(self._order.ahead(), _LOOK_AHEAD):
             for pack in self.units[index].packs:
@@ -211,11 +211,11 @@ class Streamer:
                 self._fetch(pack, state)
 
     def _is_current(self, pack: Pack, state: _State) -> bool:
-        """Return whether what is on the device, or on its way there, is what the pack holds now."""
+        """Return whether the copy on the device, or the one in progress, equals the pack's current weights."""
         return bool(state.stamp) and state.stamp == (0, *pack.stamp())
 
     def _fixed(self, sooner: Sequence[Pack]) -> set[Pack]:
-        """Packs that must stay where they are."""
+        """Return the packs that must not be evicted."""
         held = {pack for pack, state in self._states.items() if state.span is not None and state.users}
         return held | set(self._unpacked) | set(sooner)
 
@@ -229,9 +229,9 @@ class Streamer:
         return True
 
     def _evict(self, state: _State) -> None:
-        """Let later copies wait for the last use of what they overwrite."""
+        """Make later copies wait for the last use of the memory they overwrite."""
         if state.coming is not None:
-            state.coming.exception()  # its memory is about to be used again; its failure concerns nobody any more
+            state.coming.exception()  # its memory is about to be reused, so its failure no longer matters
             state.coming = None
         if state.unpacked:
             self._mark_done(state)
@@ -241,7 +241,7 @@ class Streamer:
         state.span, state.stamp, state.used = None, (), False
 
     def _settle_old(self, state: _State) -> None:
-        """Before a pack is fetched anew because its weights changed: wait for the old copy and its users."""
+        """Wait for the old copy of a pack and its users, before fetching it again because its weights changed."""
         if state.coming is not None:
             state.coming.exception()
             state.coming = None
@@ -268,7 +268,7 @@ class Streamer:
         state.coming = self._thread.submit(_read, weakref.ref(self), pack, state, target)
 
     def read(self, pack: Pack, state: _State, target: Tensor) -> None:
-        """Fill a pack's place on the device from files or ordinary memory; on the fetching thread."""
+        """Fill a pack's memory on the device from files or pageable memory; runs on the fetching thread."""
         with torch.inference_mode(False), torch.no_grad():
             if self._lanes is None:
                 pack.read_into(target[: pack.num_bytes])
@@ -280,7 +280,7 @@ class Streamer:
                 staged.sent(self._lanes.copies)
 
     def _await(self, pack: Pack) -> None:
-        """Let the device compute only when the pack is there."""
+        """Make the device compute only after the pack's copy is complete."""
         state = self._states[pack]
         if state.coming is not None:
             coming, state.coming = state.coming, None
@@ -294,7 +294,7 @@ class Streamer:
 
     # ---------------------------------------------------------------------------------------------------- autograd
     def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
-        """Return the pack in use that a tensor looks into, and at which byte; None when there is none."""
+        """Return the pack in use that holds a tensor's memory, and the byte offset; None if there is none."""
         address = tensor.data_ptr()
         for pack, state in self._states.items():
             base = None
@@ -308,7 +308,7 @@ class Streamer:
 
     @contextmanager
     def looking_into(self, pack: Pack) -> Iterator[Tensor]:
-        """The bytes of a pack, brought to the device for something that happens right after the block."""
+        """Context manager that yields the bytes of a pack, copied to the device for use in backward."""
         with self._lock:
             state = self._states[pack]
             self._unpacked = [*(other for other in self._unpacked if other is not pack), pack][-_LAST_UNPACKED:]
@@ -322,14 +322,14 @@ class Streamer:
                 yield self._arena[state.span.start : state.span.stop]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor looks at memory that other weights will be copied to."""
+        """Return whether a tensor refers to memory that other weights will overwrite."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             return False
         return tensor.device.type == self.device.type and tensor.untyped_storage().data_ptr() in self._storages
 
     # -------------------------------------------------------------------------------------------------------- end
     def close(self) -> None:
-        """Stop fetching and give the device's memory back; the weights at rest stay in the model."""
+        """Stop fetching and free the device memory; the resting weights stay in the model."""
         with self._lock:
             self._closed = True
             if self._thread is not None:
@@ -351,7 +351,7 @@ class Streamer:
 
 
 def _read(streamer: weakref.ref[Streamer], pack: Pack, state: _State, target: Tensor) -> None:
-    """What the thread runs; it does not keep the streamer alive."""
+    """Run a read on the fetching thread, without keeping the streamer alive."""
     owner = streamer()
     if owner is not None:
         owner.read(pack, state, target)

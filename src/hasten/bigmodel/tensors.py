@@ -1,4 +1,4 @@
-"""Single tensors of a module: put on a device, brought there for a while, asked whether they are offloaded."""
+"""Functions for single tensors of a module: move them, align them with a device, check for offloading, cast layerwise."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def set_module_tensor_to_device(
     tied_params_map: MutableMapping[int, dict[torch.device, Tensor]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Put the parameter or buffer `tensor_name` of a module on a device, with another value or dtype if given."""
+    """Move the parameter or buffer `tensor_name` of a module to a device, with another value or dtype if given."""
     set_tensor(module, tensor_name, device_of(device), value, as_dtype(dtype), non_blocking, tied_params_map)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether the module's own weights come to the device for its forward only."""
+    """Return whether the module's direct weights are on the device only during its forward."""
     hook = hook_of(module)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     if any(isinstance(one, AlignDevicesHook) and one.offload for one in hooks):
@@ -43,9 +43,9 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
-    """Context manager in which the module's own parameters are on `execution_device`; changes of them are kept.
+    """Context manager in which the module's direct parameters are on `execution_device`; changes to them are stored.
 
-    Without a device, offloaded parameters come to where they are computed with, and others stay.
+    Without a device, offloaded parameters move to their compute device, and others stay.
     """
     hook = hook_of(module)
     if isinstance(hook, AlignDevicesHook) and hook.offload:
@@ -72,14 +72,14 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
                 if now is not None and now is not param:
                     param.copy_(now)
                     module._parameters[name] = param
-        increment_version(list(before.values()))  # what the block did to .data does not count otherwise
+        increment_version(list(before.values()))  # changes through .data do not count otherwise
 
 
 CASTABLE: Final = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     nn.Linear,
 )
-"""Layers that do little else than multiply with their weights; norms need their precision."""
+"""Layers that mainly multiply with their weights; norms need their precision."""
 
 
 def attach_layerwise_casting_hooks(
@@ -90,9 +90,9 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of linear and convolution layers in `storage_dtype`, and compute in `compute_dtype`.
+    """Store the weights of linear and convolution layers in `storage_dtype`, and compute in `compute_dtype`.
 
-    Modules whose name matches a pattern, or that are of one of the classes, keep their dtype with all that is in them.
+    Modules whose name matches a pattern, or that are of one of the classes, keep their dtype, including their submodules.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
 

@@ -1,4 +1,4 @@
-"""Cutting a model into units: modules whose offloaded weights are fetched together, right before their forward."""
+"""Division of a model into units: modules whose offloaded weights are fetched together, just before their forward."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hasten.modules.surgery import repeated_blocks
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A module whose forward needs packs, and the recurrent modules in it that keep lists of their weights."""
+    """Module whose forward needs packs, with its recurrent submodules, which store lists of their weights."""
 
     module: nn.Module
     name: str
     packs: list[Pack]
     recurrent: list[nn.RNNBase] = field(default_factory=list)
     resident: bool = False
-    """Holds other units, so that its tensors are in use while they stream."""
+    """True if it contains other units, so that its tensors are in use while they stream."""
     num_parameters: int = -1
-    """As many as there were when those outside the packs were last looked at."""
+    """Number of parameters at the last check for parameters outside the packs."""
 
     def move_others(self, device: torch.device) -> None:
-        """Bring parameters that are in no pack, such as adapters added since, to the device for good."""
+        """Move parameters that are in no pack, such as adapters added later, to the device permanently."""
         found = list(self.module.parameters())
         if len(found) == self.num_parameters or self.resident:
             return
@@ -41,19 +41,19 @@ class Unit:
 
 
 def put_loose(entry: Entry, device: torch.device) -> None:
-    """Let the model use a copy of a tensor that is no plain memory, moved by its own rules."""
+    """Make the model use a copy of a tensor that is not plain memory, moved with `Tensor.to`."""
     moved: Any = entry.rest.detach().to(device)
     entry.put(nn.Parameter(moved, requires_grad=False) if isinstance(entry.rest, nn.Parameter) else moved)
 
 
 def relist(recurrent: Sequence[nn.RNNBase]) -> None:
-    """Let recurrent modules see the weights that are in place now; they keep a list of them."""
+    """Refresh the weight lists of recurrent modules with their current weights."""
     for module in recurrent:
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def window(units: Sequence[Unit], streamed: Sequence[Pack], count: int) -> int:
-    """Return bytes that hold any `count` units in a row."""
+    """Return the bytes that hold any `count` consecutive units."""
     wanted = set(streamed)
     rows = [[pack for pack in unit.packs if pack in wanted] for unit in units]
     rows = [row for row in rows if row]
@@ -66,12 +66,12 @@ def window(units: Sequence[Unit], streamed: Sequence[Pack], count: int) -> int:
 
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
-"""Modules of torch whose forward uses the weights of their parts without calling these."""
+"""Torch modules whose forward uses the weights of submodules without calling them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor of the model under one of its names."""
+    """Tensor of the model under one of its names."""
 
     name: str
     tensor: Tensor
@@ -81,7 +81,7 @@ class Found:
 
 @dataclass(slots=True)
 class Cut:
-    """A module and the tensors that its forward needs beyond those of units inside it."""
+    """Module with the tensors that its forward needs, without those of units inside it."""
 
     module: nn.Module
     name: str
@@ -90,7 +90,7 @@ class Cut:
 
 
 def tensors_in(module: nn.Module, prefix: str, buffers: bool, recurse: bool = True) -> Iterator[Found]:
-    """Parameters, and with `buffers` those too, of a module and its parts, shared ones under every name."""
+    """Yield the parameters, and with `buffers` also buffers, of a module and its submodules, shared ones under every name."""
     parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     for path, part in parts:
         dot = ".".join(word for word in (prefix, path) if word)
@@ -103,8 +103,10 @@ def tensors_in(module: nn.Module, prefix: str, buffers: bool, recurse: bool = Tr
 
 
 def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole: Collection[str] = ()) -> list[Cut]:
-    """The units of the tensors that are offloaded: repeated blocks and modules of the classes in `whole` stay in one
-    piece, others are cut down to the modules that own weights."""
+    """Return the units of the offloaded tensors.
+
+    Repeated blocks and modules of the classes in `whole` form one unit each; others are divided into the modules that own weights.
+    """
     blocks = {id(block) for block in repeated_blocks(model)}
     seen: set[int] = set()
     found: list[Cut] = []
@@ -137,7 +139,7 @@ def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole
 
 
 def make_units(cuts: list[Cut], entry_of: Callable[[Found, list[tuple[Table, str]]], Entry]) -> list[Unit]:
-    """Units with their packs; a tensor of several units has a pack of its own, which is fetched once for all."""
+    """Return the units with their packs; tensors shared by the same units form a separate pack, fetched once for all."""
     places: dict[int, list[tuple[Table, str]]] = {}
     users: dict[int, list[int]] = {}
     for number, one in enumerate(cuts):

@@ -1,4 +1,4 @@
-"""Agreement of ranks: votes, a flag any rank can raise, and work in which a failure on one rank is raised on all."""
+"""Agreement of ranks: votes, a flag that any rank can set, and blocks in which an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hasten.errors import CheckpointError, HastenError, MissingRanksError, PeerF
 
 
 def vote(comm: Comm, error: BaseException | None, label: str) -> None:
-    """Return when no rank has an error; otherwise raise on every rank.
+    """Raise on every rank if any rank has an error.
 
-    The failing rank raises its own error; the others raise PeerFailedError that quotes it.
+    The failing rank raises its error; the others raise PeerFailedError that quotes it.
     Ranks: every rank of the group.
     """
     if comm.size == 1:
@@ -37,7 +37,7 @@ def vote(comm: Comm, error: BaseException | None, label: str) -> None:
 
 @contextmanager
 def agree(comm: Comm, label: str) -> Iterator[None]:
-    """Run the block on every rank; leave it together, or raise on every rank if one failed."""
+    """Context manager that runs its block on every rank, and raises on every rank if one failed."""
     try:
         yield
     except Exception as error:  # any error of the user's block has to reach the other ranks; it is re-raised here
@@ -47,18 +47,18 @@ def agree(comm: Comm, label: str) -> Iterator[None]:
 
 
 class Flag:
-    """Raised on one rank, seen on all at the next `check`."""
+    """Flag that is set on one rank and seen on all at the next `check`."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._raised = False
 
     def set(self) -> None:
-        """Raise the flag on this rank. Ranks: any."""
+        """Set the flag on this rank. Ranks: any."""
         self._raised = True
 
     def check(self) -> bool:
-        """Return whether any rank has raised it since the last time it was seen. Ranks: every rank of the group."""
+        """Return whether any rank has set the flag since the last check, and clear it. Ranks: every rank of the group."""
         if self._comm.size > 1:
             mine = torch.tensor([self._raised], dtype=torch.int32)
             self._raised = bool(self._comm.all_reduce(mine, "max").item())
@@ -66,26 +66,26 @@ class Flag:
         return seen
 
 
-Failure = tuple[str, str, str]  # what the rank was doing, the error's class and its text
+Failure = tuple[str, str, str]  # the label of the rank's work, the error's class and its text
 
 
 class Agreement:
-    """The meeting points of an `agreeing` block."""
+    """Exchange of values and errors inside an `agreeing` block."""
 
     def __init__(self, comm: Comm, label: str) -> None:
         self.comm = comm
         self.label = label
-        """What the ranks are doing, for messages; may be changed within the block."""
+        """Description of the ranks' work, for messages; may be changed within the block."""
 
-    def share(self, value: Any = None) -> list[Any]:  # Any: plain values of the caller's
+    def share(self, value: Any = None) -> list[Any]:  # Any: plain values of the caller
         """Return every rank's value, in order of rank. Ranks: every rank, at the same point of the block.
 
-        Raises: the error of the rank that has left the block with one.
+        Raises: the error of a rank that left the block with one.
         """
         return [value] if self.comm.size == 1 else self._exchange(None, value)
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks, which are at their next meeting point or on their way to it. Raises: always."""
+        """Send the error to the other ranks in place of this rank's next value. Raises: always."""
         own = error if isinstance(error, HastenError) else self._wrapped(error)
         if self.comm.size == 1:
             own.agreed = True
@@ -110,7 +110,7 @@ class Agreement:
         return [value for _, value in everyone]
 
     def _joint(self, failed: Mapping[int, Failure]) -> HastenError:
-        """Return the error that every rank raises: one class and one message, whichever rank asks."""
+        """Return the error that every rank raises, with the same class and message everywhere."""
         label, kind, first = next(iter(failed.values()))
         if len(failed) == self.comm.size and len({told[1:] for told in failed.values()}) == 1:
             text = first
@@ -129,7 +129,7 @@ class Agreement:
         return agreed
 
     def _lost(self, problem: Exception, own: HastenError | None) -> CheckpointError:
-        """Return a group that cannot meet cannot agree either: nothing more is sent over it."""
+        """Return the error for a broken group, over which nothing more is sent."""
         besides = "" if own is None else f" This rank had failed with {type(own).__name__}: {own}"
         lost = CheckpointError(
             f"{self.label}: rank {self.comm.ranks[self.comm.rank]} lost contact with the other ranks ({problem}), so they "
@@ -141,12 +141,12 @@ class Agreement:
 
 @contextmanager
 def agreeing(comm: Comm, label: str, arrival_s: float | None = None) -> Iterator[Agreement]:
-    """Run the block on every rank and leave it together: if one rank fails anywhere in it, all raise its error.
+    """Context manager that runs its block on every rank; if one rank fails anywhere in it, all raise its error.
 
-    Within the block ranks communicate through `Agreement.share` alone, or directly after a `share`, with nothing in
+    Within the block, ranks communicate only through `Agreement.share`, or directly after a `share`, with nothing in
     between that can fail on one rank: a rank that fails sends its error instead of its next value. Blocks may be nested.
-    `arrival_s` is how long the ranks wait for each other at the beginning; None means that they have met already.
-    Raises: CheckpointError, or the rank's own hasten error, of one class and with one message on every rank.
+    `arrival_s` is the time that ranks wait for each other at the start; None means that they are synchronised already.
+    Raises: CheckpointError, or the hasten error of the failing rank, with the same class and message on every rank.
     """
     if arrival_s is not None:
         _meet(comm, label, arrival_s)

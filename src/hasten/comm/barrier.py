@@ -1,4 +1,4 @@
-"""A labelled barrier over a key-value store that can say who is missing and where they are instead."""
+"""Labelled barrier over a key-value store, which reports missing ranks and their current labels."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RollCall:
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._turn = 0
-        self._seen = ""  # who was where at the last look, for the case that there is no further one
+        self._seen = ""  # the ranks' labels at the last check, in case the store is lost
 
     def wait(self, label: str, timeout_s: float | None = None) -> None:
-        """Return when every rank has checked in with this label."""
+        """Block until every rank has checked in with this label."""
         self._turn += 1
         limit = self._timeout_s if timeout_s is None else timeout_s
         self._seen = ""
@@ -59,13 +59,13 @@ class RollCall:
                 missing, text = self._whereabouts(turn, label)
                 if self._rank == next(
                     rank for rank in self._ranks if rank not in missing
-                ):  # one speaks for all that wait
+                ):  # one logs for all waiting ranks
                     log.warning("rank %d has waited %.0f s at %r: %s", self._rank, waited, label, text)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
     def _glance(self, turn: int, label: str) -> str:
-        """Who is where; in large worlds only how many have come, because every waiting rank asks."""
+        """Return the label of each rank; in large worlds only the number of arrived ranks, because every waiting rank asks."""
         if len(self._ranks) <= _NAMED_RANKS:
             return self._whereabouts(turn, label)[1]
         return f"{self._store.add(f'{turn}/count/{label}', 0)} of {len(self._ranks)} ranks had arrived"
@@ -99,8 +99,8 @@ class RollCall:
         )
 
     def _forget(self, turn: int, label: str) -> None:
-        # Everybody has passed the turn before this one, so its keys can go; the label of that turn is not known
-        # here when it differed, which leaves at most one small counter behind.
+        # Every rank has passed the previous turn, so its keys can be deleted; a different label of that turn is not
+        # known here, which leaves at most one small counter behind.
         if turn < 1:
             return
         for key in (f"{turn}/open", f"{turn}/count/{label}", *(f"{turn}/{rank}" for rank in self._ranks)):

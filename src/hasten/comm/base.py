@@ -1,4 +1,4 @@
-"""The Comm protocol: what every group of processes can do with single tensors and objects."""
+"""The Comm protocol: collectives of a process group on single tensors and objects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ReduceKind = Literal["sum", "mean", "min", "max"]
 
 
 class Comm(Protocol):
-    """A group of processes. Every method is a call for every member, in the same order.
+    """A process group. Every member must call every method, in the same order.
 
-    Positions (`rank`, `src`) count inside the group; `ranks` holds the members' global ranks.
-    Results come back on the device of the argument; arguments are never changed.
+    Positions (`rank`, `src`) are relative to the group; `ranks` holds the members' global ranks.
+    Results are on the device of the argument; arguments are never changed.
     """
 
     @property
@@ -31,11 +31,11 @@ class Comm(Protocol):
     def device(self) -> torch.device: ...
     @property
     def envelopes(self) -> Envelopes:
-        """What collectives on trees keep for this group between two calls."""
+        """State of the collectives on trees that this group shares between calls."""
         ...
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
-        """The elementwise sum, mean, min or max over the members. Booleans sum to int64 counts; means are floats."""
+        """Return the elementwise sum, mean, min or max over the members. Booleans sum to int64 counts; means are floats."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Comm(Protocol):
         ...
 
     def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
-        """Every member's bytes, written to `out` one after the other. Both lie in host memory."""
+        """Write every member's bytes to `out`, concatenated. Both tensors are in host memory."""
         ...
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
@@ -51,13 +51,13 @@ class Comm(Protocol):
         ...
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
-        """Return this member's part of `parts`, which only `src` gives; `like` has the shape and dtype of one part."""
+        """Return this member's item of `parts`, which only `src` passes; `like` has the shape and dtype of one item."""
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return every member's object, in order of rank.
 
-        Raises: CommError on every member if an object cannot be sent, or was not sent by a member.
+        Raises: CommError on every member if an object cannot be sent, or a message is not from a member.
         """
         ...
 
@@ -66,17 +66,17 @@ class Comm(Protocol):
         ...
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive dense tensors in host memory between pairs of members: `(position, tensor)`, in the same order on both sides."""
+        """Send and receive dense host tensors as `(position, tensor)` pairs, in the same order on both sides."""
         ...
 
     def session(self) -> Session:
-        """Return the seal for objects that travel inside tensors, agreed on at first use."""
+        """Return the session that seals objects sent inside tensors, created on first use."""
         ...
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
-        """Wait until every member is at the barrier with this label.
+        """Block until every member has reached the barrier with this label.
 
-        Raises: MissingRanksError naming the ranks that did not come in time and where they are instead.
+        Raises: MissingRanksError naming the ranks that did not arrive in time and their current labels.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Trail: the newest collective of this process, and the line of the user's code that called it."""
+"""Trail: the latest collective of this process, with the line of the user's code that called it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIBRARIES: Final = (
     f"{Path(torch.__file__).parent}/",
     f"{Path(contextlib.__file__).parent}/",
 )
-"""The folders of hasten, torch and Python itself: a frame in them is not the user's code."""
+"""Folders of hasten, torch and the standard library, whose frames are not the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,24 @@ class Step:
     file: str
     line: int
     at_s: float
-    """When it began, on the monotonic clock."""
+    """Start time on the monotonic clock."""
 
 
 class Trail:
-    """Written by the training thread at every collective, read by the watchdog when a rank waits for long."""
+    """Record of the latest collective, written by the training thread and read by the watchdog when a rank waits for long."""
 
     def __init__(self) -> None:
         self.count = 0
         self.turns: Counter[str] = Counter()
-        """The barriers of each group so far: they use the store, so torch does not count them."""
+        """Number of barriers of each group so far, which use the store, so that torch does not count them."""
         self.block = ""
-        """The name of the block, such as main_process_first, in which this rank may keep the others waiting."""
+        """Name of the active block, such as main_process_first, in which this rank may keep the others waiting."""
         self.spent_s = 0.0
-        """The time this process has spent in collectives that have ended."""
+        """Time that this process has spent in finished collectives."""
         self._last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = None
 
     def note(self, op: str, x: Tensor | None = None, group: str = "") -> None:
-        """Remember a collective that is about to run."""
+        """Record a collective that is about to run."""
         self.count += 1
         if group:
             self.turns[group] += 1
@@ -61,13 +61,13 @@ class Trail:
             self._last = (op, x.shape, x.dtype, file, line, time.monotonic())
 
     def ended(self) -> None:
-        """The collective noted last has returned."""
+        """Record the return of the latest collective."""
         if self._last is not None:
             self.spent_s += time.monotonic() - self._last[5]
 
     @property
     def last(self) -> Step | None:
-        """The newest collective."""
+        """The latest collective."""
         if (last := self._last) is None:
             return None
         op, shape, dtype, file, line, at_s = last
@@ -75,7 +75,7 @@ class Trail:
 
     @contextmanager
     def patience(self, block: str) -> Iterator[None]:
-        """A block in which the others know that they wait for this rank, for as long as it takes."""
+        """Context manager in which the other ranks wait for this rank without a timeout."""
         before, self.block = self.block, block
         try:
             yield
@@ -84,7 +84,7 @@ class Trail:
 
 
 def caller(depth: int) -> tuple[str, int]:
-    """File and line of the innermost frame that is the user's, `depth` frames up or further."""
+    """Return file and line of the innermost frame of the user's code, at least `depth` frames up."""
     frame = sys._getframe(depth)
     while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
@@ -92,14 +92,14 @@ def caller(depth: int) -> tuple[str, int]:
 
 
 def begun_collectives(device_type: str) -> dict[str, int]:
-    """The number of collectives so far by group and device type, as `name/cpu`; every group counts from its creation."""
+    """Return the number of collectives so far by group and device type, as `name/cpu`, counted from each group's creation."""
     found: dict[str, int] = {}
     for group, name in dict(c10d._world.pg_names).items():
         for kind in {"cpu", device_type}:
             try:
                 backend = group._get_backend(torch.device(kind))
                 count = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
-            except RuntimeError:  # the group has no backend for this device, or was destroyed meanwhile
+            except RuntimeError:  # the group has no backend for this device, or was destroyed
                 continue
             found[f"{name}/{kind}"] = count
     return found

@@ -1,4 +1,4 @@
-"""Contract: before a collective runs, its members compare what they are about to do, over the store instead of the group."""
+"""Contract: a check over the store, before a collective runs, that all members are about to run the same one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BETWEEN: Final = " at "
 
 
 class Contract:
-    """Numbered agreements of a fixed set of ranks. Slow (two round trips to the store per collective): for debug mode."""
+    """Numbered checks of a fixed set of ranks. Slow (two round trips to the store per collective), so used in debug mode only."""
 
     def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self._store = store
@@ -31,19 +31,19 @@ class Contract:
         self._warned: set[tuple[str, ...]] = set()
 
     def check(self, op: str, x: Tensor, file: str, line: int) -> None:
-        """Return when every member is about to do the same.
+        """Block until every member is about to run the same collective.
 
-        Raises: MismatchError, on every member, as soon as one is about to do something else; MissingRanksError naming those
-        that do not come.
+        Raises: MismatchError on every member if one is about to run another; MissingRanksError naming the ranks
+        that do not arrive.
         """
         self._turn += 1
         what = f"{op} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         self._store.set(f"{self._turn}/{self._rank}", f"{what}{_BETWEEN}{Path(file).name}:{line}")
-        if self._turn > 2:  # everybody has read the turn before the last
+        if self._turn > 2:  # every rank has read the turn before the last
             self._store.delete_key(f"{self._turn - 2}/{self._rank}")
         everyone = self._read_all(what)
         sites = tuple(everyone[rank].rpartition(_BETWEEN)[2] for rank in self._ranks)
-        if len(set(sites)) > 1 and sites not in self._warned and self._rank == self._ranks[0]:  # one speaks for all
+        if len(set(sites)) > 1 and sites not in self._warned and self._rank == self._ranks[0]:  # one logs for all
             self._warned.add(sites)
             log.warning("the ranks call the same collective from different lines, which is right only if you meant it: %s",
                         _table(everyone))  # fmt: skip

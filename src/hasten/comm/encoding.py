@@ -1,7 +1,7 @@
-"""Plain Python values, arrays and tensors as bytes and back: reading the bytes can run no code, whoever wrote them.
+"""Encoding of plain Python values, arrays and tensors as bytes; decoding never runs code, regardless of the sender.
 
-Covers what the library itself exchanges: numbers, text, bytes, lists, tuples, dicts, sets, paths, tensors, arrays, and hasten's own
-records. A value comes back with the types it had. What is not covered raises NotPlain, and the caller decides about pickle.
+Supports the values that the library exchanges: numbers, text, bytes, lists, tuples, dicts, sets, paths, tensors, arrays, and hasten's
+dataclasses. A decoded value has its original types. Other values raise NotPlain, and the caller decides about pickle.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _RECORD, _ENUM = 20, 21
 _AS_IT_IS: Final = frozenset({type(None), bool, float, str, bytes})
 _OWN: Final = "hasten."
 _MOST_LEVELS: Final = 60
-_MOST_BYTES: Final = 1 << 30  # one item of the format holds less than 4 GiB; larger tensors take the other way
+_MOST_BYTES: Final = 1 << 30  # one item of the format holds less than 4 GiB; larger tensors are pickled
 
 
 class NotPlain(Exception):
-    """The value needs pickle; says why."""
+    """Raised for a value that needs pickle, with the reason."""
 
 
 def encode(value: Any) -> bytes:
     """Return the value as bytes.
 
-    Raises: NotPlain for a value that these bytes cannot express.
+    Raises: NotPlain for a value that the format does not support.
     """
     try:
         return msgspec.msgpack.encode(_Walk().lower(value, 0))
@@ -48,9 +48,9 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Return the value that `encode` was given.
+    """Return the value that was encoded.
 
-    Raises: CommError for bytes that are no encoded value.
+    Raises: CommError for bytes that are not an encoded value.
     """
     try:
         return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
@@ -62,10 +62,10 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 class _Walk:
-    """One walk over a value; a list, dict or tensor met twice is one object at the sender and would become two."""
+    """Traversal of a value; raises for a list, dict or tensor that occurs twice, whose identity would be lost."""
 
     def __init__(self) -> None:
-        self._met: dict[int, Any] = {}  # kept alive, so that their ids stay theirs
+        self._met: dict[int, Any] = {}  # kept alive, so that their ids stay unique
 
     def lower(self, value: Any, level: int) -> Any:
         kind = type(value)
@@ -165,7 +165,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _record_fields(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of a record whose constructor only stores them; None for any other class."""
+    """Return the fields of a record class whose constructor only stores them; None for any other class."""
     if hasattr(kind, "__post_init__"):
         return None
     if issubclass(kind, msgspec.Struct):
@@ -180,7 +180,7 @@ def _record_fields(kind: type) -> tuple[str, ...] | None:
 
 
 def _own_class(module: str, name: str) -> type:
-    """Return a class of hasten's that is loaded already: nothing is imported because a message says so."""
+    """Return an already imported class of hasten; a message never causes an import."""
     found: Any = sys.modules.get(module) if module.startswith(_OWN) else None
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,4 +1,4 @@
-"""LocalComm: the group of one process, in which every collective is the identity."""
+"""LocalComm: a group of one process, in which every collective is the identity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.errors import CommError
 
 
 class LocalComm:
-    """The group of one process."""
+    """Group of one process."""
 
     def __init__(self, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.rank = 0
@@ -64,7 +64,7 @@ class LocalComm:
             target.copy_(source)
 
     def session(self) -> Session:
-        return Session(None, pickle_unproven=True)  # nobody else is there
+        return Session(None, pickle_unproven=True)  # there is no other member
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         return None

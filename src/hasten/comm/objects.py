@@ -1,4 +1,4 @@
-"""Collectives on objects, on top of those on tensors: sealed by the group's session, in one message while they are small."""
+"""Collectives on objects, built on those on tensors: sealed by the group's session, in one message if they are small."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hasten.comm.session import Credentials, Session, agree
 from hasten.errors import CommError
 
 # Any in this file: the caller's objects.
-_FIRST: Final = 512  # bytes of the first message: a length, and the object itself if there is room
+_FIRST: Final = 512  # bytes of the first message: a length, and the object itself if it fits
 _LENGTH: Final = 8
 
 
 class Objects:
-    """The object collectives of one group. The session is agreed on at the first of them."""
+    """Object collectives of one group, whose session is created by the first of them."""
 
     def __init__(self, comm: Comm, credentials: Credentials) -> None:
         self._comm = comm
@@ -33,7 +33,7 @@ class Objects:
         return self._session
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Return every member's object. An object that cannot be sent is an error on every member."""
+        """Return every member's object. An object that cannot be sent raises on every member."""
         session, turn = self.session(), self._next()
         message, fault = self._message(obj, session, turn)
         firsts = self._comm.all_gather(_first(message))
@@ -49,7 +49,7 @@ class Objects:
         ]
 
     def broadcast(self, obj: Any, src: int) -> Any:
-        """Return the object of member `src`. One that cannot be sent is an error on every member."""
+        """Return the object of member `src`. An object that cannot be sent raises on every member."""
         session, turn = self.session(), self._next()
         message, fault = self._message(obj, session, turn) if self._comm.rank == src else (b"", None)
         first = self._comm.broadcast(_first(message), src)
@@ -63,7 +63,7 @@ class Objects:
         label = f"{turn}/{self._comm.rank}"
         try:
             return session.seal(session.pack(obj), label), None
-        except CommError as error:  # the others wait: they get the reason in place of the object
+        except CommError as error:  # the others wait: they get the error in place of the object
             return session.seal(session.refusal(error), label), error
 
     def _next(self) -> int:
@@ -84,7 +84,7 @@ def _first(message: bytes) -> Tensor:
 
 
 def _rest(message: bytes, longest: int) -> Tensor:
-    """What did not fit into the first message, as long as the longest of all members."""
+    """Return the bytes that did not fit into the first message, padded to the longest of all members."""
     room = _FIRST - _LENGTH
     buffer = torch.zeros(longest - room, dtype=torch.uint8)
     if len(message) > room:

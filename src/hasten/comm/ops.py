@@ -1,8 +1,8 @@
 """Collectives on trees: gather, reduce, broadcast, scatter and pad nested structures of tensors.
 
-Every operation begins with one exchange of envelopes (see `envelopes`). A difference where there must be none is a MismatchError on
-every rank with a table of who has what, never a hang or garbage. Tensors on the CPU that are gathered travel in the envelope if
-they fit, so that a metric costs one round trip; everything else follows in an exchange of its own.
+Every operation starts with one exchange of envelopes (see `envelopes`). Ranks that must agree but do not raise MismatchError on every
+rank with a table of their inputs, instead of a hang or garbage. Gathered CPU tensors are sent in the envelope if they fit, so that a
+metric costs one round trip; everything else follows in a separate exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def gather(tree: Tree, comm: Comm) -> Tree:
-    """Return every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
+    """Return every rank's tensors concatenated along the first dimension; 0-dim tensors become rows."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
     if type(tree) is Tensor and tree.is_cpu and (joined := _gather_one(tree, comm)) is not None:
@@ -38,7 +38,7 @@ def gather(tree: Tree, comm: Comm) -> Tree:
 
 
 def _gather_one(x: Tensor, comm: Comm) -> Tensor | None:
-    """What `gather` gives for one tensor that fits into the next envelope, in few steps; None, and nothing is sent, for others."""
+    """Return the result of `gather` for one tensor that fits into the next envelope; None for others, without sending."""
     if x.layout != torch.strided:
         return None
     envelopes = comm.envelopes
@@ -60,7 +60,7 @@ def _gather_one(x: Tensor, comm: Comm) -> Tensor | None:
 
 
 def gather_ragged(tree: Tree, comm: Comm) -> Tree:
-    """Like `gather`, for ranks whose tensors differ in the size of the first dimension."""
+    """Concatenate like `gather`, for ranks whose tensors differ in the size of the first dimension."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
     met = _meet("gather_ragged", tree, comm, free_dim=0, carry=True)
@@ -80,7 +80,7 @@ def _gather_rows(x: Tensor, sizes: Sequence[int], comm: Comm) -> Tensor:
 
 
 def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0) -> Tree:
-    """Return every tensor summed, averaged, or its min or max taken over the ranks, times `scale`."""
+    """Return every tensor reduced over the ranks by sum, mean, min or max, times `scale`."""
     if kind not in ("sum", "mean", "min", "max"):
         raise CommError(f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'.")
     if kind in ("min", "max") and any(x.is_complex() for x in trees.tensors(tree)):
@@ -92,20 +92,20 @@ def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0)
 
 
 def broadcast(tree: Tree, comm: Comm, src: int = 0) -> Tree:
-    """Return the tensors of rank `src`, given that every rank has tensors of the same shapes."""
+    """Return the tensors of rank `src`; every rank must pass tensors of the same shapes."""
     _meet(f"broadcast from {src}", tree, comm)
     return trees.map_tensors(lambda x: comm.broadcast(x, src), tree)
 
 
 def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
-    """Return this rank's tree out of the list of one tree per rank that `src` gives; the others pass None.
+    """Return this rank's tree from the list of one tree per rank that `src` passes; the others pass None.
 
-    The trees may differ in structure and shape. Each rank receives its own bytes only, in one message, on the
+    The trees may differ in structure and shape. Each rank receives only its bytes, in one message, on the
     device of the group. Ranks: every rank; an error on `src` is raised everywhere.
     """
     if comm.size == 1:
         return _own_parts(parts, comm)[0]
-    plan: Any = None  # Any: (largest byte count, one skeleton a rank), or the text of an error
+    plan: Any = None  # Any: (largest byte count, one skeleton per rank), or the text of an error
     packed: list[Tensor] | None = None
     if comm.rank == src:
         try:
@@ -124,7 +124,7 @@ def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
 
 
 def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
-    """Return every tensor padded with `pad_index` along `dim` to the largest size any rank has there."""
+    """Return every tensor padded with `pad_index` along `dim` to the largest size on any rank."""
     sizes = iter(_meet(f"pad_across dim {dim}", tree, comm, free_dim=dim).sizes)
 
     def pad(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_f
 
 
 def gather_object(obj: Any, comm: Comm) -> list[Any]:  # Any: the caller's objects
-    """Return every rank's object in a list; when every rank gives a list, those lists joined."""
+    """Return a list of every rank's object; if every rank passes a list, the concatenated lists."""
     gathered = comm.all_gather_object(obj)
     if all(isinstance(part, list) for part in gathered):
         return [item for part in gathered for item in part]
@@ -148,7 +148,7 @@ def gather_object(obj: Any, comm: Comm) -> list[Any]:  # Any: the caller's objec
 
 
 def broadcast_object_list(objects: list[Any], comm: Comm, src: int = 0) -> list[Any]:  # Any: the caller's objects
-    """Return the list, its items replaced in place by those of rank `src`."""
+    """Return the list with its items replaced in place by those of rank `src`."""
     objects[:] = comm.broadcast_object(objects, src)
     return objects
 
@@ -158,16 +158,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Met(NamedTuple):
-    """What one exchange of envelopes told."""
+    """Result of one exchange of envelopes."""
 
     sizes: list[tuple[int, ...]]
     """For each tensor, every rank's size along the free dimension."""
     inside: list[memoryview] | None = None
-    """Every rank's tensors as bytes; None when they did not travel along."""
+    """Every rank's tensors as bytes; None if they were not in the envelopes."""
 
 
 def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False) -> _Met:
-    """Raise unless all ranks bring the same thing; with `carry`, small tensors travel along."""
+    """Raise unless all ranks pass the same structure; with `carry`, small tensors are sent in the envelope."""
     found = [tree] if isinstance(tree, Tensor) else trees.tensors(tree)
     sizes = [1] * len(found) if free_dim is None else [_size(x, free_dim) for x in found]
     if comm.size == 1:
@@ -181,7 +181,7 @@ def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: b
     everyone = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
     heads = unpacked(everyone, len(mine.sizes))
     fit = _compare(op, tree, mine, heads, comm)
-    if heads[comm.rank] != mine:  # left out
+    if heads[comm.rank] != mine:  # skipped in a repeated pass
         heads, everyone = [mine] * comm.size, [memoryview(bytes(HEADER.size + max(0, num_bytes)))] * comm.size
     if not fits_header:
         gathered = comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
@@ -195,10 +195,10 @@ def _digest(described: str) -> int:
 
 
 def _compare(op: str, tree: Tree, mine: Head, heads: Sequence[Head], comm: Comm) -> bool:
-    """Return whether the tensors of all ranks were in their envelopes.
+    """Return whether the envelopes held the tensors of all ranks.
 
-    A pass that is run again leaves out what it has exchanged before, and reads zeros, its own header included: it does as it did then.
-    Raises: MismatchError unless all ranks described the same thing. Ranks: every rank.
+    A repeated pass skips earlier exchanges and reads zeros, even for its own header: it then returns the earlier result.
+    Raises: MismatchError unless all ranks passed the same structure. Ranks: every rank.
     """
     envelopes = comm.envelopes
     if heads[comm.rank] != mine:
@@ -213,19 +213,19 @@ def _compare(op: str, tree: Tree, mine: Head, heads: Sequence[Head], comm: Comm)
 
 
 def _num_bytes(found: Sequence[Tensor]) -> int:
-    """Return the bytes of the tensors, or -1 when they cannot travel in an envelope."""
+    """Return the bytes of the tensors, or -1 if they cannot be sent in an envelope."""
     if any(type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided for x in found):
         return -1
     return sum(x.nbytes for x in found)
 
 
 def _content(found: Sequence[Tensor]) -> bytes:
-    """Return the tensors' bytes one after the other."""
+    """Return the concatenated bytes of the tensors."""
     return b"".join([_raw(x).numpy().tobytes() for x in found])
 
 
 def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list[Tensor]:
-    """Return the gathered tensors. Rows lie one after the other in memory, so joining bytes joins rows."""
+    """Return the gathered tensors. Rows are contiguous in memory, so joining bytes joins rows."""
     assert met.inside is not None, "the tensors travelled in the envelope"
     starts = [0] * len(met.inside)
     gathered = []
@@ -286,7 +286,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _pack(tree: Tree) -> tuple[Tensor, Tree]:
-    """Return the tree's tensors as one byte buffer, and the tree with (shape, dtype) in their place."""
+    """Return the tree's tensors as one byte buffer, and the tree with their shapes and dtypes in place of tensors."""
     buffers, skeleton = [], trees.map_tensors(lambda x: _Hole(tuple(x.shape), x.dtype), tree)
     for x in trees.tensors(tree):
         raw = _raw(x)
@@ -322,7 +322,7 @@ def _padded(raw: Tensor, num_bytes: int) -> Tensor:
 
 
 class _Hole(msgspec.Struct, frozen=True):
-    """Stands for a tensor in a skeleton that travels ahead of the bytes."""
+    """Placeholder of a tensor in a skeleton that is sent ahead of the bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

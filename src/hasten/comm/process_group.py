@@ -1,4 +1,4 @@
-"""ProcessGroupComm: collectives on a torch.distributed process group (gloo, NCCL and the like)."""
+"""ProcessGroupComm: collectives on a torch.distributed process group (gloo, NCCL and others)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hasten.comm.objects import Objects
 from hasten.comm.session import Credentials, Session
 from hasten.errors import CommError
 
-# torch<2.13 knows the call under its older name only; 2.13 warns about that one
+# torch<2.13 has only the older name of this function; 2.13 warns about it
 _GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _NARROW: Final = (torch.int16, torch.uint16, torch.uint32)
 
 
 class ProcessGroupComm:
-    """A torch process group with the store its members can leave notes in.
+    """A torch process group with its key-value store.
 
-    With `checked`, the members agree over the store on every collective before it runs.
+    With `checked`, the members compare every collective over the store before it runs.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ProcessGroupComm:
         self._timeout_s = timeout_s
         self._objects = Objects(self, self.credentials)
         self._wire: dist.ProcessGroup | None = None
-        """The group that moves tensors in host memory."""
+        """Group that exchanges tensors in host memory."""
         self._device_types = _device_types(group)
         self._readable = device if device.type in self._device_types else torch.device("cpu")
-        """Where tensors go that the backends cannot read: through host memory, if not even the device's own."""
+        """Device for tensors that the backends cannot read: the group's device, or host memory if they cannot read that either."""
         me = self.ranks[self.rank]
-        # Communicators are made in the same order on every member, so a per-rank count numbers them alike.
+        # Communicators are created in the same order on every member, so a per-rank count numbers them equally.
         number = store.add(f"hasten/made/{_tag(self.ranks)}/{me}", 1)
         self._name = f"{_tag(self.ranks)}/{number}"
         notes = dist.PrefixStore(f"hasten/{self._name}", store)
@@ -153,11 +153,11 @@ class ProcessGroupComm:
         return ProcessGroupComm(group, self.store, self.device, self._timeout_s, self.credentials)
 
     def close(self) -> None:
-        """Destroy the group. Only its owner calls this."""
+        """Destroy the group. Called only by its owner."""
         dist.destroy_process_group(self.group)
 
     def _begin(self, op: str, x: Tensor) -> None:
-        """Remember the collective; in debug mode return only when every member is about to run it."""
+        """Record the collective; in debug mode block until every member is about to run it."""
         self.trail.note(op, x)
         if self._contract is not None and (last := self.trail.last) is not None:
             self._contract.check(op, x, last.file, last.line)
@@ -168,14 +168,14 @@ class ProcessGroupComm:
         return self.ranks[src]
 
     def _own(self, x: Tensor, copy: bool = False) -> Tensor:
-        """Return a contiguous tensor on a device the backend can read; a private copy when asked."""
+        """Return a contiguous tensor on a device that the backend can read; with `copy`, a private copy."""
         if x.device.type not in self._device_types:
             return x.detach().to(self._readable).contiguous()
         y = x.detach().contiguous()
         return y.clone() if copy and y.data_ptr() == x.data_ptr() else y
 
     def _bytes(self, x: Tensor) -> Tensor:
-        """Return the tensor's raw bytes: moving data then works for every dtype on every backend."""
+        """Return the tensor's raw bytes, which every backend can move for every dtype."""
         y = self._own(x)
         y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.resolve_neg()
         return y.reshape(-1).view(torch.uint8)
@@ -189,7 +189,7 @@ def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
 
 
 def _device_types(group: dist.ProcessGroup) -> frozenset[str]:
-    """Return the device types whose tensors the group's backends take, such as {"cpu", "cuda"}."""
+    """Return the device types whose tensors the group's backends accept, such as {"cpu", "cuda"}."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return frozenset(part.partition(":")[0] for part in str(config).split(",") if ":" in part)
 

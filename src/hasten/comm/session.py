@@ -1,8 +1,8 @@
-"""Sessions: the members of a group prove to each other that they know the job's token, and seal what they exchange with it.
+"""Sessions: the members of a group prove that they know the job's token, and authenticate their messages with it.
 
-The token itself is never sent. Each member sends a random number; all of them together and the token make the session's key; each
+The token itself is never sent. Each member sends a random number; these numbers and the token form the session's key; each
 member then sends a keyed digest that only a holder of the token can compute. Every message carries such a digest, so bytes that
-someone else injects are refused before they are decoded.
+an outsider injects are refused before they are decoded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 HELLO_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 SEAL_BYTES: Final = 33
-"""What sealing adds to a payload: a keyed digest of 32 bytes, and the kind."""
+"""Bytes that sealing adds to a payload: a keyed digest of 32 bytes, and the kind."""
 
 _PLAIN, _PICKLE, _REFUSAL = b"s", b"p", b"e"
 _PICKLED_FAULTS: Final = (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError)
@@ -39,13 +39,13 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a process knows when it joins a group."""
+    """Token and pickle policy of a process that joins a group."""
 
     token: bytes | None = None
     required: bool = False
-    """The token was given to this job: a member that cannot prove it is an error, not a reason to do without."""
+    """True if the token was set for this job: a member that cannot prove it is an error."""
     pickle_unproven: bool = False
-    """Unpickle what members send although no token was proven, as torch's own object collectives do."""
+    """Unpickle messages of members without a proven token, like torch's object collectives."""
 
     def __repr__(self) -> str:
         return f"Credentials(token={'set' if self.token else None}, required={self.required})"
@@ -53,14 +53,14 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """An object as bytes: plain, pickled, or the text of the error that stopped it."""
+    """An object as bytes: plain, pickled, or the text of its error."""
 
     kind: bytes
     payload: bytes
 
 
 class Session:
-    """The seal of one group. Without a proven token only plain values pass, unless the credentials say otherwise."""
+    """Message authentication of one group. Without a proven token only plain values pass, unless pickles are allowed."""
 
     def __init__(self, key: bytes | None, pickle_unproven: bool = False) -> None:
         self._key = key
@@ -68,11 +68,11 @@ class Session:
 
     @property
     def proven(self) -> bool:
-        """Whether every member has proven the token."""
+        """True if every member has proven the token."""
         return self._key is not None
 
     def pack(self, obj: Any) -> Packed:  # Any: the caller's objects
-        """Return the object as bytes: plain where that can express it, pickled where it must be and may be.
+        """Return the object as bytes: plain if possible, otherwise pickled if allowed.
 
         Raises: CommError if it cannot be sent.
         """
@@ -93,18 +93,18 @@ class Session:
             ) from error
 
     def refusal(self, error: Exception) -> Packed:
-        """Return the error in place of an object, so that the members who wait for it raise too."""
+        """Return the error in place of an object, so that the members waiting for it raise too."""
         return Packed(_REFUSAL, str(error).encode())
 
     def seal(self, packed: Packed, label: str) -> bytes:
-        """Return the bytes to send; `label` says which message of which member it is."""
+        """Return the bytes to send; `label` identifies the message and its sender."""
         return self._digest(packed.kind, packed.payload, label) + packed.kind + packed.payload
 
     def open(self, message: bytes | memoryview, label: str) -> Any:  # Any: the sender's object
-        """Return the object that was sealed under this label.
+        """Return the object that was sealed with this label.
 
-        Raises: CommError for a message of somebody who is not a member, for a pickle without a proven token, and the
-        sender's own error where it had one.
+        Raises: CommError for a message that is not from a member, for a pickle without a proven token, and for the
+        sender's error if it had one.
         """
         message = memoryview(message)
         digest, kind, payload = bytes(message[:32]), bytes(message[32:SEAL_BYTES]), message[SEAL_BYTES:]
@@ -130,10 +130,10 @@ class Session:
 
 
 def agree(exchange: Callable[[bytes], Sequence[bytes]], ranks: Sequence[int], rank: int, mine: Credentials) -> Session:
-    """The session of a group whose members exchange bytes of equal length by `exchange`; `rank` counts in the group.
+    """Create the session of a group whose members exchange bytes of equal length by `exchange`; `rank` counts in the group.
 
     Ranks: every member.
-    Raises: CommError when a token was given to the job and a member does not prove it.
+    Raises: CommError if a token was set for the job and a member does not prove it.
     """
     hello = secrets.token_bytes(HELLO_BYTES - 1) + bytes([mine.required and mine.token is not None])
     transcript = list(exchange(hello))
@@ -170,5 +170,5 @@ def _pickled(obj: Any) -> bytes:  # Any: the caller's objects
         buffer = io.BytesIO()
         pickle.Pickler(buffer, protocol=5).dump(obj)
         return buffer.getvalue()
-    except (pickle.PicklingError, AttributeError, TypeError):  # classes of a notebook or a function go by value
+    except (pickle.PicklingError, AttributeError, TypeError):  # classes of notebooks and functions go by value
         return bytes(cloudpickle.dumps(obj))

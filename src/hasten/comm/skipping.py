@@ -1,7 +1,7 @@
-"""A block that leaves out collectives this process has begun before, for running a pass a second time.
+"""Dispatch mode that skips collectives which this process has already started, for repeating a pass.
 
-A rank that failed in the middle of a pass has begun some of its collectives; the other ranks wait in the next one. When it runs the
-pass again from the start, the ones it began are answered at once with zeros, and from the next one on it takes part again.
+A rank that failed in the middle of a pass has started some of its collectives; the other ranks wait in the next one. When it repeats the
+pass from the start, the collectives it started return zeros at once, and it takes part again from the next one on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BARRIER: Final = "c10d::barrier"
 
 
 class SkipBegun(TorchDispatchMode):
-    """Answers the first collectives of each group with zeros; `begun` says how many, as `begun_collectives` names them."""
+    """Dispatch mode that fills the first collectives of each group with zeros; `begun` gives their number by group and device."""
 
     def __init__(self, begun: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -34,7 +34,7 @@ class SkipBegun(TorchDispatchMode):
         return work if func.name() == _BARRIER else (filled, work)
 
     def _takes(self, args: tuple[Any, ...]) -> bool:
-        """Return whether this collective is one of those to leave out; it is then counted off."""
+        """Return whether this collective is skipped, and count it."""
         group = group_of(args)
         tensor = next(iter(tensors_in(args)), None)
         if group is None or tensor is None:
@@ -47,7 +47,7 @@ class SkipBegun(TorchDispatchMode):
 
 
 def group_of(args: tuple[Any, ...]) -> ProcessGroup | None:
-    """Return the group that a collective runs in, from its arguments as torch's dispatcher sees them."""
+    """Return the group of a collective, from its arguments in torch's dispatcher."""
     return next((found for arg in args if (found := _unboxed(arg)) is not None), None)
 
 
@@ -70,7 +70,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def _zeroed(outputs: Any) -> Any:
-    """Return the tensors a collective would have written, filled with zeros."""
+    """Fill the output tensors of a collective with zeros and return them."""
     with torch.no_grad():
         for tensor in tensors_in(outputs):
             tensor.zero_()

@@ -1,7 +1,7 @@
-"""What the schema knows and this version does not have: a table, and the rule that refuses it before anything starts.
+"""Settings that the schema accepts but this version does not support: a table, and the check that refuses them at start.
 
-A row goes when the feature comes. `tests/arch/test_settings_act.py` holds every setting to this: it has a reader in the library, or
-a row here that refuses it.
+Remove a row when its feature is added. `tests/arch/test_settings_act.py` checks that every setting is either read by the library
+or refused by a row here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ _MEGATRON: Final = (
     "use_rotary_position_embeddings",
     "return_logits",
 )
-"""Options of Megatron-LM that act."""
+"""Options of Megatron-LM that have an effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,22 @@ class Absent:
     """A setting, or a whole section, that would have no effect."""
 
     name: str
-    """Dotted, such as parallelism.pp_size; a section stands for everything below it."""
+    """Dotted name, such as parallelism.pp_size; a section includes everything below it."""
     what: str
     """The feature, as the subject of `… is not in this version`."""
     instead: str
     values: tuple[Any, ...] = ()  # Any: values of the setting
-    """Only these values are refused; by default all but the default."""
+    """Refused values; by default all but the setting's default."""
     but: tuple[str, ...] = ()
-    """Settings of the section that do act."""
+    """Settings of the section that do have an effect."""
 
     @property
     def path(self) -> Path:
-        """The name in parts."""
+        """The name split at its dots."""
         return tuple(self.name.split("."))
 
     def refuses(self, path: Path, value: Any) -> bool:  # Any: a value of the setting
-        """Return whether the setting at `path` must not have this value."""
+        """Return whether this value of the setting at `path` is refused."""
         if path[: len(self.path)] != self.path or path[-1] in self.but:
             return False
         info = BY_PATH[path]
@@ -134,14 +134,14 @@ ABSENT: Final[tuple[Absent, ...]] = (
 
 
 def is_absent(path: Path) -> bool:
-    """Return whether no value of this setting but its default is in this version."""
+    """Return whether this version supports no value of this setting but its default."""
     return any(path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values for row in ABSENT)
 
 
 def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:
-    """The complaints about settings that this version cannot honour; of a strategy and its own options only the first.
+    """Return errors for settings that this version does not support; only those about strategy and launch, if any.
 
-    Variables that other tools share are left alone where they only carry options of a strategy that was not chosen.
+    Variables of other tools are ignored if they only set options of a strategy that was not chosen.
     """
     chosen = list(_complaints({path: entry for path, entry in entries.items() if path[0] in ("strategy", "launch")}))
     if chosen:
@@ -151,9 +151,9 @@ def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:
 
 
 def check(entries: Mapping[Path, Entry]) -> None:
-    """Return if this version can honour every setting.
+    """Raise unless this version supports every setting.
 
-    Raises: ConfigError for the first that it cannot.
+    Raises: ConfigError for the first unsupported setting.
     """
     if complaints := refused(entries):
         raise complaints[0]

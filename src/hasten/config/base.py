@@ -1,4 +1,4 @@
-"""The ground of typed settings: the section class, its decorator, and the description of one field."""
+"""Base of typed settings: the section class, its decorator, and the description of one field."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ _LARGEST: Final = 2**63 - 1
 
 
 class Section:
-    """Base of every settings class: frozen, keyword-only, slotted, and aware of which fields were given by name."""
+    """Base class of settings: frozen, keyword-only, slotted, and aware of the fields that were passed explicitly."""
 
     __slots__ = ("_given",)
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -25,19 +25,19 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meta:
-    """What the schema knows about one field besides its type and default."""
+    """Metadata of one field besides its type and default."""
 
     help: str
     code_only: bool = False  # holds Python objects: not settable in a file, flag or variable
     minimum: float | None = None
     maximum: float | None = None
-    also: tuple[int, ...] = ()  # values below the minimum that have a meaning of their own, such as -1
-    flag: str = ""  # the flag's name where it is not the section's prefix and the field's name
-    flags: tuple[str, ...] = ()  # further names of the flag, the established ones
+    also: tuple[int, ...] = ()  # values below the minimum with a special meaning, such as -1
+    flag: str = ""  # name of the flag, if it is not the section's prefix plus the field's name
+    flags: tuple[str, ...] = ()  # further names of the flag, those of Accelerate
     short: str = ""  # one letter
-    prefix: str | None = None  # of a section: what its fields' flags begin with
+    prefix: str | None = None  # of a section: prefix of its fields' flags
     path: bool = False  # names a file or folder
-    lines: bool = False  # a list whose items may hold commas: text has one on each line
+    lines: bool = False  # a list whose items may contain commas: text has one item per line
 
 
 S = TypeVar("S", bound=Section)
@@ -50,7 +50,7 @@ def setting(
     factory: Callable[[], Any] | None = None,
     **meta: Any,
 ) -> Any:
-    """Return a dataclass field with its help text and where else it may come from."""
+    """Return a dataclass field with its help text and metadata."""
     info = {_META: Meta(help=help, **meta)}
     if factory is not None:
         return field(default_factory=factory, metadata=info)
@@ -59,14 +59,14 @@ def setting(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type[S]) -> type[S]:
-    """Make `cls` a frozen, keyword-only, slotted dataclass whose instances remember what was given explicitly."""
+    """Make `cls` a frozen, keyword-only, slotted dataclass whose instances record the explicitly passed fields."""
     made = cast(type[S], dataclass(frozen=True, kw_only=True, slots=True)(cls))
     build: Callable[..., None] = made.__init__
 
     @wraps(build)
     def init(self: S, *unnamed: Any, **values: Any) -> None:
         _check_names(made, unnamed, values)
-        # None where it has no meaning of its own says "not given", as scripts written for other libraries do.
+        # None means "not given" unless the field accepts None, as in scripts written for other libraries.
         values = {name: value for name, value in values.items() if value is not None or not _refuses_none(made, name)}
         build(self, **values)
         for name, value in values.items():
@@ -78,7 +78,7 @@ def settings(cls: type[S]) -> type[S]:
 
 
 def _check_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> None:
-    """Return if every value has the name of a setting; plain Python would say neither the class nor the nearest name."""
+    """Raise unless every value has the name of a setting; the error names the class and the nearest setting."""
     known = list(cls.__dataclass_fields__)
     if unnamed:
         raise ConfigError(
@@ -97,9 +97,9 @@ def _refuses_none(cls: type[Section], name: str) -> bool:
 
 
 def given(section: Section) -> frozenset[str]:
-    """Return the names of the fields that were passed when `section` was made.
+    """Return the names of the fields that were passed when `section` was created.
 
-    After pickling or copying this is no longer known; the fields that differ from their default stand in for it.
+    This information is lost by pickling and copying; then the fields that differ from their default are returned.
     `dataclasses.replace` passes every field.
     """
     try:
@@ -117,14 +117,14 @@ def default_of(cls: type[Section], name: str) -> Any:
 
 
 def meta_of(cls: type[Section], name: str) -> Meta:
-    """Return the schema's description of a field."""
+    """Return the metadata of a field."""
     return cast(Meta, cls.__dataclass_fields__[name].metadata[_META])
 
 
 def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = False) -> Any:
-    """Return `value` as the field's type and within its range.
+    """Return `value` converted to the field's type, after checking its range.
 
-    Raises: SettingValueError that begins with `place` and names what is expected.
+    Raises: SettingValueError that starts with `place` and names the expected type.
     """
     tp, meta = cls.__dataclass_fields__[name].type, meta_of(cls, name)
     listed = meta.lines and isinstance(value, str) and not is_nothing(value)
@@ -153,7 +153,7 @@ def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = F
 
 
 def kind_of(value: Any) -> str:
-    """Return in words what a value is, for messages."""
+    """Return a description of a value's type, for messages."""
     if value is None:
         return "empty"
     if isinstance(value, float) and not math.isfinite(value):
@@ -170,7 +170,7 @@ def kind_of(value: Any) -> str:
 
 
 def advice(value: Any, tp: Any) -> str:
-    """Return what to do about a value of the wrong type, where more can be said than what is expected."""
+    """Return advice about a value of the wrong type, beyond the expected type; empty if there is none."""
     if isinstance(value, str):
         try:
             decode(value, tp, text=True)
@@ -182,5 +182,5 @@ def advice(value: Any, tp: Any) -> str:
 
 
 def choices_of(tp: Any) -> list[str]:
-    """Return the words of a closed set that a type holds."""
+    """Return the words of the closed sets in a type."""
     return [str(choice) for part in (tp, *get_args(tp)) if get_origin(part) is Literal for choice in get_args(part)]

@@ -1,4 +1,4 @@
-"""Settings that are each right but cannot hold together: every rule is a function from the settings to complaints."""
+"""Checks of settings that contradict each other: every rule is a function from the settings to errors."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,11 +18,11 @@ Shadowed = dict[Path, tuple[Entry, ...]]
 
 PLACES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
 ENGINES: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
-"""Sections that belong to one strategy."""
+"""Strategy of each section that belongs to a single one."""
 
 
 def settle_choices(winners: Winners, shadowed: Shadowed, problems: Problems) -> tuple[Winners, Shadowed, list[str]]:
-    """Return the entries after exclusive choices were made, and what was chosen, in words."""
+    """Return the entries after exclusive choices were made, with notes about the choices."""
     winners, shadowed, notes = dict(winners), dict(shadowed), list[str]()
     _settle_places(winners, shadowed, notes, problems)
     _infer_strategy(winners, notes)
@@ -31,7 +31,7 @@ def settle_choices(winners: Winners, shadowed: Shadowed, problems: Problems) -> 
 
 
 def _settle_places(winners: Winners, shadowed: Shadowed, notes: list[str], problems: Problems) -> None:
-    """Keep one of cpu, multi_gpu and tpu: they say where training runs."""
+    """Select one of cpu, multi_gpu and tpu, which are mutually exclusive."""
     said = [winners[path] for path in PLACES if path in winners and winners[path].value]
     if len(said) < 2:
         return
@@ -47,10 +47,10 @@ def _settle_places(winners: Winners, shadowed: Shadowed, notes: list[str], probl
 
 
 def _infer_strategy(winners: Winners, notes: list[str]) -> None:
-    """Choose the strategy whose options were given, when none was named."""
+    """Choose the strategy whose options were given, if none was named."""
     if ("strategy",) in winners and winners[("strategy",)].value != "auto":
         return
-    # Left-over variables are too weak a hint to shard a model; files, flags and code are not.
+    # Stale variables are too weak a hint to shard a model; files, flags and code are not.
     hints = [entry for entry in _engine_entries(winners) if entry.source.kind != "environment"]
     if len({entry.path[0] for entry in hints}) == 1:
         hint = hints[0]
@@ -58,13 +58,13 @@ def _infer_strategy(winners: Winners, notes: list[str]) -> None:
         winners[("strategy",)] = replace(hint, path=("strategy",), value=value, said="strategy", weak=True)
         notes.append(f"strategy: {value} is chosen because {hint.spelled} is given ({hint.source})")
     elif len({entry.path[0] for entry in hints}) > 1:
-        pass  # _settle_engines names the two
+        pass  # _settle_engines reports the conflict
     elif (tpu := winners.get(("launch", "tpu"))) and tpu.value:
         winners[("strategy",)] = replace(tpu, path=("strategy",), value="xla", said="strategy", weak=True)
 
 
 def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> None:
-    """Refuse options of an engine that is not used; weaker sources (a file's spare section) only rest."""
+    """Refuse options of an engine that is not used; those of weaker sources, such as a file, are ignored with a note."""
     strategy = winners.get(("strategy",))
     hints = _engine_entries(winners)
     if strategy is None or strategy.value == "auto":
@@ -98,7 +98,7 @@ def _engine_entries(winners: Winners) -> list[Entry]:
 
 
 def contradiction(first: Entry, second: Entry, why: str, remedy: str) -> ContradictionError:
-    """Return the error for two settings that cannot both hold, naming both values and both sources."""
+    """Return the error for two contradictory settings, naming both values and both sources."""
     return ContradictionError(
         f"{first.name}: {shown(first.value)} ({first.source}) contradicts {second.name}: {shown(second.value)} "
         f"({second.source}): {why}; {remedy}."
@@ -110,12 +110,12 @@ Rule = Callable[[Config, Entries], Iterator[ConfigError]]
 
 
 def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
-    """Return what cannot hold together in the settings."""
+    """Return the errors for all contradictions in the settings."""
     return [error for rule in RULES for error in rule(config, entries)]
 
 
 def at(config: Config, entries: Entries, name: str) -> Entry:
-    """Return the entry of a setting, made up from the default where nothing was given."""
+    """Return the entry of a setting, created from the default if it was not given."""
     path = tuple(name.split("."))
     value: object = config
     for part in path:
@@ -124,7 +124,7 @@ def at(config: Config, entries: Entries, name: str) -> Entry:
 
 
 def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """fp8 recipes need mixed_precision fp8; a scaler needs fp16 only when it is asked for."""
+    """Check that fp8 recipes are given with mixed_precision fp8, and for the chosen backend."""
     recipe = next((e for p, e in entries.items() if p[0] == "fp8" and e.source.kind != "environment"), None)
     chosen = at(config, entries, "mixed_precision")
     if recipe and config.mixed_precision != "fp8" and recipe.source.level >= chosen.source.level:
@@ -138,7 +138,7 @@ def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Counts of machines, processes and devices fit each other."""
+    """Check that the numbers of machines, processes and devices fit each other."""
     launch = config.launch
     processes_ = at(config, entries, "launch.num_processes")
     machines = at(config, entries, "launch.num_machines")
@@ -160,7 +160,7 @@ def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Named devices are enough, and are not named for the CPU."""
+    """Check that enough devices are named, each once, and none for the CPU."""
     launch, ids = config.launch, config.launch.gpu_ids
     if isinstance(ids, str):
         return
@@ -181,7 +181,7 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """nnodes reads min:max."""
+    """Check that nnodes is a number or min:max."""
     if (text := config.launch.nnodes) is None:
         return
     low, _, high = text.partition(":")
@@ -191,7 +191,7 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Yield the sizes of the mesh divide the processes."""
+    """Check that the sizes of the mesh divide the number of processes."""
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
     sizes = {name: getattr(config.parallelism, name) for name in names}
     filled = [name for name, size in sizes.items() if size == -1]
@@ -212,7 +212,7 @@ def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Axes that a strategy cannot provide are refused."""
+    """Check that the strategy supports the mesh axes."""
     strategy = at(config, entries, "strategy")
     sizes = config.parallelism
     if config.strategy == "ddp" and (sizes.dp_shard_size or 1) > 1:
@@ -234,13 +234,13 @@ def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]
 
 
 def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Wrap policies get the option they need and no other."""
+    """Check that wrap policies have the option they need and no other."""
     policy = at(config, entries, "fsdp.auto_wrap_policy")
     if config.fsdp.transformer_cls_names_to_wrap and config.fsdp.auto_wrap_policy in ("size_based_wrap", "no_wrap"):
         names = at(config, entries, "fsdp.transformer_cls_names_to_wrap")
         yield contradiction(policy, names, "class names need the transformer policy", "set transformer_based_wrap")
     size = at(config, entries, "fsdp.min_num_params")
-    # Accelerate's files carry a size beside any policy; there it was never read.
+    # Accelerate's files contain a size beside any policy; Accelerate never read it there.
     stray = config.fsdp.min_num_params and config.fsdp.auto_wrap_policy in ("transformer_based_wrap", "no_wrap")
     if stray and size.source.kind != "environment" and not size.said:
         yield contradiction(policy, size, "a size needs the size policy", "set size_based_wrap or remove the size")
@@ -251,7 +251,7 @@ def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def deepspeed(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Offload fits the ZeRO stage, NVMe has its folder, and DeepSpeed's own file stands alone."""
+    """Check that offload fits the ZeRO stage, NVMe has its folder, and DeepSpeed's file is not combined with single options."""
     ds = config.deepspeed
     stage = at(config, entries, "deepspeed.zero_stage")
     if ds.hf_ds_config is not None:
@@ -275,7 +275,7 @@ def deepspeed(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def megatron(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Megatron's own sizes divide the processes."""
+    """Check that Megatron's sizes divide the number of processes."""
     sizes, total = config.megatron, config.launch.num_processes
     if config.strategy != "megatron" or not total:
         return
@@ -305,7 +305,7 @@ def megatron(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Options of compilation need compilation, and torch takes a mode or options."""
+    """Check that options of compilation are given with compilation, and either a mode or options."""
     backend = at(config, entries, "dynamo.backend")
     if config.dynamo.backend == "no":
         for name in ("fullgraph", "use_regional_compilation", "options"):
@@ -321,14 +321,14 @@ def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Yield the best checkpoints need a metric to rank them."""
+    """Check that a metric is given to rank the best checkpoints."""
     if config.project.keep_best and not config.project.best_metric:
         best, metric = at(config, entries, "project.keep_best"), at(config, entries, "project.best_metric")
         yield contradiction(best, metric, "the best ones are ranked by a metric", "name best_metric")
 
 
 def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Yield a cast around a hook needs a hook that does not cast already."""
+    """Check that a communication wrapper is given with a hook that does not cast already."""
     if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in ("power_sgd", "batched_power_sgd"):
         wrapper, hook = at(config, entries, "ddp.comm_wrapper"), at(config, entries, "ddp.comm_hook")
         yield contradiction(wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd")

@@ -1,4 +1,4 @@
-"""Strict conversion of one value to a field's declared type: nothing is guessed, nothing is truthy."""
+"""Strict conversion of one value to a field's declared type, without guessing or truthiness."""
 
 import json
 import math
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 class Mismatch(ValueError):
-    """A value does not fit its declared type; the caller knows the place and writes the message."""
+    """Raised for a value that does not fit its declared type; the caller adds the source of the value."""
 
 
 def decode(value: Any, tp: Any, *, text: bool = False) -> Any:
     """Return `value` as an instance of the type `tp`.
 
-    Raises: Mismatch when it is not one; text is read as a number or a list only where `text` is true.
+    Raises: Mismatch if it does not fit; text is read as a number or a list only if `text` is true.
     """
     origin = get_origin(tp)
     if tp is Any:
@@ -59,7 +59,7 @@ def decode(value: Any, tp: Any, *, text: bool = False) -> Any:
 
 
 def is_nothing(text: str) -> bool:
-    """Return whether text says that there is no value."""
+    """Return whether the text means "no value"."""
     return text.strip().lower() in _NOTHING
 
 
@@ -88,7 +88,7 @@ def _scalar(value: Any, tp: type, text: bool) -> Any:
 
 
 def to_bool(value: Any) -> bool:
-    """Return a boolean, or the one that a word such as "False" or "yes" names; numbers are not booleans."""
+    """Return a boolean, given as one or as a word such as "False" or "yes"; numbers are not booleans."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and (word := value.strip().lower()) in _WORDS:
@@ -133,10 +133,10 @@ def _duration(value: Any) -> timedelta:
 
 
 def _union(value: Any, members: tuple[Any, ...], text: bool) -> Any:
-    # Closed sets first, text last: "auto" before any string, "3" before the text "3".
+    # Closed sets first, text last: "auto" before any string, "3" as a number before the text "3".
     for member in sorted(members, key=_eagerness):
         if member is Any and isinstance(value, _PLAIN):
-            continue  # "or any object" is for objects of other libraries, not for a mistyped word
+            continue  # "or any object" accepts objects of other libraries, not a mistyped word
         try:
             return decode(value, member, text=text)
         except Mismatch:
@@ -158,7 +158,7 @@ def _literal(value: Any, choices: tuple[Any, ...], text: bool) -> Any:
     for choice in choices:
         if type(value) is type(choice) and value == choice:
             return choice
-    if isinstance(value, str):  # enums of other libraries that are strings fit too
+    if isinstance(value, str):  # string enums of other libraries fit too
         word = str.__str__(value).strip().lower()
         for choice in choices:
             if isinstance(choice, str) and choice.lower() == word:
@@ -171,7 +171,7 @@ def _literal(value: Any, choices: tuple[Any, ...], text: bool) -> Any:
 def _tuple(value: Any, members: tuple[Any, ...], text: bool) -> tuple[Any, ...]:
     if isinstance(value, str):
         parts: Sequence[Any] = [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
-        text = True  # the parts of a comma-separated list are text wherever it stands
+        text = True  # items of a comma-separated list are always text
     elif isinstance(value, list | tuple | set | frozenset):
         parts = list(value)
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -206,7 +206,7 @@ def _mapping_from_text(value: str) -> Any:
 
 
 def _plain(item: str) -> Any:
-    """Return the number or boolean an item of key=value names, else the text."""
+    """Return the number or boolean named by an item of key=value, else the text."""
     for tp in (int, float):
         try:
             return decode(item, tp, text=True)
@@ -216,7 +216,7 @@ def _plain(item: str) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON and YAML can hold it; the inverse of `decode`."""
+    """Return a value in a form for JSON and YAML; the inverse of `decode`."""
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, tuple):
@@ -227,7 +227,7 @@ def encode(value: Any) -> Any:
 
 
 def describe(tp: Any) -> str:
-    """Return in words what a type accepts, for messages."""
+    """Return a description of the values that a type accepts, for messages."""
     origin = get_origin(tp)
     if origin in (Union, UnionType):
         words = [describe(member) for member in get_args(tp) if member not in (NoneType, Any)]

@@ -1,4 +1,4 @@
-"""Settings spelled as Hugging Face Accelerate spells them: its YAML keys, switches and environment variables."""
+"""Settings under the names of Hugging Face Accelerate: its YAML keys, switches and environment variables."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ SWITCHES: Final = MappingProxyType(
         "use_megatron_lm": "megatron",
     }
 )
-"""Yes-or-no settings that choose a strategy."""
+"""Boolean settings that choose a strategy."""
 
 _TOP: Final = MappingProxyType[str, Path](
     {
@@ -101,7 +101,7 @@ _GONE: Final = MappingProxyType(
 )
 MSAMP: Final = "MS-AMP is no longer maintained"
 MSAMP_NAMES: Final = ("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level")
-"""Names of settings of MS-AMP, which have no meaning any more."""
+"""Names of MS-AMP settings, which no longer have an effect."""
 _DISTRIBUTED: Final = MappingProxyType[str, tuple[tuple[Path, Any], ...]](
     {
         "NO": (),
@@ -127,7 +127,7 @@ MARKS: Final = frozenset(
 
 @dataclass(slots=True)
 class Reading:
-    """An Accelerate file as entries, with what had to be said about it."""
+    """Entries of an Accelerate file, with notes about their translation."""
 
     file: str
     problems: Problems
@@ -135,14 +135,14 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def take(self, path: Path, value: Any, line: int, said: str, *, weak: bool = False) -> None:
-        """Add one setting; empty values were not given."""
+        """Add one setting; empty values are ignored."""
         if value is not None and value != [] and not (path[0] != "mixed_precision" and value in ("None", "none", "")):
             source = Source("file", f"{self.file}:{line}")
             self.entries.append(Entry(path, value, source, text=True, said=said, weak=weak))
 
 
 def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[Entry], list[str]]:
-    """Return the entries of an Accelerate file and what was translated, in words.
+    """Return the entries of an Accelerate file, with notes about their translation.
 
     Every unknown key becomes a problem with file and line.
     Raises: ConfigFileError for a SageMaker file.
@@ -152,7 +152,7 @@ def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[E
     machines = tree.value.get("num_machines", Marked(1, 1)).value
     for key, item in tree.value.items():
         if key == "machine_rank" and item.value == 0 and machines in (None, 1, "1"):
-            continue  # always written, even where the cluster will number the machines
+            continue  # always written, even if the cluster will number the machines
         with reading.problems.catching():
             _read_key(reading, key, item)
     first = f"{file} is a Hugging Face Accelerate file; its settings are read under our names (config show --why)"
@@ -241,7 +241,7 @@ def _read_nested(reading: Reading, key: str, item: Marked) -> None:
 
 
 def nested_names(key: str) -> Mapping[str, Path]:
-    """Return every name a nested mapping of an Accelerate file may hold, with the setting it means."""
+    """Return the names that a nested mapping of an Accelerate file may contain, with their settings."""
     section, prefix = _NESTED[key]
     names: dict[str, Path] = {}
     for info in SETTABLE:
@@ -270,7 +270,7 @@ def _yes(value: Any, place: str) -> bool:
 
 
 def from_established_environment(env: Mapping[str, str]) -> list[Entry]:
-    """Return the entries of the variables that Accelerate's users and libraries set."""
+    """Return the entries of Accelerate's environment variables."""
     entries = []
     for name, path in established_variables():
         value = env.get(name, "")
@@ -284,7 +284,7 @@ def from_established_environment(env: Mapping[str, str]) -> list[Entry]:
 
 
 def established_variables() -> Iterator[tuple[str, Path]]:
-    """Yield every established variable with the setting it means."""
+    """Yield every variable of Accelerate with its setting."""
     yield from _VARIABLES.items()
     for info in SETTABLE:
         match info.path:

@@ -1,4 +1,4 @@
-"""Settings files: where they lie, reading ours and Accelerate's, writing ours, and moving old ones forward."""
+"""Settings files: their locations, reading of hasten's and Accelerate's files, writing, and migration of old versions."""
 
 import json
 import os
@@ -27,16 +27,16 @@ from hasten.errors import ConfigFileError
 SCHEMA: Final = 1
 """Version of the file format this release writes."""
 MOST_BYTES: Final = 256 * 1024
-"""A settings file has 256 KiB at most."""
+"""Largest size of a settings file: 256 KiB."""
 
 Migration = Callable[[dict[str, Marked]], tuple[dict[str, Marked], list[str]]]
 MIGRATIONS: Final = MappingProxyType[int, Migration]({})
-"""From a version to the next: what to change in the top of the tree, and what to say about it."""
+"""Migration from each version to the next: changes the top of the tree and returns notes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsFile:
-    """A settings file as entries, with what was translated on the way."""
+    """Entries of a settings file, with notes about their translation."""
 
     path: Path
     kind: str
@@ -57,12 +57,12 @@ def home(env: Mapping[str, str], platform: str = sys.platform) -> Path:
 
 
 def default_path(env: Mapping[str, str]) -> Path:
-    """Return where our settings file lies."""
+    """Return the path of hasten's settings file."""
     return home(env) / "config.yaml"
 
 
 def accelerate_paths(env: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return where Accelerate keeps its settings file, in the order it looks."""
+    """Return the paths of Accelerate's settings file, in its search order."""
     user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
     cache = Path(env.get("XDG_CACHE_HOME") or user / ".cache")
     folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
@@ -70,14 +70,14 @@ def accelerate_paths(env: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def find(env: Mapping[str, str]) -> Path | None:
-    """Return the settings file that holds when none is named: ours, else Accelerate's, else none."""
+    """Return the default settings file: hasten's, else Accelerate's, else None."""
     return next((path for path in (default_path(env), *accelerate_paths(env)) if path.is_file()), None)
 
 
 def read(path: Path | str) -> SettingsFile:
-    """Return the settings in a file, ours or Accelerate's, YAML or JSON.
+    """Read the settings of a file of hasten or Accelerate, YAML or JSON.
 
-    Raises: ConfigFileError when it cannot be read or parsed; ConfigError that lists every unknown key with its line.
+    Raises: ConfigFileError if it cannot be read or parsed; ConfigError that lists every unknown key with its line.
     """
     path = Path(path)
     try:
@@ -90,8 +90,8 @@ def read(path: Path | str) -> SettingsFile:
 
 
 def contents(path: Path) -> str:
-    """The text of a settings file; a device, a pipe or a file too large for settings is refused before it is read."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe nobody writes to would wait forever
+    """Return the text of a settings file; raise for a device, a pipe or a file too large for settings before reading it."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would block
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -134,7 +134,7 @@ def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRA
 
 
 def _is_accelerate(top: Mapping[str, Marked]) -> bool:
-    """Return whether the keys are Accelerate's; a section of ours beside them means that they only lost their section."""
+    """Return whether the keys are Accelerate's; a section of hasten beside them means that they only lack their section."""
     if "schema" in top:
         return False
     if "compute_environment" in top or "distributed_type" in top:
@@ -165,7 +165,7 @@ def _migrate(
 
 
 def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:
-    """Return settings as plain nested mappings: what differs from the defaults, or all of it."""
+    """Return settings as plain nested mappings: those that differ from the defaults, or all."""
     tree: dict[str, Any] = {}
     for name, spec in section.__dataclass_fields__.items():
         value = getattr(section, name)
@@ -178,7 +178,7 @@ def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:
 
 
 def dump(config: Config, *, as_json: bool = False, masked: bool = False) -> str:
-    """Return settings as the text of a file of ours, if asked with credentials masked; what is at its default is left out."""
+    """Return the settings that differ from the defaults as the text of a file, with `masked` without credentials."""
     tree = {"schema": SCHEMA, **to_mapping(config)}
     tree = masked_tree(tree) if masked else tree
     if as_json:
@@ -187,7 +187,7 @@ def dump(config: Config, *, as_json: bool = False, masked: bool = False) -> str:
 
 
 def write(config: Config, path: Path | str) -> Path:
-    """Write settings to a file of ours, JSON if its name says so, and return its path."""
+    """Write settings to a file, JSON if its name ends in .json, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")

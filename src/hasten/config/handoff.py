@@ -1,4 +1,4 @@
-"""The resolved settings as one string, HASTEN_CONFIG, from the launcher to its workers, sources included."""
+"""Transfer of the resolved settings, with their sources, from the launcher to its workers in the variable HASTEN_CONFIG."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _VERSION: Final = 1
 
 
 def pack(resolved: Resolved) -> str:
-    """Return the settings that are not at their default, each with its source, as one line of JSON."""
+    """Return the settings that differ from their default, each with its source, as one line of JSON."""
     rows = [
         [dotted(path), encode(entry.value), entry.source.kind, entry.source.detail]
         for path, entry in resolved.entries.items()
@@ -27,9 +27,9 @@ def pack(resolved: Resolved) -> str:
 
 
 def unpack(text: str) -> tuple[Entry, ...]:
-    """Return the entries a launcher handed over.
+    """Return the entries passed on by a launcher.
 
-    Raises: ConfigError when the string was not written by `pack` of this version.
+    Raises: ConfigError if the string was not written by `pack` of this version.
     """
     try:
         data: Any = json.loads(text)
@@ -56,9 +56,9 @@ def _travels(value: Any) -> bool:
 
 
 def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[Entry] = ()) -> Resolved:
-    """Return the settings that hold for a command.
+    """Return the effective settings of a command.
 
-    Inside a launched worker, what the launcher handed over stands for the file.
+    Inside a launched worker, the launcher's settings replace the file.
     """
     path = Path(config_file) if config_file else files.find(env)
     if config_file is None and (handed := env.get(VARIABLE)):

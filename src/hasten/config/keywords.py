@@ -1,6 +1,6 @@
-"""The keyword arguments of the Accelerator that its signature does not list, typed for editors and type checkers.
+"""Keyword arguments of the Accelerator that its signature does not list, typed for editors and type checkers.
 
-Every name of the schema's first level is here, and every established name of `layers.ARGUMENTS`; a test compares them.
+Contains every top-level name of the schema, and every name of Accelerate in `layers.ARGUMENTS`; a test compares them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Fields: TypeAlias = Mapping[str, Any]
 
 
 class Keywords(TypedDict, total=False):
-    """Settings by name; a section is given as its class or as a mapping, and None leaves a setting to the other sources."""
+    """Settings by name; a section is passed as its class or as a mapping, and None leaves a setting to the other sources."""
 
     # single settings
     master_weights: str | None
@@ -53,7 +53,7 @@ class Keywords(TypedDict, total=False):
     dynamo_backend: str | None
     split_batches: bool | None
 
-    # sections under their established names
+    # sections under Accelerate's names
     dataloader_config: DataLoaderConfiguration | Fields | None
     project_config: ProjectConfiguration | Fields | None
     gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None
@@ -63,7 +63,7 @@ class Keywords(TypedDict, total=False):
     dynamo_plugin: TorchDynamoPlugin | Fields | None
     parallelism_config: ParallelismConfig | Fields | None
 
-    # sections under the schema's names
+    # sections under hasten's names
     launch: LaunchConfig | Fields | None
     process_group: InitProcessGroupKwargs | Fields | None
     parallelism: ParallelismConfig | Fields | None

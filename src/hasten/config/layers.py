@@ -1,4 +1,4 @@
-"""Settings as each source gives them: a file's tree, the environment, arguments in code; all become entries."""
+"""Entries of settings from each source: a file's tree, the environment, arguments in code."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ ARGUMENTS: Final = MappingProxyType[str, Path](
 """Arguments of the Accelerator whose names differ from the schema's."""
 
 SHORT: Final = MappingProxyType[Path, str]({("performance",): "mode"})
-"""Sections that may be given as one word, which is the value of this field."""
+"""Field that receives the value of a section given as a single word."""
 
 HANDLERS: Final = MappingProxyType[type[Section], Path](
     {
@@ -59,10 +59,10 @@ HANDLERS: Final = MappingProxyType[type[Section], Path](
         FP8Config: ("fp8",),
     }
 )
-"""Where each settings class of `kwargs_handlers` belongs."""
+"""Section of each settings class in `kwargs_handlers`."""
 
 CHOSEN_BY: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
-"""A plugin given in code chooses its strategy."""
+"""Strategy chosen by a plugin that is passed in code."""
 
 
 _MOST_SHOWN: Final = 50
@@ -70,29 +70,29 @@ _MOST_SHOWN: Final = 50
 
 @dataclass(slots=True)
 class Problems:
-    """What is wrong with the settings, collected so that the user sees all of it at once."""
+    """Collected errors in the settings, reported to the user all at once."""
 
     found: list[ConfigError] = field(default_factory=list)
 
     @property
     def worth_a_hint(self) -> bool:
-        """Whether the next problem will be shown: looking for the nearest name takes milliseconds each."""
+        """True if the next problem will be shown, since finding the nearest name takes milliseconds."""
         return len(self.found) < _MOST_SHOWN
 
     def add(self, error: ConfigError) -> None:
-        """Keep one problem, or the several inside a collected one."""
+        """Add one problem, or the several inside a collected one."""
         self.found.extend(error.problems or (error,))
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Keep a problem raised in the block and go on."""
+        """Context manager that records a ConfigError raised in its block."""
         try:
             yield
         except ConfigError as error:
             self.add(error)
 
     def settle(self) -> None:
-        """Raise what was found: one problem as itself, several as one ConfigError that lists them."""
+        """Raise the recorded problems: a single one as itself, several as one ConfigError that lists them."""
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:
@@ -104,24 +104,24 @@ class Problems:
 
 
 def _line(error: ConfigError) -> int:
-    """Return the line of a file that a message begins with; 0 for others."""
+    """Return the line number of the file at the start of a message; 0 for others."""
     found = re.match(r"[^\n]*?:(\d+): ", str(error))
     return int(found[1]) if found else 0
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the name most like `name`, or nothing if none is near."""
+    """Return the most similar name, or an empty string if none is similar."""
     near = get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
     return near[0] if near else ""
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first few names; a message is no manual."""
+    """Return the first few names, to limit the length of a message."""
     return ", ".join(names[:4]) + (", … (see docs/config.md)" if len(names) > 4 else "")
 
 
 def unknown(place: str, path: Path) -> UnknownSettingError:
-    """Return the error for a path the schema does not have, with the nearest name or the right section."""
+    """Return the error for a path that the schema does not have, with the nearest name or the right section."""
     here = section_at(path[:-1])
     siblings = tuple(here.__dataclass_fields__) if here else ()
     elsewhere = [info.name for info in FIELDS if info.path[-1] == path[-1] or info.flag == path[-1]]
@@ -137,7 +137,7 @@ def unknown(place: str, path: Path) -> UnknownSettingError:
 
 
 def unknown_argument(name: str, value: Any) -> UnknownSettingError:
-    """Return the error for an argument the Accelerator does not have, with the nearest one that takes this value."""
+    """Return the error for an unknown argument of the Accelerator, with the nearest one that accepts this value."""
     known = (*ARGUMENTS, *Config.__dataclass_fields__, "kwargs_handlers")
     near = get_close_matches(name.lower(), known, n=5, cutoff=0.6)
     place, takes = str(Source("code", name)), [one for one in near if _takes(ARGUMENTS.get(one, (one,)), value)]
@@ -149,7 +149,7 @@ def unknown_argument(name: str, value: Any) -> UnknownSettingError:
 
 
 def _takes(path: Path, value: Any) -> bool:
-    """Return True if the setting or section at `path` can be given this value."""
+    """Return whether the setting or section at `path` accepts this value."""
     if cls := section_at(path):
         return isinstance(value, (cls, Mapping)) or (path in SHORT and isinstance(value, str))
     if path not in BY_PATH:  # kwargs_handlers
@@ -162,7 +162,7 @@ def _takes(path: Path, value: Any) -> bool:
 
 
 def from_tree(tree: Marked, file: str, problems: Problems) -> list[Entry]:
-    """Return the entries of a settings file of ours; every unknown key becomes a problem with file and line."""
+    """Return the entries of a hasten settings file; every unknown key becomes a problem with file and line."""
     return list(_flatten(tree, file, (), problems))
 
 
@@ -196,19 +196,19 @@ def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:
 
 
 def from_environment(env: Mapping[str, str]) -> list[Entry]:
-    """Return the entries of our own variables, HASTEN_<FLAG>.
+    """Return the entries of hasten's environment variables, HASTEN_<FLAG>.
 
-    Raises: UnknownSettingError for a variable that is nearly one of ours.
+    Raises: UnknownSettingError for a variable that is almost spelled like one of hasten's.
     """
     entries = []
     known = {info.variable: info for info in SETTABLE}
     for name, value in env.items():
         if not name.startswith("HASTEN_") or not value.strip():
-            continue  # an empty variable was not given
+            continue  # an empty variable counts as unset
         if info := known.get(name):
             entries.append(Entry(info.path, value, Source("environment", name), text=True))
         elif near := get_close_matches(name, known, n=1, cutoff=0.93):
-            # Variables of other tools may share the prefix; only a likely slip of the pen is refused.
+            # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
                 f"environment {name}={value}: unknown variable, which would have no effect; did you mean {near[0]}?"
             )
@@ -218,8 +218,8 @@ def from_environment(env: Mapping[str, str]) -> list[Entry]:
 def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
     """Return the entries of arguments in code: settings by name, settings classes, and `kwargs_handlers`.
 
-    An argument that is None was not given. A settings class contributes the fields it was made with.
-    Raises: UnknownSettingError for a name or a class the schema does not have.
+    An argument that is None counts as not given. A settings class contributes its explicitly passed fields.
+    Raises: UnknownSettingError for an unknown name or class.
     """
     entries: list[Entry] = []
     for name, value in arguments.items():

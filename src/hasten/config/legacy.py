@@ -1,4 +1,4 @@
-"""FSDP1-style options in the terms of FSDP2, each with a sentence that says so."""
+"""Translation of FSDP1 options to FSDP2, each with a note."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -49,7 +49,7 @@ def _strategy(entry: Entry) -> Translation:
 
 
 def _reshard(entry: Entry) -> Translation:
-    """Accept the name of a strategy where a boolean is expected, as older files have it."""
+    """Accept the name of a strategy instead of a boolean, as in older files."""
     if isinstance(entry.value, str):
         try:
             decode(entry.value, bool | int, text=True)
@@ -116,13 +116,13 @@ _RULES: Final = MappingProxyType[str, Callable[[Entry], Translation]](
     }
 )
 OLD_NAMES: Final = (*(n for n in _RULES if n not in ("reshard_after_forward", "state_dict_type")), *_RENAMED)
-"""Names that FSDP1-style settings use and our FSDP section does not have."""
+"""Names of FSDP1 settings that hasten's FSDP section does not have."""
 
 
 def translate(entry: Entry) -> Translation:
-    """Return an FSDP setting in the terms of FSDP2, and what was done to it in words; others pass through.
+    """Return an FSDP1 setting translated to FSDP2, with notes; other settings are returned unchanged.
 
-    Raises: SettingValueError for a value that cannot be carried over.
+    Raises: SettingValueError for a value without an equivalent.
     """
     if len(entry.path) != 2 or entry.path[0] != "fsdp":
         return [entry], []
@@ -133,9 +133,9 @@ def translate(entry: Entry) -> Translation:
 
 
 def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParallelPlugin, list[str]]:
-    """Return the FSDP2 plugin for FSDP1-style options (with or without the prefix fsdp_), and what was translated.
+    """Return the FSDP2 plugin for FSDP1 options (with or without the prefix fsdp_), with notes about the translation.
 
-    Raises: UnknownSettingError for an option that neither knows; SettingValueError for a value without equivalent.
+    Raises: UnknownSettingError for an option of neither version; SettingValueError for a value without an equivalent.
     """
     values: dict[str, Any] = {}
     derived: set[str] = set()
@@ -149,7 +149,7 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
             if field not in FullyShardedDataParallelPlugin.__dataclass_fields__:
                 raise UnknownSettingError(f"{key!r} is not an option of FSDP; it would have no effect, so remove it.")
             if entry.weak and field in values and field not in derived:
-                continue  # given outright beside it
+                continue  # also given explicitly
             (derived.add if entry.weak else derived.discard)(field)
             values[field] = fit(FullyShardedDataParallelPlugin, field, entry.value, f"{key}={value!r}", text=True)
     return FullyShardedDataParallelPlugin(**values), sentences

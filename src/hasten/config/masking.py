@@ -1,6 +1,7 @@
-"""Masking of credentials in everything that is shown or written: by the name of a value, and by the look of a text.
+"""Masking of credentials in displayed and written text, by the name of a value and by the pattern of a text.
 
-`masked` is for texts, `masked_tree` for nested values. What a program or a service needs is never masked, only its copies in files, pages and terminals.
+`masked` is for texts, `masked_tree` for nested values. Values used by programs or services are never masked, only their copies in files,
+pages and terminals.
 """
 
 import re
@@ -10,10 +11,10 @@ from typing import Any, Final, Literal
 
 HIDDEN: Final = "***"
 NOT_SHOWN: Final = "(set, not shown)"
-"""Replaces the whole value of a secret name."""
+"""Replacement of the whole value of a secret name."""
 
 Secrecy = Literal["open", "likely", "certain"]
-"""How far a name gives its value away: `likely` hides texts only, `certain` numbers as well."""
+"""Certainty that values of a name are secret: `likely` hides only text, `certain` also numbers."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -30,7 +31,7 @@ _OWNERS: Final = _words(
     "client user login admin root license webhook csrf xsrf sas storage db database hub hf huggingface wandb openai anthropic "
     "github gitlab slack aws azure google comet neptune clearml swanlab mlflow"
 )
-"""Words before `key` or `token` that make a credential of it."""
+"""Words before `key` or `token` that mark a credential."""
 _COUNTS: Final = _words("num n max min total avg average mean")
 _BEFORE: Final = _words(
     "per new image images video audio text input output label labels target column sort metric public "
@@ -48,9 +49,9 @@ _AFTER: Final = _words(
     "processed s seconds method mode enabled required expiry expires ttl usage parallel parallelism rank states init std mean "
     "range repo rope window chunk group groups grad gradient choice routing drop capacity"
 )
-"""Words around `key`, `token`, `auth`, `private` and `pass` that make a harmless name of them: `max_tokens`, `key_dim`."""
+"""Words around `key`, `token`, `auth`, `private` and `pass` that mark a harmless name: `max_tokens`, `key_dim`."""
 _ABOUT: Final = _words("file path dir name timeout s seconds expiry expires ttl length size bits type limit")
-"""Words after `api_key` and the like that describe the credential and are not it."""
+"""Words after `api_key` and the like that describe the credential without being it."""
 _DIGESTS: Final = _words("commit revision rev sha md hash digest checksum fingerprint uuid crc etag xxh blake")
 """Words in the names of values that are long hexadecimal numbers without being secret."""
 
@@ -70,14 +71,14 @@ _HEX: Final = re.compile(r"(?<![\w.-])[0-9a-fA-F]{32,}(?![\w.-])")
 
 
 def _address(found: re.Match[str]) -> str:
-    """Mask up to the last @, because passwords may hold one; an @ in the path of an address without a user stays."""
+    """Mask an address up to the last @, because passwords may contain one; an @ in a path without a user is not masked."""
     host = found[2].partition("/")[0]
     plain = "/" in found[2] and "@" not in host and ":" not in host
     return found[0] if plain else f"{found[1]}{HIDDEN}@"
 
 
 def _unassigned(text: str) -> str:
-    """Mask the values of secret names in a text; a space assigns in `--name value` only."""
+    """Mask the values of secret names in a text; a space counts as an assignment only in `--name value`."""
     made, at = [], 0
     while found := _ASSIGNED.search(text, at):
         name, between, value = found.groups()
@@ -113,7 +114,7 @@ _AFTER_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
 
 
 def secrecy_of(name: str) -> Secrecy:
-    """Return whether a value of this name is a credential, whatever the value looks like; `a.b` is secret if `a` or `b` is."""
+    """Return the secrecy of a name, regardless of its value; `a.b` is secret if `a` or `b` is."""
     found: set[Secrecy] = {
         _of_words([word.lower() for word in _WORD.findall(part)]) for part in re.split(r"[./]", name)
     }
@@ -136,12 +137,12 @@ def _of_words(words: list[str]) -> Secrecy:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True if values of this name are credentials."""
+    """Return whether values of this name are credentials."""
     return secrecy_of(name) != "open"
 
 
 def masked(text: str, *, digests: bool = False) -> str:
-    """Return the text with credentials replaced by ***; `digests` keeps long hexadecimal numbers."""
+    """Return the text with credentials replaced by ***; with `digests`, long hexadecimal numbers are not masked."""
     for pattern, instead in _BEFORE_NAMES:
         text = pattern.sub(instead, text)
     text = _unassigned(text)
@@ -151,12 +152,12 @@ def masked(text: str, *, digests: bool = False) -> str:
 
 
 def masked_value(name: str, value: Any) -> Any:  # Any: a nested value
-    """Return the value that goes by this name with its credentials replaced."""
+    """Return the value of this name with its credentials masked."""
     return _masked(name, value, "open")
 
 
 def masked_tree(value: Any) -> Any:  # Any: a nested report
-    """Return mappings, lists and dataclasses with credentials replaced in every text, and the values of secret names left out."""
+    """Return mappings, lists and dataclasses with credentials masked in every text, and the values of secret names omitted."""
     return _masked("", value, "open")
 
 

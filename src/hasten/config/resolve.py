@@ -1,4 +1,4 @@
-"""All sources of settings brought to one: code over flag over environment over file over default."""
+"""Resolution of all sources of settings, in order of precedence: code, flag, environment, file, default."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,18 +18,18 @@ from hasten.errors import ContradictionError
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The settings of a run, with the source of every value and what was said on the way."""
+    """Settings of a run, with the source of every value and notes."""
 
     config: Config
     entries: Mapping[Path, Entry]
-    """The entry that won for each setting that is not at its default, decoded."""
+    """The winning entry of each setting that is not at its default, decoded."""
     shadowed: Mapping[Path, tuple[Entry, ...]] = field(default_factory=dict)
     """Entries that a stronger source replaced."""
     notes: tuple[str, ...] = ()
-    """What was translated or chosen for the user: to be said once."""
+    """Notes about translations and choices, to be logged once."""
 
     def source(self, name: str | Path) -> Source:
-        """Return where the value of a setting, such as "fsdp.cpu_offload", came from."""
+        """Return the source of a setting's value, such as "fsdp.cpu_offload"."""
         path = tuple(name.split(".")) if isinstance(name, str) else name
         entry = self.entries.get(path)
         return entry.source if entry else DEFAULT
@@ -44,11 +44,11 @@ def resolve(
     handed: Iterable[Entry] = (),
     notes: Sequence[str] = (),
 ) -> Resolved:
-    """Return the settings that hold when all sources are considered.
+    """Return the effective settings from all sources.
 
-    `code` maps argument names to values, `flags` and `file` are entries as the command line and `files.read` give them,
-    `env` is the environment, and `handed` is what a launcher handed over (`handoff.unpack`).
-    Raises: ConfigError for what is unknown, of the wrong type, or contradictory; several problems are listed at once.
+    `code` maps argument names to values, `flags` and `file` are entries from the command line and from `files.read`,
+    `env` is the environment, and `handed` holds the launcher's entries (`handoff.unpack`).
+    Raises: ConfigError for unknown, mistyped or contradictory settings; several problems are listed at once.
     """
     problems = Problems()
     entries: list[Entry] = [*file, *flags]
@@ -71,13 +71,13 @@ def resolve(
 
 
 def _still_standing(handed: Iterable[Entry], entries: Sequence[Entry]) -> list[Entry]:
-    """Drop handed-over variables that the process reads for itself: they may have changed since."""
+    """Drop the launcher's entries from variables that this process reads itself, since they may have changed."""
     read_here = {entry.path for entry in entries if entry.source.kind == "environment"}
     return [entry for entry in handed if entry.source.kind != "environment" or entry.path not in read_here]
 
 
 def decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry], list[str]]:
-    """Return entries in today's terms with typed values, and sentences about what was translated."""
+    """Return the entries translated to current names with typed values, and notes about the translation."""
     decoded: list[Entry] = []
     said: list[str] = []
     for given in entries:
@@ -94,7 +94,7 @@ def decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry
 
 
 def merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entry], dict[Path, tuple[Entry, ...]]]:
-    """Return for each setting the entry of the strongest source, and those it replaced."""
+    """Return the entry of the strongest source for each setting, and the entries it replaced."""
     by_path: dict[Path, list[Entry]] = {}
     for entry in entries:
         by_path.setdefault(entry.path, []).append(entry)
@@ -118,7 +118,7 @@ def merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entr
 
 
 def build(cls: type[Section], path: Path, values: Mapping[Path, Any]) -> Section:
-    """Return a section made of the values below a path; what is not given keeps its default."""
+    """Return a section built from the values below a path; other fields have their defaults."""
     arguments: dict[str, Any] = {}
     for name, spec in cls.__dataclass_fields__.items():
         here = (*path, name)

@@ -1,4 +1,4 @@
-"""The whole of the settings in one tree."""
+"""The tree of all settings."""
 
 from typing import Literal
 
@@ -30,7 +30,7 @@ StrategyName = Literal["auto", "none", "ddp", "fsdp", "deepspeed", "megatron", "
 
 @settings
 class Config(Section):
-    """Every setting of a run."""
+    """All settings of a run."""
 
     mixed_precision: PrecisionType = setting("no", "compute precision of forward and backward")
     master_weights: MasterWeights = setting(

@@ -1,4 +1,4 @@
-"""The settings tree as a flat list: every field with its path, type, flags and variables."""
+"""The settings tree as a flat list of fields with their paths, types, flags and variables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,22 +31,22 @@ class FieldInfo:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every name of the flag, underscores spelled, the main one first."""
+        """Every name of the flag with underscores, the main one first."""
         return tuple(dict.fromkeys((self.flag, *self.meta.flags)))
 
     @property
     def variable(self) -> str:
-        """The environment variable of ours."""
+        """The environment variable of hasten."""
         return VARIABLE_PREFIX + self.flag.upper()
 
     @property
     def is_bool(self) -> bool:
-        """Whether the flag may stand alone and be negated."""
+        """True if the flag may be given without a value and negated."""
         return self.type is bool or (get_origin(self.type) in (Union, UnionType) and bool in get_args(self.type))
 
 
 def subsection(tp: Any) -> type[Section] | None:
-    """Return the section class a field holds, if it holds one."""
+    """Return the section class of a field, or None for a plain field."""
     if isinstance(tp, type) and issubclass(tp, Section):
         return tp
     return None
@@ -72,7 +72,7 @@ SETTABLE: Final[tuple[FieldInfo, ...]] = tuple(info for info in FIELDS if not in
 
 
 def section_at(path: Path) -> type[Section] | None:
-    """Return the section class at a path, or None where there is a leaf or nothing."""
+    """Return the section class at a path, or None for a leaf or an unknown path."""
     cls: type[Section] = Config
     for name in path:
         spec = cls.__dataclass_fields__.get(name)

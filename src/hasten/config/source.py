@@ -1,4 +1,4 @@
-"""Where a value came from, and one value given by one source."""
+"""Sources of values, and entries: one value from one source."""
 
 import re
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ Path = tuple[str, ...]  # ("fsdp", "cpu_offload")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of a value: a default, a line of a file, a variable, a flag or an argument in code."""
+    """Origin of a value: a default, a line of a file, a variable, a flag or an argument in code."""
 
     kind: SourceKind = "default"
     detail: str = ""
 
     @property
     def level(self) -> int:
-        """Position in the order of precedence; the highest wins."""
+        """Rank in the order of precedence; the highest wins."""
         return PRECEDENCE.index(self.kind)
 
     def __str__(self) -> str:
-        """Return how the source is named in tables and messages."""
+        """Return the name of the source in tables and messages."""
         match self.kind:
             case "default":
                 return "default"
@@ -45,11 +45,11 @@ DEFAULT: Final = Source()
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting as one source gave it, not yet decoded.
+    """One setting from one source, not yet decoded.
 
-    `text` says that the value came as text (a flag or a variable), so that "4" may mean the number.
-    `said` is how the user wrote the name, when that differs from the path.
-    `weak` marks a value derived from another setting: one given outright by the same kind of source wins over it.
+    `text` is true if the value was given as text (a flag or a variable), so that "4" may mean the number.
+    `said` is the user's spelling of the name, if it differs from the path.
+    `weak` marks a value derived from another setting: an explicit one from the same kind of source takes precedence.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """Where and how the setting was given, as the beginning of a message."""
+        """The source, name and value of the setting, as the start of a message."""
         match self.source.kind:
             case "file":
                 return f"{self.source}: {self.spelled}: {shown(self.value)}"
@@ -84,12 +84,12 @@ class Entry:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as it is written in messages: fsdp.cpu_offload."""
+    """Return a path in dotted form: fsdp.cpu_offload."""
     return ".".join(path)
 
 
 def shown(value: Any) -> str:
-    """Return a value as a settings file spells it; text is quoted where it would read as something else."""
+    """Return a value as written in a settings file; ambiguous text is quoted."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -105,13 +105,13 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A value of a settings file with the line it begins on; mappings and lists hold further marked values."""
+    """Value of a settings file with its line number; mappings and lists contain further marked values."""
 
     value: Any
     line: int
 
     def plain(self) -> Any:
-        """Return the value without marks, all the way down."""
+        """Return the value without marks, recursively."""
         if isinstance(self.value, Mapping):
             return {key: item.plain() for key, item in self.value.items()}
         if isinstance(self.value, list):

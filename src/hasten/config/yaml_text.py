@@ -1,4 +1,4 @@
-"""YAML and JSON text as a tree that remembers its lines; words follow YAML 1.2, so that `no` stays a word."""
+"""Parsing of YAML and JSON text into a tree with line numbers; words follow YAML 1.2, so that `no` stays a word."""
 
 import re
 from collections.abc import Mapping
@@ -18,19 +18,17 @@ _WORDS: Final = MappingProxyType[str, Any](
 )
 _INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
-_LOADER: Final = getattr(
-    yaml, "CBaseLoader", yaml.BaseLoader
-)  # libyaml where PyYAML was built with it: 10 times as fast
-_MOST_NODES: Final = 20_000  # a file that grows beyond this by its aliases is an attack or an accident
+_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml if PyYAML was built with it: 10 times as fast
+_MOST_NODES: Final = 20_000  # a file that exceeds this through its aliases is an attack or an accident
 _MOST_LEVELS: Final = 100
 _MOST_REREAD: Final = 32 * 1024
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)")
 
 
 def parse(text: str, name: str) -> Marked:
-    """Return the tree of a settings file; its top is always a mapping.
+    """Return the tree of a settings file, whose top level is always a mapping.
 
-    Raises: ConfigFileError with file and line for what is not YAML, not a mapping, or names a key twice.
+    Raises: ConfigFileError with file and line for invalid YAML, a file that is not a mapping, or a duplicate key.
     """
     if text.lstrip().startswith("{"):
         text = text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
@@ -55,7 +53,7 @@ def parse(text: str, name: str) -> Marked:
 
 
 def _in_words(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
-    """Return the error as PyYAML's own parser puts it, which names the characters that libyaml does not."""
+    """Return the error of PyYAML's Python parser, which names the characters that libyaml does not."""
     if len(text) <= _MOST_REREAD:
         try:
             for _ in yaml.parse(text, Loader=yaml.BaseLoader):
@@ -66,7 +64,7 @@ def _in_words(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
 
 
 def _check_shape(text: str, name: str) -> None:
-    """Refuse a text that is too deep or too large to be settings, before a tree is made of it: libyaml's recursion has no bound."""
+    """Raise for a text too deep or too large to be settings, before building a tree: libyaml's recursion has no limit."""
     depth = num_nodes = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -87,13 +85,13 @@ def _too_many(name: str, line: int) -> ConfigFileError:
 
 @dataclass(slots=True)
 class Reader:
-    """Turns nodes of one file into marked values, and stops where aliases make it endless or huge."""
+    """Converter of the nodes of one file to marked values, with a limit for aliases."""
 
     name: str
     num_nodes: int = 0
 
     def convert(self, node: yaml.Node, above: tuple[int, ...]) -> Marked:
-        """Return a node and everything below it; `above` are the nodes that hold it."""
+        """Return a node and everything below it as marked values; `above` holds the ids of its ancestors."""
         line = node.start_mark.line + 1
         self.num_nodes += 1
         if id(node) in above:

@@ -1,4 +1,4 @@
-"""Modules of a model: names that survive wrapping, ties, hooks, and the one file that replaces a forward.
+"""Modules of a model: names independent of wrappers, tied parameters, hooks, and replaceable forwards.
 
-Start with `names.py`; `forwarding.py` replaces a forward and undoes it, `hooks.py` holds the established hook classes.
+Start with `names.py`; `forwarding.py` replaces and restores a forward, `hooks.py` holds Accelerate's hook classes.
 """

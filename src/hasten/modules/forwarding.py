@@ -1,8 +1,8 @@
-"""Replacing a module's forward, reversibly: the only file that does so.
+"""Reversible replacement of a module's forward; no other file replaces forwards.
 
-A replaced forward is an object, not a closure: it copies and pickles together with its module (a copied module calls
-its own weights, not the original's), keeps the signature of what it replaces, and traces as one graph under
-`torch.compile`. Replacements stack; each is taken off by its tag.
+A replaced forward is an object, not a closure: it is copied and pickled together with its module (a copied module uses
+its copied weights, not the original's), has the signature of the original forward, and traces as one graph under
+`torch.compile`. Replacements can be stacked; each is removed by its tag.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _FORWARD = "forward"
 
 
 class Forward:
-    """A forward that stands in for another one; subclasses override `__call__` and call `self.inner`."""
+    """Replacement of a module's forward; subclasses override `__call__` and call `self.inner`."""
 
     tag = "plain"
     inner: Callable[..., Any]
     module: nn.Module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         return self.inner(*args, **kwargs)
 
     @property
@@ -38,7 +38,7 @@ class Forward:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if not isinstance(state["inner"], Forward) and _FORWARD not in _overridden(self.module):
-            state["inner"] = None  # the class's own forward: found again through the module
+            state["inner"] = None  # the forward of the class: restored through the module
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Forward:
 
 
 def _overridden(module: nn.Module) -> dict[str, Any]:
-    """What `module` had in its own dictionary under `forward` before the first replacement."""
+    """Return the `forward` in the module's `__dict__` before the first replacement, as a dict; empty if none."""
     first: Any = module.__dict__.get(_FORWARD)
     while isinstance(first, Forward):
         first = first.inner
@@ -57,7 +57,7 @@ def _overridden(module: nn.Module) -> dict[str, Any]:
 
 
 def replace(module: nn.Module, forward: Forward) -> None:
-    """Make `forward` the module's forward, around the one it has now."""
+    """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
     forward.inner = module.forward
     module.__dict__[_FORWARD] = forward
@@ -74,7 +74,7 @@ def find(module: nn.Module, tag: str) -> Forward | None:
 
 
 def restore(module: nn.Module, tag: str) -> bool:
-    """Take the replacement with `tag` off this module; true when there was one."""
+    """Remove the replacement with `tag` from this module; returns whether there was one."""
     outer: Forward | None = None
     forward = module.__dict__.get(_FORWARD)
     while isinstance(forward, Forward):

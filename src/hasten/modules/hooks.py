@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: one object per module, attached and taken off by the names users know."""
+"""Hooks around a module's forward, one per module, with the functions that attach and remove them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Kwargs = dict[str, Any]
 
 
 class ModelHook:
-    """Code that runs around a module's forward. Subclass it and override what you need."""
+    """Base class of hooks around a module's forward. Override the methods you need."""
 
     no_grad = False
     """Run the forward without gradients."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is attached; returns the module."""
+        """Initialise the module when the hook is attached; returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """Called before the forward; returns the arguments it is called with."""
+        """Return the arguments of the forward; called before it."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after the forward; returns the output the caller gets."""
+        """Return the output for the caller; called after the forward."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed; returns the module as it was."""
+        """Restore the module when the hook is removed; returns the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks in a row: before the forward in order, after it in the same order."""
+    """Sequence of hooks, called in order both before and after the forward."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = list(hooks)
@@ -65,14 +65,14 @@ class SequentialHook(ModelHook):
 
 
 class HookForward(forwarding.Forward):
-    """A forward with a hook around it."""
+    """Forward with a hook around it."""
 
     tag = "hook"
 
     def __init__(self, hook: ModelHook) -> None:
         self.hook = hook
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         args, kwargs = self.hook.pre_forward(self.module, *args, **kwargs)
         if self.hook.no_grad:
             with torch.no_grad():
@@ -117,7 +117,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Keeps a layer's weights in a small dtype and computes in a larger one."""
+    """Hook that stores a layer's weights in a small dtype and computes in a larger one."""
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
         self.storage_dtype = storage_dtype

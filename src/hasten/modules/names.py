@@ -1,4 +1,4 @@
-"""Names of parameters that stay the same however a model is wrapped, and which names are tied together."""
+"""Canonical names of parameters, independent of wrappers, and groups of tied names."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 _WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Attributes under which torch's wrappers keep the module they wrap; no model of a user has such names."""
+"""Attributes in which torch's wrappers store the wrapped module; models of users do not have such names."""
 _WRAPPER_CLASSES: Final = (DistributedDataParallel, DataParallel)
-"""Wrappers that keep the module under `module`, a name that a user's model may have as well."""
+"""Wrappers that store the module as `module`, a name that a user's model may have as well."""
 
 
 def plain_name(name: str) -> str:
-    """`name` without the parts that compiling, recomputing and sharding wrappers put into it, wherever they are."""
+    """Return `name` without the parts that compile, checkpoint and sharding wrappers add anywhere in it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def canonical_name(name: str, model: nn.Module | None = None) -> str:
-    """`name` without the parts that wrappers (DDP, compile, checkpointing, FSDP) put into it.
+    """Return `name` without the parts that wrappers (DDP, compile, checkpointing, FSDP) add.
 
-    With the `model` the name belongs to, `module` is dropped exactly where a wrapper put it. Without it, as for a key in
-    a file, only leading ones are.
+    With the `model` of the name, `module` is removed exactly where a wrapper added it. Without it, as for a key in
+    a file, only leading ones are removed.
     """
     parts = name.split(".")
     if model is None:
@@ -51,24 +51,24 @@ def canonical_name(name: str, model: nn.Module | None = None) -> str:
 
 
 def _child(module: object, part: str) -> object:
-    """Return the submodule `part` without __getattr__, which wrappers forward to what they wrap."""
+    """Return the submodule `part` without __getattr__, which wrappers forward to the wrapped module."""
     return module._modules.get(part) if isinstance(module, nn.Module) else None
 
 
 def named_parameters(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by canonical name, in the model's order; with `tied`, under every name they have."""
+    """Yield the parameters with their canonical names, in the model's order; with `tied`, under all their names."""
     for name, parameter in model.named_parameters(remove_duplicate=not tied):
         yield canonical_name(name, model), parameter
 
 
 def named_buffers(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Buffers by canonical name, in the model's order; with `tied`, under every name they have."""
+    """Yield the buffers with their canonical names, in the model's order; with `tied`, under all their names."""
     for name, buffer in model.named_buffers(remove_duplicate=not tied):
         yield canonical_name(name, model), buffer
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the sets of canonical names that are one and the same parameter, each and all in the model's order."""
+    """Return the groups of canonical names that refer to the same parameter, in the model's order."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in named_parameters(model, tied=True):
         names = by_id.setdefault(id(parameter), [])
@@ -78,38 +78,38 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 TAG = "pipeline"
-"""The tag of the forward that runs a stage."""
+"""Tag of the forward that runs a pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The part of a whole model that one rank holds. Names are those of the whole model."""
+    """Portion of a whole model held by one rank, such as a pipeline stage. Names are those of the whole model."""
 
     state_keys: tuple[str, ...]
     """Every key of the whole model's state dict, in its order."""
     parameters: frozenset[str]
     """Every parameter of the whole model, a tied one under its first name."""
     own_keys: frozenset[str]
-    """The state this rank writes into checkpoints."""
+    """State dict keys that this rank writes into checkpoints."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Names of the whole model that are one parameter."""
+    """Groups of names of the whole model that refer to one parameter."""
     whole_names: dict[str, str] = field(default_factory=dict)
-    """A parameter's name on this rank to its first name in the whole model, where another rank holds that one."""
+    """First name in the whole model by name on this rank, for parameters whose first name is on another rank."""
     copies: frozenset[str] = frozenset()
-    """Parameters here (by their name in the whole model) that another rank holds as well, and counts and writes."""
+    """Parameters on this rank (by their name in the whole model) that another rank also holds, counts and writes."""
     axes: frozenset[Axis] = frozenset({Axis.PP})
-    """The axes along which ranks hold different parts."""
+    """Mesh axes along which ranks hold different portions."""
     first: bool = True
-    """No earlier rank along those axes holds the same part."""
+    """True if no earlier rank along those axes holds the same portion."""
 
     def whole_name(self, name: str) -> str:
-        """Return the first name in the whole model of a parameter that has `name` on this rank."""
+        """Return the first name in the whole model of the parameter called `name` on this rank."""
         return self.whole_names.get(name, name)
 
 
 def stage_part(model: nn.Module) -> StagePart | None:
-    """What the model is a part of; None when it is whole."""
-    if (own := model.__dict__.get("stage_part")) is not None:  # cut by an engine, not by a forward of ours
+    """Return the portion of the whole model that `model` holds; None for a whole model."""
+    if (own := model.__dict__.get("stage_part")) is not None:  # split by an engine, not by a forward of hasten
         found: StagePart = own
         return found
     forward = forwarding.find(model, TAG)
@@ -128,7 +128,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def whole_of(value: DTensor) -> Tensor:
     """Return the whole tensor on every rank, gathered along one axis of the mesh after the other. Ranks: the mesh.
 
-    `full_tensor()` gathers in the same steps where a dimension is sharded along several axes, and logs a warning on every rank.
+    `full_tensor()` gathers in the same steps if a dimension is sharded along several axes, but logs a warning on every rank.
     """
     replicate = placements().Replicate()
     for axis, placement in enumerate(value.placements):
@@ -138,6 +138,6 @@ def whole_of(value: DTensor) -> Tensor:
     return value.to_local()
 
 
-def placements() -> Any:  # Any: a module of torch's, typed nowhere
-    """The module that holds `DTensor`, `Shard`, `Replicate`, `Partial` and `distribute_tensor`, loaded on first use."""
+def placements() -> Any:  # Any: an untyped module of torch
+    """Import and return the module with `DTensor`, `Shard`, `Replicate`, `Partial` and `distribute_tensor`."""
     return need("torch.distributed.tensor")

@@ -1,4 +1,4 @@
-"""Finding and replacing modules inside a model."""
+"""Functions that find and replace modules inside a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds `name`, and the name it holds it under."""
+    """Return the parent module of `name`, and the attribute name in it."""
     path, _, child = name.rpartition(".")
     return model.get_submodule(path), child
 
 
 def swap(model: nn.Module, name: str, fresh: nn.Module) -> nn.Module:
-    """Put `fresh` in the place of the module called `name`; the module that was there."""
+    """Replace the module called `name` by `fresh`; returns the old module."""
     parent, child = parent_of(model, name)
     old = parent.get_submodule(child)
     parent.register_module(child, fresh)
@@ -28,10 +28,10 @@ def swap_where(
     wanted: Callable[[str, nn.Module], bool],
     make: Callable[[str, nn.Module], nn.Module],
 ) -> list[str]:
-    """Replace every wanted module by `make(name, module)`; the names replaced.
+    """Replace every wanted module by `make(name, module)`; returns the names.
 
-    A module reachable under several names is made once and put in all its places. Parts of a replaced module are not
-    looked at.
+    A module with several names is made once and replaced under all of them. Submodules of a replaced module are
+    skipped.
     """
     done: list[str] = []
     fresh: dict[int, nn.Module] = {}
@@ -51,7 +51,7 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of one class that a ModuleList or Sequential repeats: the blocks worth treating alike."""
+    """Return the blocks of the model: modules of one class that a ModuleList or Sequential repeats."""
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
@@ -68,7 +68,7 @@ def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes `tensor` takes, or would take in `dtype` (floating point tensors only change)."""
+    """Return the bytes of `tensor`, or its bytes in `dtype`, which applies to floating point tensors only."""
     if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.numel() * dtype.itemsize
     return tensor.numel() * tensor.element_size()
@@ -83,7 +83,7 @@ def named_tensors(model: nn.Module, persistent_only: bool = False) -> Iterator[t
 
 
 def own_buffers(module: nn.Module, persistent_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that the module itself has registered; with `persistent_only`, those that belong to its state."""
+    """Yield the buffers registered on the module itself; with `persistent_only`, only those in its state dict."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if not persistent_only or name not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -94,7 +94,7 @@ def module_bytes(
 ) -> dict[str, int]:
     """Return the bytes of each module, parameter and buffer by name; the empty name is the whole model.
 
-    A tensor shared by two modules counts in both, and once in every module that holds both.
+    A tensor shared by two modules counts in both, and once in every module that contains both.
     """
     special = special_dtypes or {}
     held: dict[str, dict[int, int]] = {"": {}}
@@ -110,7 +110,7 @@ _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alp
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Return whether any module has a dropout rate above zero, as a layer or as a number it hands to attention."""
+    """Return whether any module has a dropout rate above zero, as a layer or as an attribute passed to attention."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name.lower() and isinstance(value, float)]
         if isinstance(module, _DROPOUTS):

@@ -1,4 +1,4 @@
-"""Mixed precision by autocast around a model's forward, with fp16's loss scaling where it is asked for."""
+"""Mixed precision by autocast around a model's forward, with loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class AutocastForward(forwarding.Forward):
-    """A forward under autocast, whose half-precision outputs come back as float32 unless they are to be kept."""
+    """Forward under autocast, whose half-precision outputs are converted to float32 unless `keep_outputs` is set."""
 
     tag = "autocast"
 
@@ -30,7 +30,7 @@ class AutocastForward(forwarding.Forward):
         self.cache = cache
         self.keep_outputs = keep_outputs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         if torch.compiler.is_compiling():
             with torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache):
                 out = self.inner(*args, **kwargs)
@@ -43,7 +43,7 @@ class AutocastForward(forwarding.Forward):
         return to_fp32(out)
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autocast without the object: a third of its cost, and safe when forwards nest or threads meet."""
+        """Call the forward with autocast set directly: a third of the context manager's cost, safe with nesting and threads."""
         kind = self.device_type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cached = torch.is_autocast_cache_enabled()
@@ -126,7 +126,7 @@ class AutocastPrecision:
 
 
 def refuse_half_weights(model: nn.Module) -> None:
-    """Raise when the model trains float16 weights, whose updates a loss scaler cannot protect."""
+    """Raise if the model trains float16 weights, whose updates a loss scaler cannot protect."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if names:
         more = "" if len(names) == 1 else f" and {len(names) - 1} more"

@@ -1,4 +1,4 @@
-"""The Precision protocol: in which numbers a model computes, and what that asks of backward and step."""
+"""The Precision protocol: the compute precision of a model, and its effects on backward and step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hasten.config.sections.loop import AutocastKwargs, PrecisionType
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What became of one optimizer step."""
+    """Result of one optimizer step."""
 
     applied: bool
-    """False when gradients overflowed or a number was not finite, and the update was skipped."""
+    """False if gradients overflowed or were not finite, so that the update was skipped."""
     scale: float | None = None
-    """The loss scale in force, when the loss is scaled."""
+    """The current loss scale, if the loss is scaled."""
     value: Any = None
-    """What the optimizer's own `step()` returned."""
+    """Return value of the optimizer's `step()`."""
 
 
 APPLIED: Final = StepResult(applied=True)
@@ -36,19 +36,19 @@ class Precision(Protocol):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler, or None where losses are not scaled: then `scale`, `unscale` and `step` add nothing."""
+        """The loss scaler, or None if losses are not scaled; then `scale` and `unscale` do nothing, and `step` is a plain step."""
         ...
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model, computing in this precision from now on; the same object. Converting twice is harmless."""
+        """Make the model compute in this precision, in place; converting it again does nothing."""
         ...
 
     def restore(self, model: nn.Module) -> nn.Module:
-        """The model with its own forward again; weights are never changed by `convert`, so nothing else is undone."""
+        """Restore the model's original forward; `convert` never changes weights, so nothing else is undone."""
         ...
 
     def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """Return a block that computes in this precision, for code outside a prepared model."""
+        """Return a context manager that computes in this precision, for code outside a prepared model."""
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -70,16 +70,16 @@ class Precision(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to go on later, as plain values; empty when there is nothing."""
+        """Return the state to save in a checkpoint, as plain values; empty if there is none."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         ...
 
 
 class FullPrecision:
-    """Nothing is cast and nothing is scaled."""
+    """Full precision, without casts and loss scaling."""
 
     spec: PrecisionType = "no"
     scaler: torch.amp.GradScaler | None = None

@@ -1,4 +1,4 @@
-"""Turn a precision setting into a Precision, or say what the device can do instead."""
+"""Factory of a Precision from its setting, which raises if the device does not support it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def build(
     """Return the Precision for `spec` on `device`.
 
     `comm` holds the ranks that must agree on an overflow. `in_flight` counts the losses whose gradients no optimizer
-    has used yet (`StepClock.in_flight`): the loss scale does not move under them. `sharded` says that parameters are
-    spread by FSDP2; `scales` is false where an engine scales losses by itself.
+    has used yet (`StepClock.in_flight`): the loss scale does not change meanwhile. `sharded` is true if parameters are
+    sharded by FSDP2; `scales` is false if an engine scales losses itself.
 
-    Raises: PrecisionError when the device cannot compute in it, naming what it can.
+    Raises: PrecisionError if the device does not support it, naming the supported ones.
     """
     kwargs = autocast or AutocastKwargs()
     match spec:
@@ -55,13 +55,13 @@ def build(
 
 
 def supported(device: torch.device) -> list[str]:
-    """Return the half precisions `device` computes in natively, by their setting's name."""
+    """Return the half precisions that `device` supports natively, by the name of their setting."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     return [names[dtype] for dtype in kind_of(device).autocast if dtype in names and _computes(dtype, device)]
 
 
 def check_autocast(spec: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise when `device` cannot compute in `dtype`."""
+    """Raise if `device` cannot compute in `dtype`."""
     if dtype in kind_of(device).autocast and _computes(dtype, device):
         return
     others = [repr(name) for name in [*supported(device), "no"] if name != spec]

@@ -1,4 +1,4 @@
-"""fp8 training: linear layers computed in 8-bit floats by torchao or Transformer Engine, the rest in bf16."""
+"""fp8 training: linear layers computed in 8-bit floats by torchao or Transformer Engine, everything else in bf16."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def choose_backend(wanted: Literal["auto", "ao", "te"]) -> Literal["ao", "te"]:
 
 
 def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
-    """Raise when `device` has no fp8 arithmetic (torchao emulates it on the CPU)."""
+    """Raise if `device` has no fp8 arithmetic (torchao emulates it on the CPU)."""
     if device.type == "cpu" and backend == "ao":
         log.warning("fp8 on the CPU is emulated: right for trying a script out, slower than float32")
         return
@@ -110,7 +110,7 @@ def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
 
 
 def layer_filter(model: nn.Module, recipe: AORecipeKwargs) -> Callable[[nn.Module, str], bool]:
-    """Return which layers are converted: the user's choice, or all linear layers but the first and the last."""
+    """Return a predicate of the layers to convert: the user's filter, or all linear layers but the first and the last."""
     if recipe.module_filter_func is not None:
         return recipe.module_filter_func
     names = surgery.linear_names(model)
@@ -125,7 +125,7 @@ def layer_filter(model: nn.Module, recipe: AORecipeKwargs) -> Callable[[nn.Modul
 
 
 def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded: bool) -> list[str]:
-    """Turn the model's linear layers into torchao's, keeping their parameters; the names turned."""
+    """Convert the model's linear layers to torchao's with the same parameters; returns their names."""
     ao = need("torchao.float8", ">=0.12", "mixed_precision='fp8'")
     if recipe.config is not None:
         config = recipe.config
@@ -150,7 +150,7 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
 
 
 class TEForward(forwarding.Forward):
-    """A forward under Transformer Engine's fp8 autocast."""
+    """Forward under Transformer Engine's fp8 autocast."""
 
     tag = "transformer_engine"
 
@@ -158,7 +158,7 @@ class TEForward(forwarding.Forward):
         self.recipe = recipe
         self.in_eval = in_eval
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         enabled = self.module.training or self.in_eval
         te = need("transformer_engine.pytorch")
         context = te.fp8_autocast(enabled=True, fp8_recipe=self.recipe) if enabled else nullcontext()
@@ -167,7 +167,7 @@ class TEForward(forwarding.Forward):
 
 
 def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
-    """Turn the model's linear layers into Transformer Engine's, keeping their parameters; the names turned."""
+    """Convert the model's linear layers to Transformer Engine's with the same parameters; returns their names."""
     te = need("transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'")
 
     def wanted(name: str, module: nn.Module) -> bool:
@@ -187,8 +187,8 @@ def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
     return names
 
 
-def te_recipe(recipe: TERecipeKwargs) -> Any:  # Any: Transformer Engine's own classes
-    """Settings as a recipe of Transformer Engine."""
+def te_recipe(recipe: TERecipeKwargs) -> Any:  # Any: classes of Transformer Engine
+    """Return the settings as a recipe of Transformer Engine."""
     recipes = need("transformer_engine.common.recipe", why="mixed_precision='fp8' with backend 'te'")
     chosen = getattr(recipes.Format, recipe.fp8_format)
     if recipe.use_mxfp8_block_scaling:

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling whose overflow is agreed on by all ranks."""
+"""Dynamic loss scaling in which all ranks agree on an overflow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hasten.errors import HastenWarning, LossScaleError, StepError
 from hasten.precision.base import StepResult
 
 _WARN_AFTER: Final = 8
-"""Updates skipped in a row after which a warning is due: more than an ordinary start needs."""
+"""Number of consecutive skipped updates before a warning: more than in an ordinary start."""
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler, stepping on all ranks or on none.
+    """torch's GradScaler, which steps on all ranks or on none.
 
     The scale changes at the next backward rather than inside a step, so that two optimizers whose losses were scaled
     together are unscaled by the same number.
@@ -36,7 +36,7 @@ class LossScaler(torch.amp.GradScaler):
             enabled=kwargs.enabled,
         )
         self.due = False
-        """A step was decided since the last update."""
+        """True if a step was taken or skipped since the last update."""
         self._comm = comm if comm is not None and comm.size > 1 else None
         self._overflowed = False
         self._good_steps = 0
@@ -44,12 +44,12 @@ class LossScaler(torch.amp.GradScaler):
         self._stepped = 0
         self._max_skipped = kwargs.max_skipped_steps
         self._skipped = 0
-        """Updates skipped in a row; several optimizers that step at one scale count once."""
+        """Number of consecutive skipped updates; several optimizers that step at one scale count once."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per step.
 
-        Ranks: every rank; the overflow is agreed on here.
+        Ranks: every rank; they agree on the overflow here.
         """
         if not self._enabled or self._stage(optimizer) is not OptState.READY:
             return
@@ -58,7 +58,7 @@ class LossScaler(torch.amp.GradScaler):
         self._agree(optimizer)
 
     def step_if_finite(self, optimizer: torch.optim.Optimizer) -> StepResult:
-        """Step the optimizer unless a gradient overflowed on some rank.
+        """Step the optimizer unless a gradient overflowed on any rank.
 
         Ranks: every rank.
         """
@@ -74,7 +74,7 @@ class LossScaler(torch.amp.GradScaler):
         return StepResult(applied=not overflow, scale=self._known_scale, value=value)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale: down after an overflow, up after enough steps without one."""
+        """Adjust the scale: down after an overflow, up after enough steps without one."""
         self.due = False
         seen = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
         if not self._enabled or (new_scale is None and not seen):
@@ -88,9 +88,9 @@ class LossScaler(torch.amp.GradScaler):
         self._watch()
 
     def _watch(self) -> None:
-        """Warn of updates skipped in a row, and stop where no scale will help. The same on all ranks.
+        """Warn about consecutive skipped updates, and raise if no scale will help. The same on all ranks.
 
-        Raises: LossScaleError after the number of updates the settings allow, or when the scale has run out.
+        Raises: LossScaleError after the allowed number of skipped updates, or if the scale has reached zero.
         """
         if self._skipped == _WARN_AFTER:
             warnings.warn(
@@ -111,7 +111,7 @@ class LossScaler(torch.amp.GradScaler):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved scale."""
+        """Restore a saved scale."""
         super().load_state_dict(state_dict)
         if self._enabled:
             self._known_scale, self._good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
@@ -122,7 +122,7 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's parts of the gradients; torch's own cannot take shards and whole tensors together."""
+        """Unscale this rank's gradient shards; torch's method does not support shards and full tensors together."""
         found: dict[torch.device, Tensor] = {}
         parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for part in _own_parts(optimizer):
@@ -152,7 +152,7 @@ class LossScaler(torch.amp.GradScaler):
         return found
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make every rank see an overflow that any rank saw; a rank without gradients joins with none."""
+        """Share an overflow on any rank with every rank; a rank without gradients contributes no overflow."""
         found = self._verdicts(optimizer)
         if self._comm is None:
             return
@@ -166,7 +166,7 @@ class LossScaler(torch.amp.GradScaler):
             flag.copy_(agreed)
 
     def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the optimizer's verdict for the next update, and let its next window begin afresh."""
+        """Store the optimizer's overflow flags for the next update, and reset its state for the next window."""
         state = self._per_optimizer_states.pop(id(optimizer))
         if state["found_inf_per_device"]:
             self._stepped += 1
@@ -174,17 +174,17 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def _own_parts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield this rank's parts of the gradients, dense."""
+    """Yield this rank's gradient shards as dense tensors."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is None:
                 continue
             if grad.is_sparse:
-                if grad.dtype is torch.float16:  # adding up duplicates may overflow: look at their sums
+                if grad.dtype is torch.float16:  # summing duplicates may overflow, so check the sums
                     parameter.grad = grad = grad.coalesce()
                 yield grad._values()
             else:
-                # Only shards have this method; their class is not imported for runs that have none.
+                # Only DTensors have this method; their class is not imported for runs without shards.
                 local = getattr(grad, "to_local", None)
                 yield grad if local is None else local()

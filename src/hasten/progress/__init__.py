@@ -1,4 +1,4 @@
-"""Progress bars in terminals, notebooks and log files, throughput, memory and stragglers.
+"""Progress bars in terminals, notebooks and log files, with throughput, memory and stragglers.
 
 Start with `bar.py`; `build.py` chooses a display, `meter.py` computes rates, `straggler.py` compares the ranks' speed.
 """

@@ -1,4 +1,4 @@
-"""Progress over an iterable: steps, values, rates, memory, time left; shown by the main process."""
+"""Progress over an iterable: steps, values, rates, memory, time left; displayed by the main process."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from hasten.progress.scalars import LateScalars
 from hasten.progress.straggler import Pulse, StragglerWatch
 
 T = TypeVar("T")
-Counter = Callable[[Any], int]  # Any: a batch of the user's own shape
+Counter = Callable[[Any], int]  # Any: a batch of any type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a progress bar may know about the process it runs in."""
+    """Environment of a progress bar: display, process, memory gauge and straggler detection."""
 
     display: Display
     is_main: bool = True
-    replicas: int = 1  # processes that read different samples: rates are those of all of them
+    replicas: int = 1  # processes that read different samples; rates are totals over all of them
     memory: MemoryGauge | None = None
     pulse: Pulse | None = None
     watch: StragglerWatch | None = None
 
 
 class Progress(Generic[T]):
-    """Iterates over what it was given and shows how it goes; also usable by hand with `update`.
+    """Iterator over an iterable that displays its progress; also usable by hand with `update`.
 
-    Ranks: every rank may use it; only the main one shows anything, the others leave notes about their pace.
+    Ranks: every rank may use it; only the main one displays anything, the others post their step times.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Progress(Generic[T]):
         samples: Counter | None = None,
         tokens: Counter | None = None,
     ) -> None:
-        """`samples` and `tokens` count what one batch holds; by default its rows, and its `input_ids`.
+        """Create a progress bar; `samples` and `tokens` count those of a batch, by default its rows and its `input_ids`.
 
-        `initial` are the steps that were done before; by default the batches that a resumed loader does not give again.
+        `initial` is the number of earlier steps; by default the batches that a resumed loader skips.
         """
         self._iterable = iterable
         self._here = here
@@ -64,7 +64,7 @@ class Progress(Generic[T]):
         self._late = LateScalars()
         self._next_draw_s = 0.0
         self._open = True
-        self._hint = ""  # of the bar whose steps are slow, not of those around it
+        self._hint = ""  # of the bar whose steps are slow, not of enclosing bars
 
     def __len__(self) -> int:
         if self._meter.total is None:
@@ -87,17 +87,17 @@ class Progress(Generic[T]):
                     pulse.asked()
 
     def show(self, **values: float | str | Tensor) -> None:
-        """Show these values beside the bar from now on; a tensor's number appears when it is ready, without waiting."""
+        """Display these values beside the bar; a tensor's number appears when it is ready, without waiting."""
         if self._here.is_main:
             self._late.give(values)
 
     def note(self, line: str, unless_in_place: bool = False) -> None:
-        """Show a line of text: above the bar, or in the log file; with `unless_in_place`, in the log file only."""
+        """Display a line of text: above the bar, or in the log file; with `unless_in_place`, in the log file only."""
         if self._here.is_main and not (unless_in_place and self._here.display.in_place):
             self._here.display.note(line)
 
     def update(self, steps: int = 1, samples: int = 0, tokens: int = 0) -> None:
-        """Count `steps` done by hand, with the samples and tokens this process saw in them."""
+        """Count `steps` by hand, with the samples and tokens that this process has seen in them."""
         meter, replicas = self._meter, self._here.replicas
         meter.step += steps
         meter.samples += samples * replicas
@@ -107,7 +107,7 @@ class Progress(Generic[T]):
             self._here.pulse.asked()
 
     def close(self) -> None:
-        """Show the last state; a second call does nothing."""
+        """Display the last state; a second call does nothing."""
         atexit.unregister(self.close)
         if self._open:
             self._open = False
@@ -116,7 +116,7 @@ class Progress(Generic[T]):
                 self._here.display.close(self._complete(self._meter.read_all(now, self._desc), wait=True))
 
     def __enter__(self) -> Self:
-        # a loop left by `break` may end with the process, when nothing can be shown any more
+        # a loop left by `break` may end with the process, when nothing can be displayed any more
         atexit.register(self.close)
         return self
 
@@ -138,7 +138,7 @@ class Progress(Generic[T]):
         if here.watch is not None and here.pulse is not None:
             known = here.watch.found
             here.watch.tick(now, here.pulse)
-            if here.watch.found is not known:  # it has looked again, in a step of this bar
+            if here.watch.found is not known:  # checked again, in a step of this bar
                 self._hint = str(here.watch.found)
         if here.is_main and now >= self._next_draw_s:
             self._next_draw_s = now + here.display.every_s
@@ -155,7 +155,7 @@ class Progress(Generic[T]):
         )
 
     def _shows(self, watch: StragglerWatch) -> bool:
-        """Whether the hint is to be shown: all the time where it is redrawn in place, once for each rank where lines stay."""
+        """Return whether to display the hint: always in displays that redraw in place, once per rank in log files."""
         if not isinstance(self._here.display, LineDisplay) or watch.found is None:
             return True
         new = watch.found.rank not in watch.named
@@ -163,22 +163,22 @@ class Progress(Generic[T]):
         return new
 
 
-def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its length is asked
+def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its length is used
     try:
         return len(iterable)  # type: ignore[arg-type]
-    except TypeError:  # a stream has no length, and that is all a bar needs to know
+    except TypeError:  # an iterable without a length
         return None
 
 
-def _rows(batch: Any) -> int:  # Any: a batch of the user's own shape
-    if type(batch) is dict or isinstance(batch, Mapping):  # the common batch, without walking all of it
+def _rows(batch: Any) -> int:  # Any: a batch of any type
+    if type(batch) is dict or isinstance(batch, Mapping):  # the common batch, without a full traversal
         for value in batch.values():
             if isinstance(value, Tensor) and value.ndim:
                 return value.shape[0]
     return trees.batch_size(batch) or 0
 
 
-def _input_ids(batch: Any) -> int:  # Any: a batch of the user's own shape
+def _input_ids(batch: Any) -> int:  # Any: a batch of any type
     if type(batch) is not dict and not isinstance(batch, Mapping):
         return 0
     tokens = batch.get("input_ids")

@@ -1,4 +1,4 @@
-"""Put a Progress together from what an Accelerator knows."""
+"""Construction of a Progress from the context of an Accelerator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class ProgressMaker:
-    """Makes the progress bars of one Accelerator: they share a console, a pulse and a watch over the other ranks."""
+    """Factory of the progress bars of one Accelerator, which share a console, a pulse and a straggler watch."""
 
     def __init__(self, ctx: ProcessContext) -> None:
         self._ctx = ctx
         self.pulse = Pulse(ctx.device)
-        """Told when a backward pass begins."""
+        """Notified when a backward pass starts."""
         self._watch = straggler_watch(ctx)
-        self._console = error_console()  # one for all bars: those inside each other share the screen
+        self._console = error_console()  # one for all bars: nested bars share the screen
 
     def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
         options = {"console": self._console, **options}
@@ -33,8 +33,8 @@ class ProgressMaker:
 
 
 def straggler_watch(ctx: ProcessContext, every_s: float = 10.0) -> StragglerWatch | None:
-    """Return a watch over the ranks of the world, or None where there is one rank or no store to leave notes in."""
-    store = getattr(ctx.world, "store", None)  # not part of Comm: a hint is the only thing that wants it
+    """Return a straggler watch over the ranks of the world, or None with a single rank or without a store."""
+    store = getattr(ctx.world, "store", None)  # not part of Comm: only the straggler hint needs it
     if ctx.world.size < 2 or store is None:
         return None
     return StragglerWatch(StoreNotes(store), ctx.world.rank, ctx.world.size, every_s)
@@ -56,7 +56,7 @@ def progress(
 ) -> Progress[T]:
     """Return a progress bar over `iterable` for this process.
 
-    `pulse` is told by the Accelerator when a backward pass begins; without it there are no straggler hints.
+    The Accelerator notifies `pulse` when a backward pass starts; without it there are no straggler hints.
     """
     is_main = ctx.topology.rank == 0
     here = Surroundings(

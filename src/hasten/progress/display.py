@@ -1,4 +1,4 @@
-"""Where progress is shown: a bar in a terminal, an updated cell in a notebook, plain lines in a file."""
+"""Displays of progress: a bar in a terminal, an updated cell in a notebook, plain lines in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 16  # characters of a full bar
 
 
 class Display(Protocol):
-    """Shows readings; `every_s` is how often it wants one. `in_place` displays replace what they showed before."""
+    """Output of readings, drawn every `every_s` seconds; `in_place` displays replace their previous output."""
 
     every_s: float
     in_place: bool
@@ -29,7 +29,7 @@ class Display(Protocol):
 
 
 class TerminalDisplay:
-    """A bar that redraws itself in place; prints of the program appear above it."""
+    """Bar that is redrawn in place; output of the program appears above it."""
 
     in_place = True
 
@@ -39,7 +39,7 @@ class TerminalDisplay:
         self._live: Live | None = None
 
     def draw(self, reading: Reading) -> None:
-        """Redraw the bar, and begin it the first time."""
+        """Redraw the bar, and create it the first time."""
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
@@ -50,7 +50,7 @@ class TerminalDisplay:
         self._console.print(Text(line))
 
     def close(self, reading: Reading) -> None:
-        """Draw the last state and leave the terminal as it was."""
+        """Draw the last state and restore the terminal."""
         self.draw(reading)
         if self._live is not None:
             self._live.stop()
@@ -58,7 +58,7 @@ class TerminalDisplay:
 
 
 def rendered(reading: Reading, ascii_only: bool = False) -> Text:
-    """Return the bar of a terminal, and the hint under it: one text, which rich draws three times faster than a table."""
+    """Return the bar of a terminal with the hint under it: one text, which rich draws three times faster than a table."""
     mark = "-" if ascii_only else "━"
     done = _WIDTH if reading.total is None else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
     bar = Text.assemble(
@@ -72,7 +72,7 @@ def rendered(reading: Reading, ascii_only: bool = False) -> Text:
 
 
 class LineDisplay:
-    """One line of plain text now and then: what a log file wants."""
+    """Periodic lines of plain text, for log files."""
 
     in_place = False
 
@@ -95,7 +95,7 @@ class LineDisplay:
 
 
 class NotebookDisplay:
-    """One output of a notebook cell, updated in place; text where the front end shows no HTML."""
+    """Output of a notebook cell that is updated in place; plain text if the front end shows no HTML."""
 
     in_place = True
 
@@ -112,7 +112,7 @@ class NotebookDisplay:
             self._handle.update(content, raw=True)
 
     def note(self, line: str) -> None:
-        """Show a line as an output of its own."""
+        """Show a line as a separate output."""
         need("IPython.display").display({"text/plain": line}, raw=True)
 
     def close(self, reading: Reading) -> None:
@@ -128,7 +128,7 @@ def _markup(reading: Reading) -> str:
 
 
 class NoDisplay:
-    """Shows nothing: the display of all processes but the main one."""
+    """Display without output, for all processes but the main one."""
 
     every_s = float("inf")
     in_place = True
@@ -146,14 +146,14 @@ class NoDisplay:
 def error_console() -> Console:
     """Return a console on stderr that is a terminal only if stderr is one.
 
-    rich also takes FORCE_COLOR for a terminal, which notebooks set for the processes they start; a bar would fill their
-    output with codes that move a cursor.
+    rich also takes FORCE_COLOR, which notebooks set in their child processes, as the sign of a terminal; a bar would fill their
+    output with cursor movement codes.
     """
     return Console(stderr=True, force_terminal=sys.stderr.isatty())
 
 
 def choose_display(console: Console, *, is_main: bool = True, every_s: float | None = None) -> Display:
-    """Return the display that fits where `console` writes to."""
+    """Return the display that fits the output of `console`."""
     given = {} if every_s is None else {"every_s": every_s}
     if not is_main:
         return NoDisplay()

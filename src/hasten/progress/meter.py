@@ -1,4 +1,4 @@
-"""How far and how fast: counts in, rates and remaining time out. Pure arithmetic."""
+"""Rates and remaining time computed from counts of steps, samples and tokens. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from hasten.runtime.devices import kind_of
 
-_WINDOW = 30  # draws a rate is averaged over
+_WINDOW = 30  # number of draws over which a rate is averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Everything a display shows at one moment."""
+    """Values of a display at one moment."""
 
     desc: str = ""
     step: int = 0
@@ -35,7 +35,7 @@ class Reading:
 
 
 class Meter:
-    """Counts of steps, samples and tokens over time."""
+    """Counter of steps, samples and tokens over time."""
 
     def __init__(self, total: int | None, now_s: float, initial: int = 0) -> None:
         self.total = total
@@ -45,13 +45,13 @@ class Meter:
         self.begin_at(initial)
 
     def begin_at(self, step: int) -> None:
-        """Count on from this step, which an earlier run had reached: rates are those of the steps behind it."""
+        """Start counting at this step, reached by an earlier run; rates cover only later steps."""
         self.step = self._initial = step
         self._marks.clear()
         self._marks.append((self._began_s, step, 0, 0))
 
     def read(self, now_s: float, desc: str = "") -> Reading:
-        """Return the rates since the oldest mark of the window, and the time left at that rate; sets a new mark."""
+        """Return the rates since the oldest mark of the window and the time left, and add a mark."""
         then_s, steps, samples, tokens = self._marks[0]
         seconds = max(now_s - then_s, 1e-9)
         rate = (self.step - steps) / seconds
@@ -76,7 +76,7 @@ class Meter:
 
 
 class MemoryGauge:
-    """Bytes in use by this process, and how many there are."""
+    """Gauge of the memory used by this process, and of the device's total memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,7 +84,7 @@ class MemoryGauge:
         self.total_bytes = self._total()
 
     def used_bytes(self) -> int | None:
-        """Memory the process holds: reserved by torch on a device, resident on the host."""
+        """Return the memory of the process: reserved by torch on a device, resident on the host."""
         if self._module is None:
             return _resident_bytes()
         reserved = getattr(self._module, "memory_reserved", None)

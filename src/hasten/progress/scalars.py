@@ -1,4 +1,4 @@
-"""Read scalar tensors in bulk, or without ever waiting for their device."""
+"""Reading of scalar tensors in bulk, or without waiting for their device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.runtime.devices import kind_of
 
 
 def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the numbers in one-element `tensors`: one transfer per device and dtype, however many tensors there are."""
+    """Return the numbers in one-element `tensors`, with one transfer per device and dtype."""
     if not tensors:
         return []
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -19,7 +19,7 @@ def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     numbers: list[float] = [0.0] * len(tensors)
     for indices in groups.values():
-        if kind_of(tensors[indices[0]].device).lazy:  # joining them would be a program for each number of tensors
+        if kind_of(tensors[indices[0]].device).lazy:  # stacking would compile a program for each number of tensors
             for index in indices:
                 numbers[index] = float(tensors[index])
             continue
@@ -32,7 +32,7 @@ def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class LateScalars:
-    """The newest values that have arrived on the host; reading never waits unless asked to."""
+    """The newest values that have arrived on the host; reading does not wait unless requested."""
 
     def __init__(self) -> None:
         self._given: dict[str, float | str | Tensor] = {}
@@ -40,7 +40,7 @@ class LateScalars:
         self._sent: tuple[list[str], Tensor, torch.Event] | None = None
 
     def give(self, values: Mapping[str, float | str | Tensor]) -> None:
-        """Remember the newest values; tensors stay as and where they are, as in the caller's own variable."""
+        """Store the newest values; tensors are neither copied nor moved."""
         self._given.update(values)
 
     def read(self, wait: bool = False) -> dict[str, float | str]:
@@ -56,7 +56,7 @@ class LateScalars:
         return {name: self._shown[name] for name in self._given if name in self._shown}
 
     def _send(self) -> None:
-        """Start a copy to the host and leave an event behind it."""
+        """Start a copy to the host and record an event after it."""
         waiting = {n: v for n, v in self._given.items() if isinstance(v, Tensor) and _travels(v)}
         if not waiting:
             return
@@ -69,7 +69,7 @@ class LateScalars:
         self._sent = (names, host, event)
 
     def _collect(self, wait: bool) -> None:
-        """Take the numbers of the last copy if it has arrived."""
+        """Read the numbers of the last copy if it is complete."""
         if self._sent is None:
             return
         names, host, event = self._sent
@@ -81,5 +81,5 @@ class LateScalars:
 
 
 def _travels(value: Tensor) -> bool:
-    """Return whether the value can be copied to the host beside other work."""
+    """Return whether the value can be copied to the host asynchronously."""
     return value.device.type != "cpu" and not kind_of(value.device).lazy

@@ -1,8 +1,8 @@
-"""Find the rank the others wait for: each leaves a note with its own time, the main process compares them.
+"""Detection of the rank that delays the others: each rank posts its step time, the main process compares them.
 
 In synchronous training every rank's step takes equally long, because the fast ones wait inside the backward pass.
-What differs is the time from asking for a batch to reaching the backward pass: that is what is measured and compared.
-Notes lie in the process group's store. Nobody waits for anybody, so a rank that leaves its loop early hangs no one.
+The time from requesting a batch to reaching the backward pass differs, so this time is measured and compared.
+Times are posted in the process group's store. No rank waits for another, so a rank that leaves its loop early causes no hang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hasten.runtime.devices import kind_of
 
 
 class Notes(Protocol):
-    """A board where ranks leave short texts for each other."""
+    """Shared key-value board of short texts."""
 
     def post(self, name: str, text: str) -> None: ...
     def read(self, name: str) -> str | None: ...
@@ -33,16 +33,16 @@ class StoreNotes:
         self._store = PrefixStore("hasten/notes", store)
 
     def post(self, name: str, text: str) -> None:
-        """Leave or replace a note."""
+        """Write or replace a note."""
         self._store.set(name, text)
 
     def read(self, name: str) -> str | None:
-        """Return the note, or None when there is none yet."""
+        """Return the note, or None if there is none yet."""
         return self._store.get(name).decode() if self._store.check([name]) else None
 
 
 class Pulse:
-    """Measures this rank's time from asking for a batch to its backward pass.
+    """Timer of this rank from requesting a batch to its backward pass.
 
     On the CPU every step is measured. On an accelerator the host runs ahead of the device, so one step per `every_s`
     is measured between two synchronisations and the rest cost nothing.
@@ -58,7 +58,7 @@ class Pulse:
         self._sum_s, self._count = 0.0, 0
 
     def asked(self) -> None:
-        """The loop asks for its next batch."""
+        """Start the timer: the loop requests its next batch."""
         if self._asynchronous:
             if self._clock() < self._next_s:
                 self._asked_s = None
@@ -68,7 +68,7 @@ class Pulse:
         self._asked_s = self._clock()
 
     def reached(self) -> None:
-        """The first backward pass of the step begins; later ones of the same step do not count."""
+        """Stop the timer at the first backward pass of the step; later ones of the same step are ignored."""
         if self._asked_s is None:
             return
         if self._asynchronous:
@@ -78,7 +78,7 @@ class Pulse:
         self._asked_s = None
 
     def take(self) -> float | None:
-        """Return the mean time since the last call, or None when nothing was measured."""
+        """Return the mean time since the last call, or None if nothing was measured."""
         mean = self._sum_s / self._count if self._count else None
         self._sum_s, self._count = 0.0, 0
         return mean
@@ -86,7 +86,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank the others wait for."""
+    """Rank that delays the others."""
 
     rank: int
     seconds: float
@@ -101,7 +101,7 @@ class Straggler:
 
 
 def find_straggler(times_s: Mapping[int, float], factor: float = 1.3, at_least_s: float = 1e-3) -> Straggler | None:
-    """Return the slowest rank, if it needs `factor` times the median of the others and `at_least_s` more."""
+    """Return the slowest rank, if its time is `factor` times the median of the others and `at_least_s` longer."""
     if len(times_s) < 2:
         return None
     slowest = max(times_s, key=lambda rank: times_s[rank])
@@ -111,17 +111,17 @@ def find_straggler(times_s: Mapping[int, float], factor: float = 1.3, at_least_s
 
 
 class StragglerWatch:
-    """Posts this rank's time now and then, and on the main process reads those of all ranks."""
+    """Watch that periodically posts this rank's time, and on the main process reads those of all ranks."""
 
     def __init__(self, notes: Notes, rank: int, size: int, every_s: float = 10.0) -> None:
         self._notes, self._rank, self._size, self._every_s = notes, rank, size, every_s
-        self._next_s = time.perf_counter() + min(every_s, 2.0)  # the first look comes early
+        self._next_s = time.perf_counter() + min(every_s, 2.0)  # the first check is early
         self.found: Straggler | None = None
         self.named: set[int] = set()
-        """Ranks that lines of text have named already."""
+        """Ranks that have been named in lines of text."""
 
     def tick(self, now_s: float, pulse: Pulse) -> bool:
-        """Post and compare if it is time; True when `found` changed to another rank."""
+        """Post and compare if it is due; return True if `found` changed to another rank."""
         if now_s < self._next_s:
             return False
         self._next_s = now_s + self._every_s
@@ -131,7 +131,7 @@ class StragglerWatch:
         try:
             self._notes.post(f"pace/{self._rank}", f"{mean:.6f}")
             times = self._read_all() if self._rank == 0 else {}
-        except (DistError, RuntimeError):  # the store is gone: training will say so itself; a hint may be missing
+        except (DistError, RuntimeError):  # the store is gone: training will report it, and a hint may be missing
             self._next_s = float("inf")
             return False
         before, self.found = self.found, find_straggler(times)

@@ -1,4 +1,4 @@
-"""How readings are written: short numbers, clock times, and the parts of a progress line."""
+"""Text of readings: short numbers, clock times, and the fields of a progress line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short(number: float) -> str:
-    """`number` with three digits and a prefix: 1234567 is 1.23M."""
+    """Return `number` with three digits and a prefix: 1234567 is 1.23M."""
     for factor, prefix in _PREFIXES:
         if abs(number) >= factor:
             return f"{number / factor:.3g}{prefix}"
@@ -16,7 +16,7 @@ def short(number: float) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """`seconds` as m:ss or h:mm:ss; a question mark when unknown."""
+    """Return `seconds` as m:ss or h:mm:ss; a question mark if unknown."""
     if seconds is None:
         return "?"
     whole = round(seconds)
@@ -26,17 +26,17 @@ def clock(seconds: float | None) -> str:
 
 
 def value_text(value: float | str) -> str:
-    """Return one shown value: four significant digits, or the string itself."""
+    """Return one displayed value: four significant digits, or the string itself."""
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def gigabytes(size: int) -> str:
-    """`size` in GB with the digits that matter."""
+    """Return `size` in GB with three significant digits."""
     return f"{size / 1e9:.3g}"
 
 
 def parts(reading: Reading) -> list[str]:
-    """Return the pieces of a progress line after its bar."""
+    """Return the fields of a progress line after its bar."""
     shown = [f"{name} {value_text(value)}" for name, value in reading.values.items()]
     if reading.samples_per_s > 0:
         shown.append(f"{short(reading.samples_per_s)} samples/s")
@@ -55,7 +55,7 @@ def parts(reading: Reading) -> list[str]:
 
 
 def count(reading: Reading) -> str:
-    """Steps done, of how many."""
+    """Return the number of steps, with the total and the percentage if known."""
     if reading.total is None:
         return str(reading.step)
     percent = 100 * reading.step // max(reading.total, 1)

@@ -17,7 +17,7 @@ def tqdm(
     topology: Topology | None = None,
     **kwargs: Any,
 ) -> Any:  # Any: tqdm is an optional, untyped package
-    """`tqdm.auto.tqdm(iterable, ...)`, disabled away from each node's first process unless `main_process_only` is off.
+    """Return `tqdm.auto.tqdm(iterable, ...)`, disabled except on each node's first process unless `main_process_only` is off.
 
     Raises: MissingPackageError without the package tqdm.
     """

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and a short training run of one, plain or with an Accelerator."""
+"""Tiny transformers models with random weights, and a short training run of one, plain or with an Accelerator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gated_t5() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Return a model whose layers have transposed weights and whose queries, keys and values are one layer."""
+    """Return a model with transposed weights and a joint layer for queries, keys and values."""
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 4, "vocab_size": 16, "n_positions": 8}
     drops = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     return _made("GPT2LMHeadModel", "GPT2Config", **sizes, **drops, **dict(_ENDS))
@@ -58,13 +58,13 @@ def mixtral() -> nn.Module:
 
 
 def llama(key_heads: int = 1) -> nn.Module:
-    """Return a model with four heads of queries and as many of keys as are asked for."""
+    """Return a model with four query heads and `key_heads` key heads."""
     options = {"num_key_value_heads": key_heads, "attention_bias": True}
     return _made("LlamaForCausalLM", "LlamaConfig", **dict(_SIZES), **options, **dict(_ENDS))
 
 
 def gemma() -> nn.Module:
-    """Return a model whose embedding is a class of its own that scales its rows."""
+    """Return a model whose embedding is a special class that scales its rows."""
     options = {"num_key_value_heads": 2, "head_dim": 4}
     return _made("Gemma3ForCausalLM", "Gemma3TextConfig", **dict(_SIZES), **options, **dict(_ENDS))
 
@@ -88,7 +88,7 @@ def step(net: nn.Module, optimizer: Any, generator: torch.Generator, accelerator
 
 
 def train(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 4) -> tuple[nn.Module, list[float]]:
-    """Train the parameters that are to be trained; return the model and its losses. Ranks: every rank of the Accelerator."""
+    """Train the trainable parameters; returns the model and its losses. Ranks: every rank of the Accelerator."""
     net.train()
     optimizer: Any = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     if accelerator is not None:
@@ -106,7 +106,7 @@ def share_of(net: nn.Module) -> float:
 def largest_difference(
     got: Mapping[str, Any], net: nn.Module, but: Callable[[str], bool] = lambda name: False
 ) -> float:
-    """Return how far a state dict is from a model's own, which has the same names in the same order."""
+    """Return the largest difference between a state dict and a model's, which must have the same names in the same order."""
     want = net.state_dict()
     assert list(got) == list(want), f"names differ: {sorted(set(got) ^ set(want))}"
     floats = {name: value for name, value in want.items() if value.is_floating_point() and not but(name)}

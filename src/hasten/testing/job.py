@@ -1,4 +1,4 @@
-"""What travels between the pool and its workers: jobs out, reports back."""
+"""Messages between the pool and its workers: jobs and reports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import cloudpickle
 
 from hasten.errors import ConfigError
 
-# Between the pool and the process that forks its workers: a verb and a number; FORK also carries a file descriptor.
+# Messages between the pool and the process that forks its workers: a verb and a number; FORK also has a descriptor.
 MESSAGE: Final = struct.Struct("!ci")
 READY: Final = b"r"
 FORK: Final = b"f"
 WAIT: Final = b"w"
 
 STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (5 if hasattr(signal, "SIGRTMIN") else 0)
-"""Asks a worker for the stacks of all its threads. Real-time where possible: tested code may use the ordinary ones."""
+"""Signal that requests the stacks of a worker's threads. Real-time if possible, as tested code may use the ordinary ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Job:
     """One call on one rank."""
 
     payload: bytes
-    """The function, its arguments and the caller's warning filters, pickled by value where that is needed."""
+    """The function, its arguments and the caller's warning filters, pickled by value if needed."""
     rank: int
     world_size: int
     folder: str
-    """A folder that the ranks of this job share: the store, and what they print."""
+    """Folder shared by the ranks of this job: the store, and their output."""
     timeout_s: float
     mesh: Mapping[str, int]
     device: str
@@ -48,27 +48,27 @@ class Job:
 
     @property
     def store(self) -> str:
-        """The file through which the ranks find each other."""
+        """The file store of the process group."""
         return f"{self.folder}/store"
 
     @property
     def output(self) -> str:
-        """The file that holds what this rank prints."""
+        """The file with the output of this rank."""
         return f"{self.folder}/output-{self.rank}"
 
     @property
     def stack(self) -> str:
-        """The file into which this rank writes its stacks when asked."""
+        """The file to which this rank writes its stacks on request."""
         return f"{self.folder}/stack-{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the call ended on a rank that lived to tell."""
+    """Result of the call on a rank that survived it."""
 
     returned: bool
     value: bytes | None = None
-    """The result, or the exception, pickled; None for an exception that cannot be."""
+    """The result, or the exception, pickled; None for an exception that cannot be pickled."""
     traceback: str = ""
     skipped: str | None = None
     """The reason, if the function called pytest.skip."""
@@ -79,25 +79,25 @@ Status = Literal["returned", "raised", "died", "hung", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the call ended on one rank, as the caller sees it."""
+    """Result of the call on one rank, as seen by the caller."""
 
     rank: int
     status: Status
-    value: Any = None  # Any: whatever the function returned
+    value: Any = None  # Any: return value of the function
     error: BaseException | None = None
     details: str = ""
-    """The traceback of a rank that raised, the stacks of one that was stopped, the exit of one that died."""
+    """The traceback of a rank that raised, the stacks of one that was stopped, or the exit status of one that died."""
     output: str = ""
     skipped: str | None = None
     """The reason, if the function called pytest.skip."""
     first: bool = False
-    """This rank failed before the others, so its failure is likely the cause of theirs."""
+    """True if this rank failed before the others, so that its failure is likely the cause of theirs."""
 
 
 def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Return the call as bytes that another process can run, whether or not it can import the function's module.
+    """Return the call as bytes that another process can run, even if it cannot import the function's module.
 
-    Raises: ConfigError naming the argument that cannot travel.
+    Raises: ConfigError naming the argument that cannot be pickled.
     """
     filters = [entry for entry in warnings.filters if entry[2].__module__ != "__main__"]
     try:
@@ -113,7 +113,7 @@ def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Sends every loaded module by its name, also those whose class pickle does not know (such as torch.ops)."""
+    """Pickler that sends every imported module by name, even modules of unknown classes (such as torch.ops)."""
 
     def reducer_override(self, obj: Any) -> Any:  # Any: pickle's protocol
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
@@ -136,7 +136,7 @@ def _name_of(fn: Callable[..., object]) -> str:
 
 @contextmanager
 def _by_value(fn: Callable[..., object]) -> Iterator[None]:
-    """Have the functions and classes of the module of `fn` travel by value if workers could not import it."""
+    """Context manager in which the module of `fn` is pickled by value if workers could not import it."""
     target = fn
     while hasattr(target, "func"):  # functools.partial
         target = target.func
@@ -152,9 +152,9 @@ def _by_value(fn: Callable[..., object]) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Return whether a fresh process would get the same module by this name.
+    """Return whether a fresh process would import the same module under this name.
 
-    Test modules never do: pytest loads them with rewritten asserts and, with importmode=importlib, under names of its own.
+    Test modules never are: pytest loads them with rewritten asserts and, with importmode=importlib, under special names.
     """
     module = sys.modules[name]
     if name == "__main__" or type(module.__loader__).__module__.startswith("_pytest"):

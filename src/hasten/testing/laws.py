@@ -1,4 +1,4 @@
-"""Random law testing: a case is drawn from its seed, checked, and named with the seed when it breaks the law."""
+"""Property testing: a case is drawn from its seed, checked, and reported with the seed if it breaks the law."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ C = TypeVar("C")
 
 
 class LawBrokenError(HastenError, AssertionError):
-    """A case broke its law; the message holds the seed that draws it again."""
+    """Raised for a case that breaks its law; the message contains the seed that reproduces it."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """How the cases of a search ended."""
+    """Results of the cases of a search."""
 
     seeds: list[int] = field(default_factory=list)
     verdicts: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Lines for people: counts, seeds, and every broken case."""
+        """Return counts, seeds, and every broken case as readable lines."""
         seen = ", ".join(f"{count} {verdict}" for verdict, count in sorted(self.verdicts.items()))
         span = f"seeds {self.seeds[0]} to {self.seeds[-1]}" if self.seeds else "no seeds"
         return "\n".join([f"{len(self.seeds)} cases ({span}): {seen}; {len(self.broken)} broken", *self.broken])
@@ -34,9 +34,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Law(Generic[C]):
-    """What is drawn from a seed, and what must hold for it.
+    """A law: how to draw a case from a seed, and how to check it.
 
-    `check` returns a verdict (a word or two, counted) and raises when the law is broken.
+    `check` returns a verdict (a word or two, counted) and raises if the law is broken.
     """
 
     draw: Callable[[int], C]
@@ -45,9 +45,9 @@ class Law(Generic[C]):
     def search(
         self, seeds: Iterable[int], seconds: float | None = None, tell: Callable[[str], object] | None = None
     ) -> Tally:
-        """Check one case a seed until the seeds or the time are used up.
+        """Check one case per seed until the seeds or the time are used up.
 
-        Raises: LawBrokenError at the first broken case, unless there is somebody to `tell`: then it goes on.
+        Raises: LawBrokenError at the first broken case, unless `tell` is given: then it is reported and the search continues.
         """
         tally = Tally()
         begun = time.monotonic()
@@ -58,7 +58,7 @@ class Law(Generic[C]):
             tally.seeds.append(seed)
             try:
                 verdict = self.check(case)
-            except Exception as error:  # whatever a case raises is reported with what draws it again
+            except Exception as error:  # any error is reported with the seed that reproduces it
                 verdict = f"broken: {case}\n{type(error).__name__}: {error}"
                 if tell is None:
                     raise LawBrokenError(f"seed {seed}: {verdict}") from error

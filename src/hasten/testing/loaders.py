@@ -1,4 +1,4 @@
-"""Prepared loaders of any rank of any world, in one process: for laws about who reads what."""
+"""Prepared loaders of any rank of any world in one process, for laws about the samples each rank reads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 
-# Any in this file: batches and collate functions are the caller's own.
+# Any in this file: batches and collate functions of the caller.
 
 
 class Seen(NamedTuple):
-    """One batch as a user sees it."""
+    """One batch as seen by a user."""
 
     values: list[Any]
     real: int
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
 
 
 class Numbers(IterableDataset[int]):
-    """A stream of `range(size)` that splits itself over DataLoader workers, as torch's documentation asks."""
+    """Iterable dataset of `range(size)` that splits itself over DataLoader workers, as torch's documentation recommends."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -45,7 +45,7 @@ class Numbers(IterableDataset[int]):
 
 
 def context_of(rank: int = 0, world: int = 1, mesh: MeshSpec | None = None) -> ProcessContext:
-    """Return the context of one rank that is alone in its process: it knows its place, and talks to nobody."""
+    """Return the context of one rank that is alone in its process, without communication."""
     topology = Topology(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     comm = LocalComm()
     return ProcessContext(topology, mesh or MeshSpec.flat(world), torch.device("cpu"), comm, lambda *axes: comm)
@@ -63,7 +63,7 @@ def prepared(
     slice_fn: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Loader:
-    """Return the loader, prepared for one rank with the given fields of DataLoaderConfiguration."""
+    """Return the loader prepared for one rank with the given fields of DataLoaderConfiguration."""
     context = ctx or context_of(rank, world, mesh)
     config = DataLoaderConfiguration(**settings)
     device = torch.device("cpu")
@@ -72,7 +72,7 @@ def prepared(
 
 
 def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
-    """Return the batches of one pass, or of its first `limit` steps, as a user sees them."""
+    """Return the batches of one pass, or of its first `limit` steps, as seen by a user."""
     out: list[Seen] = []
     for batch in loader:
         values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
@@ -85,7 +85,7 @@ def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
 
 
 def global_order(shares: list[list[Seen]]) -> list[Any]:
-    """Return the real rows of all ranks, step after step: the global order the ranks read together."""
+    """Return the real rows of all ranks in the global order: step by step, rank by rank."""
     order: list[Any] = []
     for step in range(max(map(len, shares), default=0)):
         for share in shares:

@@ -1,4 +1,4 @@
-"""Several machines on one: network namespaces as hosts, with launchers on them, to be killed and cut off. Linux, as root."""
+"""Simulated hosts on one machine: network namespaces with launchers, to be killed and disconnected. Linux, as root."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _CLONE_NEWNET: Final = 0x40000000
 _CLONE_NEWUTS: Final = 0x04000000
 
 Zygote = subprocess.Popen[str]
-"""A warm process that becomes `hasten launch` in a fork for every line of its input."""
+"""Warm process that forks `hasten launch` for every line of its input."""
 
 
 def ip(*words: str) -> None:
-    """Change the network."""
+    """Run the command `ip` to change the network."""
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 def why_impossible() -> str:
-    """Return why hosts cannot be made here; empty where they can."""
+    """Return the reason why hosts cannot be created here; empty if they can."""
     probe = f"hasten-probe-{os.getpid()}"
     try:
         ip("netns", "add", probe)
@@ -47,7 +47,7 @@ def why_impossible() -> str:
 
 
 def enter(network: str, name: str = "") -> None:
-    """Move this process into the network namespace behind a path; with `name`, give it a host name of its own there."""
+    """Move this process into the network namespace at a path; with `name`, give it a separate host name there."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(network, os.O_RDONLY)
     if libc.setns(descriptor, _CLONE_NEWNET) or (name and libc.unshare(_CLONE_NEWUTS)):
@@ -59,22 +59,22 @@ def enter(network: str, name: str = "") -> None:
 
 @dataclass(slots=True)
 class Host:
-    """One namespace that stands for a host."""
+    """Network namespace that simulates a host."""
 
     namespace: str
     name: str
     address: str
     cable: tuple[str, str]
-    """The namespace of the switch and the port in it."""
+    """The namespace of the switch and its port."""
 
     @property
     def processes(self) -> list[int]:
-        """Everything that runs on this host."""
+        """All processes of this host."""
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split()]
 
     def kill(self) -> None:
-        """Kill everything that runs on this host and empty its memory, as if its power went."""
+        """Kill all processes of this host and delete its memory folder, as a power failure would."""
         found = self.processes
         memories = {memory for pid in found if (memory := _memory_of(pid))}
         for pid in found:
@@ -86,12 +86,12 @@ class Host:
             shutil.rmtree(memory, ignore_errors=True)
 
     def unplug(self) -> None:
-        """Cut the link between this host and the others; nobody is told, packets just go nowhere."""
+        """Disconnect this host from the others without notice: packets are dropped."""
         ip("-n", self.cable[0], "link", "set", self.cable[1], "nomaster")
 
 
 def _memory_of(pid: int) -> str:
-    """Return the folder in memory that the launcher of a process has made."""
+    """Return the memory folder created by the launcher of a process."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -101,7 +101,7 @@ def _memory_of(pid: int) -> str:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """`count` hosts that reach each other; everything on them is killed at the end."""
+    """Context manager with `count` connected hosts; all their processes are killed at the end."""
     tag = f"hst{os.getpid()}"
     switch = f"{tag}-switch"
     made = [Host(f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}", (switch, f"port{i}")) for i in range(count)]
@@ -126,7 +126,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 @dataclass(slots=True)
 class Machine:
-    """A host and the launcher on it."""
+    """Host with its launcher."""
 
     zygote: Zygote
     host: Host
@@ -146,7 +146,7 @@ class Machine:
 
     @property
     def processes(self) -> list[int]:
-        """Everything that runs on this host."""
+        """All processes of this host."""
         return self.host.processes
 
     def start(self, folder: Path, words: list[str], **variables: str) -> None:
@@ -162,18 +162,18 @@ class Machine:
 
     @property
     def said(self) -> str:
-        """What was printed on this host until now."""
+        """Output of this host so far."""
         return self.output.read_text() if self.output.exists() else ""
 
     def wait_for(self, words: str, seconds: float = 60.0) -> None:
-        """Return when these words were printed."""
+        """Block until these words were printed."""
         deadline = time.monotonic() + seconds
         while words not in self.said:
             assert time.monotonic() < deadline, f"{self.name} never said {words!r}:\n{self.said}"
             time.sleep(0.02)
 
     def end(self, seconds: float = 60.0) -> tuple[int, str]:
-        """Exit code and everything that was printed."""
+        """Wait for the launcher to end; returns its exit code and output."""
         code, deadline = Path(f"{self.output}.code"), time.monotonic() + seconds
         while not code.exists():
             assert time.monotonic() < deadline, f"{self.name} did not end:\n{self.said}"
@@ -181,24 +181,24 @@ class Machine:
         return int(code.read_text()), self.said
 
     def kill(self) -> None:
-        """Kill everything that runs on this host and empty its memory, as if its power went."""
+        """Kill all processes of this host and delete its memory folder, as a power failure would."""
         self.host.kill()
 
     def unplug(self) -> None:
-        """Cut the link between this host and the others."""
+        """Disconnect this host from the others."""
         self.host.unplug()
 
 
 @contextmanager
 def machines(zygote: Zygote, count: int) -> Iterator[list[Machine]]:
-    """`count` hosts, on each of which launchers can be started."""
+    """Context manager with `count` hosts on which launchers can be started."""
     with hosts(count) as made:
         yield [Machine(zygote, host) for host in made]
 
 
 @contextmanager
 def warm_launcher(script: Path, home: Path) -> Iterator[Zygote]:
-    """The process that launchers are forked from; `script` is its program, `home` the folder for hasten's own files."""
+    """Context manager with the process that forks launchers; `script` is its program, `home` the folder for hasten's files."""
     env = {**environment.snapshot(), "HASTEN_HOME": str(home), "HF_HOME": str(home), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe, text=True, env=env) as process:
@@ -208,5 +208,5 @@ def warm_launcher(script: Path, home: Path) -> Iterator[Zygote]:
 
 
 def meet(count: int) -> list[str]:
-    """Return the flags that every machine of a job gets."""
+    """Return the flags of every machine of a job."""
     return [f"--num_machines={count}", "--main_process_ip=10.77.0.1", "--main_process_port=29517"]

@@ -1,4 +1,4 @@
-"""The program of one cell of `hasten test --matrix`: the same small training as in plain torch, and how far they differ.
+"""Program of one cell of `hasten test --matrix`: a small training in hasten and in plain torch, and their difference.
 
 Run as `hasten launch … -m hasten.testing.matrix_run FILE`; the first process writes FILE.
 """
@@ -23,7 +23,7 @@ STEPS: Final = 8
 ROWS: Final = 8
 LENGTH: Final = 16
 VOCAB: Final = 32
-# On a loss of about 3.5: fp32 differs by the order of sums, the others by the digits that are kept.
+# For a loss of about 3.5: fp32 differs by the order of sums, the others by their number of digits.
 TOLERANCES: Final = (("no", 2e-5), ("bf16", 5e-2), ("fp16", 2e-2))
 
 
@@ -32,14 +32,14 @@ def _model() -> TinyLM:
 
 
 def _batches() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens, the ones that follow them, and their positions."""
+    """Return tokens, next tokens and positions of each batch."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator) for _ in range(STEPS)]
     places = torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous()
     return [(row[:, :-1].contiguous(), row[:, 1:].contiguous(), places) for row in rows]
 
 
-def _loss_of(model: Any, batch: Any) -> Tensor:  # Any: what a strategy makes of the model; a tuple of tensors
+def _loss_of(model: Any, batch: Any) -> Tensor:  # Any: the prepared model; a tuple of tensors
     tokens, labels, places = batch
     return next_token_loss(model(tokens, places).float(), labels)
 
@@ -63,7 +63,7 @@ def trained(accelerator: Accelerator) -> list[float]:
     """Return the losses of the same loop under the settings of this run. Ranks: every rank."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)  # Any: what a strategy makes of them
+    prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)  # Any: the prepared model and optimizer
     net, stepper = prepared
     mesh, losses = accelerator.ctx.mesh, []
     readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
@@ -79,7 +79,7 @@ def trained(accelerator: Accelerator) -> list[float]:
 
 
 def main(out: str) -> int:
-    """Train, compare, and write what was found."""
+    """Train, compare, and write the results."""
     accelerator = Accelerator()
     gauge = MemoryGauge(accelerator.device)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The pytest plugin: one pool of workers for the whole run, started when the first test with @ranks needs it."""
+"""pytest plugin with one pool of workers for the whole run, started by the first test with @ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hasten.testing.pool import Pool
 
 POOL: Final = pytest.StashKey[Pool]()
-"""Where the run's configuration keeps the pool while there is one."""
+"""Key of the pool in the stash of pytest's config."""
 
 
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Yield the warm workers that every test marked with @ranks shares."""
+    """Yield the pool of warm workers shared by all tests marked with @ranks."""
     with Pool(2) as pool:
         request.config.stash[POOL] = pool
         yield pool

@@ -5,8 +5,8 @@
         x = torch.full((3,), float(ctx.rank))
         assert ctx.world.all_reduce(x, "mean")[0] == (ctx.world.size - 1) / 2
 
-The processes are started once and serve one test after another, each in a fresh gloo group. A test that raises on one
-rank, hangs or kills its process costs only itself: the workers it touched are replaced.
+The processes are started once and run one test after another, each in a fresh gloo group. A test that raises on one
+rank, hangs or kills its process does not affect other tests: its workers are replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hasten.testing.processors import Limit
 R = TypeVar("R")
 
 TIMEOUT_S: Final = 60.0
-GRACE_S: Final = 1.5  # after one rank has failed, the others may still come to an end of their own
+GRACE_S: Final = 1.5  # after one rank has failed, the others may still finish normally
 INTERRUPT_S: Final = 0.5  # an interrupted rank may run its `finally` blocks
 STACK_S: Final = 3.0  # dumping stacks takes a moment on a busy machine
 CLEAN_S: Final = 10.0
@@ -64,7 +64,7 @@ class _Call:
 
     def job(self, rank: int, variables: Mapping[str, str]) -> Job:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
-        if self.device == "cpu":  # an Accelerator made in the call must not take the accelerator that may be there
+        if self.device == "cpu":  # an Accelerator created in the call must not use an available accelerator
             place["HASTEN_CPU"] = "1"
         return Job(
             payload=self.payload,
@@ -117,7 +117,7 @@ class Pool:
 
     @property
     def descriptors(self) -> frozenset[int]:
-        """The file descriptors the pool holds now: to be left alone by those who look for leaks."""
+        """File descriptors of the pool, to be ignored by leak checks."""
         return frozenset(worker.pipe.fileno() for worker in (*self._idle, *self._cleaning))
 
     def run(
@@ -129,7 +129,7 @@ class Pool:
         mesh: Mapping[str, int] = _NO_MESH,
         device: str = "cpu",
     ) -> list[R]:
-        """What `fn(ctx, *args)` returned on each of `num_ranks` ranks, in order of rank.
+        """Run `fn(ctx, *args)` on `num_ranks` ranks and return its results, in order of rank.
 
         Raises: RanksFailedError with the traceback or the stacks of every rank, caused by the exception of the rank
         that failed first, if it raised one.
@@ -147,7 +147,7 @@ class Pool:
         mesh: Mapping[str, int] = _NO_MESH,
         device: str = "cpu",
     ) -> list[Outcome]:
-        """Return how `fn(ctx, *args)` ended on each rank, in order of rank. Raises nothing for a rank that failed."""
+        """Return the outcome of `fn(ctx, *args)` on each rank, in order of rank. Does not raise for a rank that failed."""
         payload = pack(fn, args)
         team = self._take(num_ranks)
         folder = self._folder / f"job-{next(self._numbers)}"
@@ -158,7 +158,7 @@ class Pool:
             for rank, worker in enumerate(team):
                 worker.pipe.send(call.job(rank, variables))
             outcomes = _Watch(team, call, self._zygote).outcomes()
-        except BaseException:  # Ctrl-C, or the alarm of a test runner: nothing may stay behind, whatever it is
+        except BaseException:  # Ctrl-C, or the alarm of a test runner: no worker may be left behind
             self._discard(team)
             raise
         if all(outcome.status == "returned" for outcome in outcomes):
@@ -170,7 +170,7 @@ class Pool:
         return outcomes
 
     def _take(self, num_ranks: int) -> list[Worker]:
-        """That many clean workers; the missing ones are forked."""
+        """Return `num_ranks` clean workers; missing ones are forked."""
         if num_ranks < 1:
             raise ConfigError(f"num_ranks={num_ranks} is not a number of processes; it must be at least 1.")
         for worker in self._cleaning:
@@ -181,7 +181,7 @@ class Pool:
         self._cleaning = []
         for job in self._folder.glob("job-*"):
             shutil.rmtree(job, ignore_errors=True)
-        gone = [worker for worker in self._idle if worker.pipe.poll()]  # an idle worker has nothing to say but goodbye
+        gone = [worker for worker in self._idle if worker.pipe.poll()]  # readable only once an idle worker has ended
         self._discard(gone)
         self._idle = [worker for worker in self._idle if worker not in gone]
         return [self._worker_for(rank) for rank in range(num_ranks)]
@@ -189,8 +189,8 @@ class Pool:
     def _worker_for(self, rank: int) -> Worker:
         """Return an idle worker that has only ever had this rank, or a new one.
 
-        DTensor caches which part of a tensor is its rank's by mesh and shape; in a worker whose rank changed, another
-        test's answer would cut out the wrong part.
+        DTensor caches the shard of its rank by mesh and shape; in a worker whose rank changed, a cached value of another
+        test would select the wrong shard.
         """
         mine = [w for w in self._idle if self._ranks.get(w.pid) == rank] or [
             w for w in self._idle if w.pid not in self._ranks
@@ -217,7 +217,7 @@ def _is_clean(worker: Worker) -> bool:
 
 
 def _variables(num_ranks: int) -> dict[str, str]:
-    """The caller's environment, and where the workers find each other: on this machine, whatever its name resolves to."""
+    """Return the caller's environment with the workers' rendezvous on this machine, whatever its name resolves to."""
     variables = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **env.snapshot()}
     if num_ranks == 1:
         return variables
@@ -235,27 +235,27 @@ def _variables(num_ranks: int) -> dict[str, str]:
 
 
 class _Watch:
-    """Waits for the reports of a team, and ends those that do not come."""
+    """Collector of the reports of a team, which stops workers that do not report in time."""
 
     def __init__(self, team: Sequence[Worker], call: _Call, zygote: Zygote) -> None:
         self._call = call
         self._zygote = zygote
         self._pending = dict(enumerate(team))
         self._done: dict[int, Outcome] = {}
-        """In order of arrival: the first failure in it is the cause of the others."""
+        """In order of arrival: the first failure is the cause of the others."""
 
     def outcomes(self) -> list[Outcome]:
         self._collect(self._call.timeout_s, patience_s=GRACE_S)
         if self._pending:
             self._stop()
         failed = [o for o in self._done.values() if o.status != "returned"]
-        if failed:  # a rank that died took the others with it, even if their complaints came first
+        if failed:  # a rank that died caused the failures of the others, even if they were reported first
             cause = next((o for o in failed if o.status == "died"), failed[0])
             self._done[cause.rank] = replace(cause, first=True)
         return [replace(self._done[rank], output=self._read("output", rank)) for rank in range(self._call.num_ranks)]
 
     def _collect(self, timeout_s: float, patience_s: float) -> None:
-        """Take in reports until all are there, time is up, or patience after the first failure is."""
+        """Receive reports until all have arrived, the time is up, or `patience_s` after the first failure has passed."""
         limits = [Limit(timeout_s)]
         while self._pending and (left := min(limit.left() for limit in limits)) > 0:
             ready = wait([worker.pipe for worker in self._pending.values()], left)
@@ -278,7 +278,7 @@ class _Watch:
         return Outcome(rank, "raised", error=error, details=report.traceback, skipped=report.skipped)
 
     def _stop(self) -> None:
-        """Note where the others are, and end them: first politely, then (by the pool's discarding them) for good."""
+        """Record the stacks of the remaining ranks and interrupt them; the pool kills those that do not stop."""
         status: Status = "interrupted" if any(o.status != "returned" for o in self._done.values()) else "hung"
         stopped = dict(self._pending)
         for worker in stopped.values():
@@ -304,18 +304,18 @@ class _Watch:
 def _exception(pickled: bytes) -> BaseException | None:
     try:
         error = pickle.loads(pickled)
-    except Exception:  # a class that only the worker can rebuild; its traceback has been kept as text
+    except Exception:  # a class that only the worker can rebuild; its traceback is available as text
         return None
     return error if isinstance(error, BaseException) else None
 
 
 def _own_frames(dump: str) -> str:
-    """Return a dump of stacks without the frames of the worker below the tested function."""
+    """Return a dump of stacks without the worker's frames below the tested function."""
     return "\n".join(line for line in dump.splitlines() if not any(word in line for word in _WORKER_FRAMES))
 
 
 def check(outcomes: Sequence[Outcome], name: str) -> None:
-    """Raise what a person needs to see if any rank failed."""
+    """Raise RanksFailedError with all details if any rank failed."""
     __tracebackhide__ = True
     failed = [o for o in outcomes if o.status != "returned"]
     if not failed:
@@ -347,12 +347,12 @@ def ranks(
     device: str = "cpu",
     exhaustive: Sequence[int] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a pytest test of a function `(ctx, ...)` that runs on every rank, once for each number of ranks in `sizes`.
+    """Turn a function `(ctx, ...)` into a pytest test that runs on every rank, once for each number of ranks in `sizes`.
 
-    Further arguments are fixtures or parameters as for any test; their values travel to the workers, which are other
-    processes: `tmp_path` works (one folder for all ranks), `monkeypatch` or `capsys` cannot. `mesh` has the sizes of axes
-    as MeshSpec.build takes them; `device` is a kind of device, whose devices the ranks share if there are too few. Numbers
-    of ranks in `exhaustive` are run too, with the mark of that name, so that `-m 'not exhaustive'` leaves them out.
+    Further arguments are fixtures or parameters as for any test; their values are sent to the workers, which are other
+    processes: `tmp_path` works (one folder for all ranks), `monkeypatch` or `capsys` do not. `mesh` has the sizes of axes
+    as for MeshSpec.build; `device` is a device type, whose devices the ranks share if there are too few. Numbers
+    of ranks in `exhaustive` are run too, with the mark of that name, so that `-m 'not exhaustive'` skips them.
     """
     pytest = need("pytest", why="the ranks decorator")
 

@@ -1,6 +1,6 @@
-"""Every private or undocumented name of torch that hasten and its drop-in rely on, and what happens without it.
+"""Table of the private or undocumented names of torch that hasten and its drop-in use, and the effect of their absence.
 
-The suite fails when the installed torch lacks one, and when code uses one that is not listed here.
+The tests fail if the installed torch lacks one, and if code uses one that is not listed here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DDP_RETRY: Final = "src/hasten/strategies/ddp/strategy.py"
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name: where torch has it ("module" or "module:Class"), who uses it, and what its absence means."""
+    """One name: its owner in torch ("module" or "module:Class"), the files that use it, and the effect of its absence."""
 
     owner: str
     name: str
@@ -51,7 +51,7 @@ class Name:
     without: str
     seen: tuple[str, ...] = BOTH
     instead_of: str = ""
-    """A name with the same meaning in other versions; one of the two is enough."""
+    """Name with the same meaning in other versions; one of the two is enough."""
 
 
 _STALL: Final = "the stall report cannot count torch's own collectives"
@@ -65,11 +65,11 @@ _AGAIN: Final = "run_step() fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
-    # the watchdog: how many collectives each group has begun
+    # the watchdog: the number of collectives that each group has started
     Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
     Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
     Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_BEGUN,), _STALL),
-    # the allocator's own snapshot
+    # the allocator's snapshot
     Name(
         "torch.cuda.memory",
         "_dump_snapshot",
@@ -103,7 +103,7 @@ NAMES: Final = (
     Name("torch", "_C", (_HOSTS,), _MEAN),
     Name("torch._C", "_current_graph_task_id", (_HOSTS,), _MEAN),
     Name("torch.autograd:Variable", "_execution_engine", (_HOSTS,), _MEAN),
-    # FSDP2: gradients it holds between reductions
+    # FSDP2: gradients held between reductions
     Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
     Name(_STATE, "_fsdp_param_groups", (_HELD,), _HOLDS, ("2.13",), instead_of="_fsdp_param_group"),
     Name(_STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"),
@@ -242,7 +242,7 @@ NAMES: Final = (
         ("dropin/src/accelerate/_impl/settings/parallelism.py",),
         "the drop-in's device meshes have no joint axes",
     ),
-    # fused attention that gives its log-sum-exp: the ring of context parallelism
+    # fused attention that returns its log-sum-exp: the ring of context parallelism
     Name("torch.ops:aten", "_scaled_dot_product_flash_attention", (_PIECES,), _RING),
     Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _RING),
     Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _RING),
@@ -253,7 +253,7 @@ NAMES: Final = (
         ("src/hasten/strategies/tensor/logits.py", _SKIPPING),
         "loss_parallel=True and run_step() fail",
     ),
-    # steps that are run again
+    # repeated steps
     Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
     Name(
         "torch.utils", "_python_dispatch", (_SKIPPING, _TRAFFIC, _WATCH), "run_step(), traffic() and hasten plan fail"
@@ -267,7 +267,7 @@ NAMES: Final = (
 
 
 def missing(names: Iterable[Name] = NAMES) -> list[str]:
-    """Return the names that the installed torch does not have."""
+    """Return the names that the installed torch lacks."""
     lacking = []
     for entry in names:
         spellings = [entry.name, *([entry.instead_of] if entry.instead_of else [])]
@@ -291,7 +291,7 @@ def _has(owner: str, name: str) -> bool:
 
 
 def set_on_self(cls: type) -> set[str]:
-    """Return the attributes that a class of torch's declares, or sets in its methods."""
+    """Return the attributes that a class of torch declares, or sets in its methods."""
     names: set[str] = set()
     for one in cls.__mro__:
         if one.__module__.split(".")[0] != "torch":

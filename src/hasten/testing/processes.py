@@ -1,4 +1,4 @@
-"""The processes behind the pool: the zygote that forks workers, and one handle per worker."""
+"""Processes behind the pool: the zygote, which forks workers, and one handle per worker."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ STOP_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker process and the pipe to it."""
+    """Worker process with its pipe."""
 
     pid: int
     pipe: Connection
 
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
+        """Kill the process immediately."""
         self.pipe.close()
         self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens if the process is gone."""
+        """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 
 class Zygote:
-    """The process that has imported torch and forks workers from that."""
+    """Process that has imported torch and forks workers."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self._log = folder / "zygote.log"
@@ -55,14 +55,14 @@ class Zygote:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C is for the caller, who then ends the workers
+                    start_new_session=True,  # Ctrl-C is for the caller, which then ends the workers
                 )
         except BaseException:
             self._control.close()
             raise
 
     def fork(self) -> Worker:
-        """Return a new worker, a few milliseconds old."""
+        """Fork a new worker, in a few milliseconds."""
         if not self._ready:
             self._answer(START_S)
             self._ready = True
@@ -73,12 +73,12 @@ class Zygote:
         return Worker(pid, Connection(ours.detach()))
 
     def exit_code(self, worker: Worker) -> int:
-        """Return how a worker that is ending ended: its exit code, or minus the signal that killed it."""
+        """Return the exit code of an ending worker, or minus the signal that killed it."""
         self._control.sendall(MESSAGE.pack(WAIT, worker.pid))
         return self._answer(STOP_S)
 
     def close(self) -> None:
-        """End the process and with it every worker."""
+        """End the process and all its workers."""
         self._control.close()
         try:
             self._process.wait(STOP_S)

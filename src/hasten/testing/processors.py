@@ -1,4 +1,4 @@
-"""Limits on time that leave out what the host of a virtual machine took away: a starved machine is slow, not stuck."""
+"""Time limits that exclude the time stolen by the host of a virtual machine, which makes a machine slow, not stuck."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-_MOST: Final = 6.0  # times a limit, however little the host leaves
+_MOST: Final = 6.0  # largest factor on a limit
 
 
 def processor_time() -> tuple[int, int]:
-    """Return the ticks of all processors that the host took away, and those in which they worked or were to work."""
+    """Return the ticks stolen by the host, and the ticks in which processors worked or should have worked."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except FileNotFoundError:
@@ -21,13 +21,13 @@ def processor_time() -> tuple[int, int]:
 
 
 def stolen_since(before: tuple[int, int]) -> float:
-    """Return the share of the processors' time that the host of a virtual machine gave to others instead."""
+    """Return the share of the processors' time that the host of a virtual machine has stolen."""
     stolen, wanted = processor_time()
     return (stolen - before[0]) / max(wanted - before[1], 1)
 
 
 class Limit:
-    """So many seconds from now, longer by what the host takes away in them, and at most `most_s`."""
+    """Limit of some seconds from now, extended by the time that the host steals, up to `most_s`."""
 
     def __init__(self, seconds: float, most_s: float = math.inf) -> None:
         self._seconds = seconds
@@ -36,6 +36,6 @@ class Limit:
         self._start = time.monotonic()
 
     def left(self) -> float:
-        """Return the seconds left by now: zero or less when the time is up."""
+        """Return the remaining seconds: zero or less if the time is up."""
         allowed = self._seconds / max(1 - stolen_since(self._before), 1 / _MOST)
         return min(allowed, self._most_s) - (time.monotonic() - self._start)

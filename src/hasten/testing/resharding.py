@@ -1,4 +1,4 @@
-"""Saved on one mesh, loaded on another: whether weights and optimizer come back bit for bit."""
+"""Check that weights and optimizer state saved on one mesh are loaded on another bit for bit."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Layouts = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is saved and loaded."""
+    """Model and training of a resharding check."""
 
     begin: Callable[[str, int], Run]
-    """A run on the layout of this name, whose model has weights of this seed. Ranks: every rank."""
+    """Creates a run on the named layout, whose model has weights of this seed. Ranks: every rank."""
     step: Callable[[Accelerator, nn.Module, Optimizer], None]
-    """One update. Ranks: every rank."""
+    """Makes one update. Ranks: every rank."""
 
 
 def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> State:
-    """Every weight and moment this rank has a part of, whole, by its name in the whole model. Ranks: every rank."""
+    """Return the full weights and moments of which this rank holds a shard, by name in the whole model. Ranks: every rank."""
     found: State = {}
     part = stage_part(net)
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
@@ -44,7 +44,7 @@ def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> Stat
 
 
 def joined(states: Iterable[State]) -> State:
-    """Return the states of all ranks in one; what several hold must be equal."""
+    """Return the merged states of all ranks; values held by several ranks must be equal."""
     whole: State = {}
     for state in states:
         for name, value in state.items():
@@ -66,12 +66,12 @@ def _load(ctx: ProcessContext, trial: Trial, layout: str, folders: list[Path]) -
     for folder in folders:
         accelerator.load_state(folder)
         found.append(held(accelerator, net, optimizer))
-    trial.step(accelerator, net, optimizer)  # and it goes on from there
+    trial.step(accelerator, net, optimizer)  # training continues from there
     return found
 
 
 def check_pairs(pool: Pool, folder: Path, trial: Trial, layouts: Layouts, among: str = "") -> None:
-    """Save on every layout and load on every other; pairs without `among` in a name are left out.
+    """Save on every layout and load on every other; pairs without `among` in a name are skipped.
 
     Raises: AssertionError that names the tensor and both layouts.
     """

@@ -1,4 +1,4 @@
-"""Small models and datasets that are the same on every machine: for tests, examples of failures and `hasten test`."""
+"""Small deterministic models and datasets for tests, examples of failures and `hasten test`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def seeded(build: Callable[[], M], seed: int = 0) -> M:
-    """The module that `build` makes, with weights that depend on `seed` only; the global generator is left alone."""
+    """Return the module made by `build`, with weights that depend only on `seed`; the global generator is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
@@ -50,7 +50,7 @@ class LineData(Dataset[dict[str, Tensor]]):
 
 
 class Numbers(Dataset[Tensor]):
-    """The numbers 0 to length - 1, each as its own sample: shows who read what."""
+    """Numbers 0 to length - 1 as samples, which show the samples each rank reads."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -63,7 +63,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class NumberStream(IterableDataset[Tensor]):
-    """The numbers 0 to length - 1 as a stream."""
+    """Numbers 0 to length - 1 as an iterable dataset."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -73,7 +73,7 @@ class NumberStream(IterableDataset[Tensor]):
 
 
 class Classifier(nn.Module):
-    """A perceptron with one hidden layer and, if asked for, batch norm and dropout."""
+    """Perceptron with one hidden layer and optional batch norm and dropout."""
 
     def __init__(
         self, features: int = 8, hidden: int = 16, classes: int = 3, dropout: float = 0.0, batch_norm: bool = False
@@ -90,7 +90,7 @@ class Classifier(nn.Module):
 
 
 class Blobs(Dataset[tuple[Tensor, Tensor]]):
-    """Points around one centre for each class, with the class as label."""
+    """Points around one centre per class, with the class as label."""
 
     def __init__(self, length: int = 96, features: int = 8, classes: int = 3, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ class Blobs(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """One transformer block: causal attention and a perceptron, each behind a norm."""
+    """Transformer block: causal attention and a perceptron, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the sequence after this block."""
         h = self.norm1(x)
-        # -1 and not self.heads: under tensor parallelism each rank has only its share of the heads, and h may be a part
-        # of the tokens
+        # -1 and not self.heads: under tensor parallelism each rank has only its share of the heads, and h may be a
+        # shard of the tokens
         q, k, v = (
             layer(h).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
@@ -135,7 +135,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """A language model of transformer blocks; with `tied`, its head is its embedding."""
+    """Language model of transformer blocks; with `tied`, its head is its embedding."""
 
     def __init__(
         self, vocab: int = 32, width: int = 16, heads: int = 4, depth: int = 2, context: int = 32, tied: bool = False
@@ -150,7 +150,7 @@ class TinyLM(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The logits of the next token at every position; `positions` says which these are, by default the first."""
+        """Return the logits of the next token at every position; `positions` defaults to the first ones."""
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
         x = self.embed(tokens) + self.position(positions)
@@ -169,11 +169,11 @@ TINY_LM_PLAN: Final = MappingProxyType(
         "head": "colwise_gather_output",
     }
 )
-"""A tensor-parallel plan that splits every layer of a TinyLM."""
+"""Tensor-parallel plan that splits every layer of a TinyLM."""
 
 
 class Experts(nn.Module):
-    """Perceptrons stacked into two weights; each token passes through those chosen for it."""
+    """Experts stacked into two weights; each token passes through those chosen for it."""
 
     def __init__(self, number: int, width: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Experts(nn.Module):
 
 
 class MixtureBlock(nn.Module):
-    """A router that sends each token to `k` of the experts."""
+    """Mixture-of-experts block with a router that sends each token to `k` experts."""
 
     def __init__(self, number: int, width: int, k: int) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class MixtureBlock(nn.Module):
 
 
 class TinyMixture(nn.Module):
-    """A language model without attention, of blocks with experts."""
+    """Language model without attention, of mixture-of-experts blocks."""
 
     def __init__(self, vocab: int = 16, width: int = 8, experts: int = 4, k: int = 2, depth: int = 2) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(width, width)
 
     def forward(self, x: Tensor, other: Tensor, causal: bool) -> Tensor:
-        """What `x` takes from `other`."""
+        """Return the attention output of `x` over `other`."""
         made = (layer(y) for layer, y in ((self.q, x), (self.k, other), (self.v, other)))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in made)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
@@ -243,7 +243,7 @@ class Attention(nn.Module):
 
 
 class TranslatorBlock(nn.Module):
-    """A block of an encoder or a decoder, on a source and a target that lie behind each other in one tensor."""
+    """Encoder or decoder block on a source and a target that are concatenated in one tensor."""
 
     def __init__(self, width: int, heads: int, decodes: bool, experts: int) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class TranslatorBlock(nn.Module):
         self.mixture = MixtureBlock(experts, width, 2) if experts else None
 
     def forward(self, x: Tensor, num_source: int) -> Tensor:
-        """Source and target after this block: an encoder changes the one, a decoder the other."""
+        """Return source and target after this block: an encoder changes the source, a decoder the target."""
         source, target = x[:, :num_source], x[:, num_source:]
         mine = source if self.cross is None else target
         h = self.norm1(mine)
@@ -269,7 +269,7 @@ class TranslatorBlock(nn.Module):
 
 
 class TinyTranslator(nn.Module):
-    """An encoder-decoder whose state is one tensor, so that its blocks can be stages of a pipeline."""
+    """Encoder-decoder whose state is one tensor, so that its blocks can be stages of a pipeline."""
 
     def __init__(self, vocab: int = 16, width: int = 8, heads: int = 4, context: int = 16, experts: int = 0) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class TinyTranslator(nn.Module):
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """Counting modulo `vocab` from a random start: `{"tokens", "labels"}`, the labels one ahead."""
+    """Sequences that count modulo `vocab` from a random start: `{"tokens", "labels"}`, the labels one ahead."""
 
     def __init__(self, length: int = 64, context: int = 16, vocab: int = 32, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -308,7 +308,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Scored(nn.Module):
-    """A perceptron with dropout that returns its loss beside its logits when it gets labels, as a Trainer wants it."""
+    """Perceptron with dropout that returns its logits and, with labels, its loss, as a Trainer expects."""
 
     def __init__(self, features: int = 6, hidden: int = 12, classes: int = 3, dropout: float = 0.2) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Scored(nn.Module):
 
 
 class Tagger(nn.Module):
-    """A token classifier over sequences of different lengths; labels of -100 are left out of its loss."""
+    """Token classifier over sequences of different lengths; labels of -100 are ignored in its loss."""
 
     def __init__(self, vocab: int = 20, width: int = 8, tags: int = 4) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class Tagger(nn.Module):
 
 
 class Rows(Dataset[dict[str, object]]):
-    """Blobs as dicts with `x`, `label` and a column that no model takes."""
+    """Blobs as dicts with `x`, `label` and a column that no model uses."""
 
     def __init__(self, length: int = 40, features: int = 6, classes: int = 3) -> None:
         self._blobs = Blobs(length, features, classes)

@@ -1,4 +1,4 @@
-"""The losses of one training run, in plain torch and through an Accelerator, over phases of accumulation and clipping."""
+"""Losses of one training run, in plain torch and with an Accelerator, over phases of accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten import Accelerator
 from hasten.runtime.mesh_plan import BATCH, Axis
 
 PHASES: Final = ((1, False), (1, True), (3, False), (3, True))
-"""Accumulation, and whether gradients are clipped: a run goes through all of them, one after the other."""
+"""Phases of a run: the accumulation steps, and whether gradients are clipped."""
 MAX_NORM: Final = 0.1
 
 Batch = tuple[Tensor, ...]
@@ -22,13 +22,13 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained, on what."""
+    """Model, data and loss of a training."""
 
     build: Callable[[], nn.Module]
     batches: Callable[[int], list[Batch]]
-    """As many batches as asked for; the rows of each divide by the accumulation times the ranks that read."""
+    """Returns this number of batches, whose rows are divisible by the accumulation steps times the reading ranks."""
     loss_of: Callable[[nn.Module, Batch], Tensor]
-    """The mean loss over the rows of a batch."""
+    """Returns the mean loss over the rows of a batch."""
 
 
 def plain_losses(task: Task, steps: int) -> list[float]:
@@ -50,19 +50,19 @@ OnePass = Callable[[Accelerator, nn.Module, Batch, Task], Tensor]
 
 
 def forward_then_backward(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
-    """Return the loss of a batch, after its forward and backward."""
+    """Run forward and backward on a batch and return its loss."""
     loss = task.loss_of(net, batch)
     accelerator.backward(loss)
     return loss.detach()
 
 
 def through_stages(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
-    """Return the loss of a batch that passes through a pipeline."""
+    """Run a batch through a pipeline and return its loss."""
     return accelerator.forward_backward(net, batch, lambda net, micro: task.loss_of(net, micro))
 
 
 def over_parts(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
-    """Return the loss of this rank's part of sequences, of which each tensor's second dimension counts the tokens."""
+    """Run this rank's shard of sequences, whose tokens are the second dimension of each tensor, and return its loss."""
     given = tuple(tensor.clone() for tensor in batch)
     with accelerator.context_parallel(given, [1] * len(given), labels=None):
         return forward_then_backward(accelerator, net, given, task)
@@ -71,7 +71,7 @@ def over_parts(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Tas
 def hasten_losses(
     accelerator: Accelerator, task: Task, steps: int, one_pass: OnePass = forward_then_backward
 ) -> list[float]:
-    """The same run spread over the mesh of `accelerator`; the mean of the ranks' losses. Ranks: every rank."""
+    """Return the mean over ranks of the losses of the same run on the mesh of `accelerator`. Ranks: every rank."""
     net = task.build()
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
     mesh, losses = accelerator.ctx.mesh, []

@@ -1,4 +1,4 @@
-"""A worker of the pool: runs one job after another, each in a fresh process group, and is clean in between."""
+"""Worker of the pool: runs one job after another, each in a fresh process group, and restores its state in between."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SEED: Final = 0
 
 
 class Interrupted(BaseException):
-    """Another rank failed, or the time is up: stop where you are. Not an Exception, so that `except` lets it pass."""
+    """Raised in a rank when another rank failed or the time is up. Not an Exception, so that `except Exception` ignores it."""
 
 
 def serve(pool: Connection) -> None:
-    """Run jobs until the pool hangs up."""
+    """Run jobs until the pool closes its pipe."""
     start = _Start.remember()
     interrupt = _Interrupt()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
@@ -52,12 +52,12 @@ def serve(pool: Connection) -> None:
             job: Job = pool.recv()
             interrupt.install()
             pool.send(_run(job, interrupt))
-            pool.recv()  # every rank has reported: nobody needs the group any more
+            pool.recv()  # every rank has reported, so the group is no longer needed
             pool.send(start.restore())
 
 
 class _Interrupt:
-    """The pool's SIGINT: raises while a job runs, and is nothing otherwise."""
+    """Handler of the pool's SIGINT: raises while a job runs, and does nothing otherwise."""
 
     def __init__(self) -> None:
         self._running = False
@@ -80,7 +80,7 @@ class _Interrupt:
 
 
 def _run(job: Job, interrupt: _Interrupt) -> Report:
-    """Call the function of the job; whatever it raises becomes a report."""
+    """Call the function of the job; an exception becomes a report."""
     with _redirected(job), warnings.catch_warnings():
         try:
             env.replace(job.env)
@@ -101,9 +101,9 @@ def _failure(error: BaseException) -> Report:
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         pickle.loads(pickled or b"")
-    except Exception:  # an exception that does not survive pickling; its text does
+    except Exception:  # an exception that cannot be pickled; its text is sent
         pickled = None
-    # Known by its name, because pytest need not be installed where workers run.
+    # Detected by name, because pytest need not be installed where workers run.
     skipped = str(error) if type(error).__name__ == "Skipped" else None
     return Report(returned=False, value=pickled, traceback=text, skipped=skipped)
 
@@ -119,7 +119,7 @@ def _pickled_result(value: object, fn: object) -> bytes:
 
 
 def _context(job: Job) -> ProcessContext:
-    """A fresh group, a fresh context and fresh seeds for this rank. One rank alone gets no group, as in a plain script."""
+    """Return a fresh context with a fresh group and seeds for this rank. A single rank gets no group, as in a plain script."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -144,14 +144,14 @@ def _device(job: Job) -> torch.device:
 
 
 def _backend(job: Job) -> str:
-    """Gloo, and the device's own library beside it where every rank has a device to itself."""
+    """Return gloo, combined with the device's backend if every rank has a separate device."""
     own = None if job.device == "cpu" else kind_of(job.device).backend
     return f"cpu:gloo,{job.device}:{own}" if own and torch.accelerator.device_count() >= job.world_size else "gloo"
 
 
 @contextmanager
 def _redirected(job: Job) -> Iterator[None]:
-    """Send what this process prints, Python or not, to the job's output file, and its stacks to the stack file."""
+    """Context manager that sends all output of this process to the job's output file, and its stacks to the stack file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     output, stack = os.open(job.output, flags, 0o600), os.open(job.stack, flags, 0o600)
     for fd in (1, 2):
@@ -172,16 +172,16 @@ def _redirected(job: Job) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """How the worker was when it was born, to be so again before every job."""
+    """State of the worker at its start, restored before every job."""
 
     env: Mapping[str, str]
     cwd: str
     path: tuple[str, ...]
-    signals: Mapping[int, Any]  # Any: signal.getsignal returns a union that signal.signal does not take back
+    signals: Mapping[int, Any]  # Any: signal.getsignal returns a union that signal.signal does not accept
     handlers: tuple[logging.Handler, ...]
     level: int
     num_modules: list[int]
-    """Modules that were loaded when the collector was last told to leave alone what is there."""
+    """Number of imported modules at the last gc.freeze()."""
 
     @classmethod
     def remember(cls) -> _Start:
@@ -197,7 +197,7 @@ class _Start:
         )
 
     def restore(self) -> bool:
-        """Undo what the job left behind; False if something stays, and the worker had better be replaced."""
+        """Undo the job's changes; return False if some remain, so that the worker should be replaced."""
         stop()
         env.replace(self.env)
         os.chdir(self.cwd)
@@ -208,15 +208,15 @@ class _Start:
         logging.root.handlers[:] = self.handlers
         logging.root.setLevel(self.level)
         _restore_torch()
-        gc.collect()  # what the group held
+        gc.collect()  # objects held by the group
         if len(sys.modules) > self.num_modules[0]:
             self.num_modules[0] = len(sys.modules)
-            gc.freeze()  # what the job imported stays: the next collections need not look at it
+            gc.freeze()  # imported modules stay: later collections can skip them
         return threading.active_count() == 1
 
 
 def _restore_torch() -> None:
-    """Torch's switches as a fresh process has them."""
+    """Restore torch's global settings to those of a fresh process."""
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)

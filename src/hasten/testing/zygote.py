@@ -1,7 +1,7 @@
-"""The parent of the pool's workers: imports torch once, then forks a worker whenever it is asked to.
+"""Parent of the pool's workers: imports torch once, then forks a worker on request.
 
-Run as `python -m hasten.testing.zygote FD FOLDER`. Forking happens here and not in the caller because the caller may have threads,
-a CUDA context or anything else that does not survive a fork.
+Run as `python -m hasten.testing.zygote FD FOLDER`. The caller does not fork itself because it may have threads, a CUDA context
+or other state that does not survive a fork.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(control_fd: int, folder: str) -> None:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)  # only where pytest is installed
     gc.collect()
-    gc.freeze()  # the workers' collectors never look at what was imported here, so the pages stay shared
+    gc.freeze()  # the workers' collectors skip these objects, so the pages stay shared
     control = socket.socket(fileno=control_fd)
     control.sendall(MESSAGE.pack(READY, os.getpid()))
     children: set[int] = set()
@@ -91,7 +91,7 @@ def _fork(control: socket.socket, fd: int) -> int:
         serve(Connection(fd))
         status = 0
     finally:
-        os._exit(status)  # never back into the loop above, and no exit handlers of what was only imported here
+        os._exit(status)  # never return into the loop above, and skip exit handlers of imported modules
 
 
 if __name__ == "__main__":

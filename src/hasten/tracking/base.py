@@ -1,4 +1,4 @@
-"""What a tracker is: the small class to implement, and the plain values it is handed."""
+"""The Tracker base class, and the plain values that trackers receive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Options = Mapping[str, Any]  # Any: keyword arguments of a foreign package
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """The run a checkpoint was saved in: the tracker's own id, and the last step logged by then."""
+    """Run of a checkpoint: the tracker's id, and the last step logged before the checkpoint."""
 
     run_id: str
     step: int
@@ -29,19 +29,19 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run as a tracker sees it when it starts."""
+    """One training run, as passed to a tracker at its start."""
 
     project: str
-    run_id: str  # made by hasten, the same on every rank and after a resume
-    directory: Path  # where trackers that write files put them
-    config: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values, possibly nested; as it was given
-    options: Options = field(default_factory=dict)  # this tracker's part of `init_kwargs`
+    run_id: str  # created by hasten, the same on every rank and after a resume
+    directory: Path  # folder for trackers that write files
+    config: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values, possibly nested; as passed by the user
+    options: Options = field(default_factory=dict)  # this tracker's entry of `init_kwargs`
     rank: int = 0
     resume: Resume | None = None
 
     @property
     def shown_config(self) -> dict[str, Any]:
-        """The config with its credentials masked: what a file or a page may show."""
+        """The config with credentials masked, for files and pages."""
         return {name: masked_value(name, value) for name, value in self.config.items()}
 
     @property
@@ -52,11 +52,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one call of `log` carries: plain numbers and strings, never tensors."""
+    """Values of one call of `log`: plain numbers and strings, never tensors."""
 
     values: Mapping[str, Scalar]
     step: int
-    time_s: float  # seconds since the epoch, taken when `log` was called
+    time_s: float  # seconds since 1970, taken when `log` was called
     options: Options = field(default_factory=dict)
 
     @property
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEntry:
-    """What one call of `log_images` carries: every name with one or more images."""
+    """Images of one call of `log_images`: one or more per name."""
 
     images: Mapping[str, Sequence[Pixels]]
     step: int
@@ -82,7 +82,7 @@ class ImageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableEntry:
-    """What one call of `log_table` carries: one table of plain values."""
+    """Table of one call of `log_table`, with plain values."""
 
     name: str
     columns: Sequence[str]
@@ -93,11 +93,11 @@ class TableEntry:
 
 
 class Tracker(ABC):
-    """Base of all trackers; an own one needs a `name` and `log`, the rest is optional.
+    """Base class of trackers; a subclass needs a `name` and `log`, the rest is optional.
 
-    Ranks: an instance is used on the main process alone, or on every rank when `every_rank` is true.
+    Ranks: an instance is used on the main process alone, or on every rank if `every_rank` is true.
     `start` and `finish` run on the main thread; `log*`, `rewind` and `flush` on one writer thread, in order.
-    Whatever a method raises becomes one warning: a tracker cannot stop training.
+    An exception of a method becomes one warning: a tracker cannot stop training.
     """
 
     name: str = ""
@@ -105,11 +105,11 @@ class Tracker(ABC):
 
     @property
     def native(self) -> Any:  # Any: the object of a foreign package
-        """The object `get_tracker(name, unwrap=True)` returns: the package's own run or writer."""
+        """The object that `get_tracker(name, unwrap=True)` returns: the run or writer of its package."""
         return self
 
     def start(self, run: Run) -> str:
-        """Open the run, or reopen `run.resume`; return the id that finds it again."""
+        """Open the run, or reopen `run.resume`; return the id for a later resume."""
         return run.resume.run_id if run.resume else run.label
 
     @abstractmethod
@@ -124,11 +124,11 @@ class Tracker(ABC):
         """Record a table."""
         raise TrackerError(f"the tracker {self.name!r} has no tables; this one was dropped.")
 
-    def rewind(self, step: int) -> None:  # noqa: B027  a hook, not an obligation
-        """Forget what was logged after `step`: training went back to a checkpoint of this same run."""
+    def rewind(self, step: int) -> None:  # noqa: B027  an optional hook
+        """Discard values logged after `step`, since training was rolled back to a checkpoint of this run."""
 
-    def flush(self) -> None:  # noqa: B027  a hook, not an obligation
-        """Make what was logged visible to readers."""
+    def flush(self) -> None:  # noqa: B027  an optional hook
+        """Make logged values visible to readers."""
 
-    def finish(self, failed: bool) -> None:  # noqa: B027  a hook, not an obligation
-        """Close the run; `failed` says that training ended by an exception."""
+    def finish(self, failed: bool) -> None:  # noqa: B027  an optional hook
+        """Close the run; `failed` is true if training ended with an exception."""

@@ -1,4 +1,4 @@
-"""All trackers of one Accelerator: when they start, what reaches them and when, and how a resume finds them."""
+"""Manager of all trackers of one Accelerator: start, delivery of values, and resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _P = ParamSpec("_P")
 def _timed(
     log: Callable[Concatenate[TrackerManager, _P], None],
 ) -> Callable[Concatenate[TrackerManager, _P], None]:
-    """Return a way of logging that says how long it took, if anybody wants to know."""
+    """Wrap a logging method to report its duration to `manager.spent`, if set."""
 
     @wraps(log)
     def timed(manager: TrackerManager, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -59,7 +59,7 @@ def _timed(
 
 @dataclass(slots=True)
 class _Draft:
-    """A log call whose tensors are still on their device; `options` per tracker name."""
+    """Log call whose tensors are still on their device; `options` are by tracker name."""
 
     values: dict[str, Any]
     step: int
@@ -67,16 +67,16 @@ class _Draft:
     options: Mapping[str, Mapping[str, Any]]
 
     def entry(self, tracker: str) -> Entry:
-        """What the tracker of this name is handed, once the tensors are read."""
+        """Return the entry for the tracker of this name, after the tensors were read."""
         options = self.options.get(tracker, {})
         return Entry(values=self.values, step=self.step, time_s=self.time_s, options=options)
 
 
 class TrackerManager:
-    """Hands values to the trackers of one process: late, in order, off the training thread, never raising their errors.
+    """Dispatcher of values to the trackers of one process: deferred, in order, off the training thread, never raising.
 
-    Ranks: exists on every rank; only trackers with `every_rank` do something away from the main process.
-    A tracker starts at its first use, so that a checkpoint loaded before the first `log` continues its old run.
+    Ranks: exists on every rank; away from the main process, only trackers with `every_rank` are active.
+    A tracker starts on first use, so that a checkpoint loaded before the first `log` continues its old run.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class TrackerManager:
         flush_every_s: float = 2.0,
         max_pending: int = 1024,
     ) -> None:
-        """`share` gives every rank the main process's string (collective); `fetch` reads many scalar tensors at once."""
+        """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
         self.spent: Callable[[float], None] | None = None
-        """Told how long each call that logs has kept the training."""
+        """Called with the duration of each logging call on the training thread."""
         self._names = tuple(tracker.name for tracker in trackers)
         self._notices: deque[str] = deque()
         self._lanes = [Lane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
@@ -121,9 +121,9 @@ class TrackerManager:
         *,
         start_now: bool = False,
     ) -> None:
-        """Begin a run of `project`; trackers open at their first use, or here with `start_now`.
+        """Start a run of `project`; trackers open on first use, or here with `start_now`.
 
-        A second call ends the first run and begins another. Ranks: every rank.
+        A second call ends the first run and starts another. Ranks: every rank.
         """
         check_project(project)
         check_options("init_kwargs", init_kwargs)
@@ -159,7 +159,7 @@ class TrackerManager:
             found = Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
             lane.start(replace(run, options=self._init_kwargs.get(name, {}), resume=found))
         self._run = run
-        # after the trackers' own exit hooks were registered, so that ours runs before them
+        # after the trackers' exit hooks were registered, so that this one runs before them
         atexit.register(self._at_exit)
         self._announce()
 
@@ -172,7 +172,7 @@ class TrackerManager:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record numbers and strings at `step` (default: one more than the last); tensors are read at a later flush."""
+        """Record numbers and strings at `step` (default: one more than the last); tensors are read in a later flush."""
         check_record("log", values, step, log_kwargs)
         if not self._ready("log"):
             return
@@ -235,7 +235,7 @@ class TrackerManager:
         self._post(entry, log_kwargs or {})
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Bring everything logged so far to the trackers and wait until they have written it."""
+        """Send everything logged so far to the trackers and wait until they have written it."""
         self._send()
         if not self._writer.drain(timeout_s):
             self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training goes on.")
@@ -254,7 +254,7 @@ class TrackerManager:
         return bool(self._lanes)
 
     def _next(self, step: int | None) -> int:
-        """Return the step of this record; the highest one seen is what a checkpoint remembers."""
+        """Return the step of this record; the highest step is saved in checkpoints."""
         self._logged = True
         found = self._step + 1 if step is None else int(step)
         self._step = max(self._step, found)
@@ -265,7 +265,7 @@ class TrackerManager:
         self._put(lambda lane: [replace(entry, options=log_kwargs.get(lane.tracker.name, {}))], 1)
 
     def _send(self) -> None:
-        """Read the waiting tensors, all at once, and queue the records for the writer."""
+        """Read the pending tensors, all at once, and queue the records for the writer."""
         self._flushed_at = time.time()
         drafts, self._pending = self._pending, []
         if not drafts:
@@ -294,18 +294,18 @@ class TrackerManager:
                 "full", "the trackers are far behind the training; records are dropped until they catch up."
             )
 
-    # ---- looking
+    # ---- access
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The trackers that run on this process, started."""
+        """The active trackers of this process, started."""
         self._start()
         return [lane.tracker for lane in self._lanes]
 
     def get(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, an object of a foreign package
-        """Return the tracker called `name`, or its package's own object.
+        """Return the tracker called `name`, or with `unwrap` the object of its package.
 
-        Where the tracker does not run (away from the main process, or after a failed start): one that does nothing.
+        If the tracker is not active (away from the main process, or after a failed start), a dummy that does nothing is returned.
 
         Raises: TrackerError if no tracker has this name.
         """
@@ -320,7 +320,7 @@ class TrackerManager:
     # ---- ending and resuming
 
     def finish(self, failed: bool = False) -> None:
-        """Bring out what is waiting and close every tracker; without a started run, do nothing."""
+        """Write pending records and close every tracker; without a started run, do nothing."""
         if not self._started:
             return
         atexit.unregister(self._at_exit)
@@ -338,7 +338,7 @@ class TrackerManager:
             self.finish(failed=getattr(sys, "last_value", None) is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ids of the runs and the last step, as JSON values; flushes first, so the files agree with the checkpoint."""
+        """Return the ids of the runs and the last step, as JSON values; flushes first, so that files match the checkpoint."""
         if self._run is None:
             return {"version": _VERSION}
         if self._started:
@@ -353,7 +353,7 @@ class TrackerManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the runs named in `state`: at the next start, or by going back in the run that is open."""
+        """Continue the runs named in `state`: at the next start, or by rewinding the open run."""
         if "run_id" not in state:
             return
         if self._started and self._run is not None and state["run_id"] != self._run.run_id:
@@ -379,7 +379,7 @@ class TrackerManager:
 
         self._writer.put(rewinding)
 
-    # ---- saying
+    # ---- warnings
 
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._said:
@@ -387,6 +387,6 @@ class TrackerManager:
             warnings.warn(message, HastenWarning, stacklevel=4)
 
     def _announce(self) -> None:
-        """Warn, on the training thread, about what went wrong on the writer's."""
+        """Warn, on the training thread, about errors of the writer thread."""
         while self._notices:
             warnings.warn(self._notices.popleft(), HastenWarning, stacklevel=4)

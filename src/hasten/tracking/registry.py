@@ -1,4 +1,4 @@
-"""Names of trackers: the built-in ones, those of installed packages, and what `log_with` may say."""
+"""Registry of trackers: the built-in ones, those of installed packages, and the values of `log_with`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.errors import HastenWarning, MissingPackageError, TrackerError
 from hasten.optional import available, check_installed, need
 from hasten.tracking.base import Tracker
 
-GROUP = "hasten.trackers"  # entry point group of packages that bring a tracker
+GROUP = "hasten.trackers"  # entry point group of packages that provide a tracker
 
 Missing = Literal["error", "warn"]
 LogWith = str | Tracker | Enum | Iterable["str | Tracker | Enum"] | None
@@ -23,7 +23,7 @@ LogWith = str | Tracker | Enum | Iterable["str | Tracker | Enum"] | None
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A tracker that comes with hasten: where its class is, and the module its package must provide."""
+    """Built-in tracker: the path of its class, and the required module."""
 
     name: str
     where: str
@@ -47,16 +47,16 @@ BUILTINS: Final = (
 
 
 def installed() -> list[str]:
-    """Return the names of all trackers that can be used here: built-in and from other packages."""
+    """Return the names of all usable trackers: built-in and from other packages."""
     own = [row.name for row in BUILTINS if row.needs is None or available(row.needs)]
     return own + sorted({point.name for point in entry_points(group=GROUP)} - set(own))
 
 
 def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True) -> list[Tracker]:
-    """The trackers `log_with` asks for: a name, "all" (those whose packages are installed), an instance, or a list of these.
+    """Create the trackers of `log_with`: a name, "all" (those whose packages are installed), an instance, or a list of these.
 
-    The packages of trackers that run on this process (`is_main`, or those of every rank) are imported here. With `missing="warn"` a
-    named tracker whose package is not installed or cannot be imported is left out, with a warning, as is one of "all".
+    The packages of trackers that are active on this process (`is_main`, or `every_rank`) are imported here. With `missing="warn"` a
+    named tracker whose package is not installed or cannot be imported is omitted with a warning, as with "all".
     Raises: TrackerError for an unknown or repeated name; MissingPackageError for a named one whose package is missing or broken.
     """
     if log_with is None:
@@ -70,7 +70,7 @@ def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
     found: list[Tracker] = []
     for item in asked:
         if isinstance(item, Tracker):
-            ours = type(item).__module__.startswith(_HERE)  # of other trackers we do not know the packages
+            ours = type(item).__module__.startswith(_HERE)  # packages of other trackers are unknown
             found += [item] if not ours or _usable(item.name, missing, is_main or item.every_rank) else []
         else:
             name = str(item.value if isinstance(item, Enum) else item).lower()
@@ -81,9 +81,9 @@ def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
 
 
 def _usable(name: str, missing: str, here: bool) -> bool:
-    """Return whether the package of a tracker is there and, where the tracker runs on this process, can be imported.
+    """Return whether the package of a tracker is installed and, if the tracker is active on this process, can be imported.
 
-    Raises: MissingPackageError if it is not and may not be left out: a run without the log that was asked for is noticed when it is over.
+    Raises: MissingPackageError otherwise, unless it may be omitted: a missing log would only be noticed after the run.
     """
     row = next((row for row in BUILTINS if row.name == name and row.needs is not None), None)
     if row is None or row.needs is None:
@@ -105,7 +105,7 @@ def _create(name: str) -> Tracker:
     for row in BUILTINS:
         if row.name == name:
             module, _, attribute = row.where.partition(":")
-            return _checked(name, getattr(import_module(module), attribute)())  # only the backends asked for
+            return _checked(name, getattr(import_module(module), attribute)())  # only the requested backends
     for point in entry_points(group=GROUP):
         if point.name == name:
             return _checked(name, point.load()())

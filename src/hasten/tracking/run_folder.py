@@ -1,4 +1,4 @@
-"""All that a run's folder tells about it: curves of metrics, images, tables, times of steps, events, settings."""
+"""Contents of a run's folder: curves of metrics, images, tables, step times, events, settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LoggedImage:
-    """An image of a step and its position among those logged together; the file may be missing."""
+    """An image of a step with its index among those logged together; the file may be missing."""
 
     step: int
     number: int
@@ -51,13 +51,13 @@ class LoggedTable:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """What a folder holds of one run, restarts included."""
+    """Contents of the folder of one run, including restarts."""
 
     name: str
     curves: Mapping[str, Curve] = field(default_factory=dict)
     ranks: tuple[LoggedRank, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What `init_trackers` was given, flattened, with credentials masked."""
+    """The config passed to `init_trackers`, flattened, with credentials masked."""
     folder: Path = field(default_factory=Path)
     images: Mapping[str, Sequence[LoggedImage]] = field(default_factory=dict)
     tables: Mapping[str, LoggedTable] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def began_s(self) -> float:
-        """Seconds since 1970 at the beginning of the run."""
+        """Start of the run, in seconds since 1970."""
         times = [float(log.started["time"]) for log in self.ranks if log.started]
         times += [float(curve.times.min()) for curve in self.curves.values() if len(curve.times)]
         return min(times, default=0.0)
@@ -83,7 +83,7 @@ class RunFolder:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What is known of machine and packages, as of the latest start."""
+        """Machine and package versions, as of the latest start."""
         started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
         plain = {name: started.get(name) for name in ("command", "strategy", "world_size", "device", "host")}
         found = {name: masked(str(value)) for name, value in plain.items() if value is not None}
@@ -91,7 +91,7 @@ class RunFolder:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened on the main process, by time; starts after the first are called restarts."""
+        """Events of the main process, by time; starts after the first are called restarts."""
         found: list[dict[str, Any]] = []
         for number, log in enumerate(log for log in self.ranks if log.rank == 0):
             for event in log.events:
@@ -102,9 +102,9 @@ class RunFolder:
 
 
 def read_run(folder: str | Path) -> RunFolder:
-    """Return everything known of the run in a folder.
+    """Read everything about the run in a folder.
 
-    Raises: ConfigError when the folder holds neither metrics nor a run log.
+    Raises: ConfigError if the folder holds neither metrics nor a run log.
     """
     root = Path(folder)
     logs = tuple(read_run_log(root / FOLDER)) if (root / FOLDER).is_dir() else ()
@@ -131,7 +131,7 @@ def read_run(folder: str | Path) -> RunFolder:
 
 
 def run_files(root: Path) -> list[Path]:
-    """Return the files of a run that grow while it trains, in order; none when there is nothing to report yet."""
+    """Return the files of a run that grow during training, in order; empty if there is nothing to report yet."""
     metrics, logs = _metrics_files(root), sorted((root / FOLDER).glob("rank*-*"))
     return [*metrics, *logs] if metrics or any(path.suffix == ".jsonl" for path in logs) else []
 
@@ -141,13 +141,13 @@ def _metrics_files(root: Path) -> list[Path]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file that have a step; steps repeated after a resume count once, with their later records."""
+    """Return the records of a file that have a step; steps repeated after a resume appear once, with their later records."""
     decoder = msgspec.json.Decoder()
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
             record = decoder.decode(line)
-        except msgspec.DecodeError:  # cut off when its process died
+        except msgspec.DecodeError:  # truncated when its process died
             continue
         if "rewind" in record:
             rows = [row for row in rows if row["step"] <= record["rewind"]]

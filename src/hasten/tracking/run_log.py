@@ -1,7 +1,7 @@
-"""The run log: how long the parts of every step took and what happened when, for `hasten report`.
+"""The run log: timings of every step's phases, and events with their times, for `hasten report`.
 
 Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 44 bytes per update,
-`rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and never kept open.
+`rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and are not held open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 FOLDER: Final = "run_log"
 PARTS: Final = ("data", "forward", "backward", "communication", "optimizer", "logging", "other")
 _FIRST_PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
-"""The parts of logs that do not say which they have."""
+"""Phases of older logs, which do not list them."""
 _RECORD: Final = struct.Struct("<d9f")
 _EVERY_S: Final = 1.0
 
@@ -28,12 +28,12 @@ _EVERY_S: Final = 1.0
 
 
 def step_dtype(parts: Sequence[str] = PARTS) -> np.dtype[np.void]:
-    """Return the layout of a record of the steps file."""
+    """Return the dtype of a record of the steps file."""
     return np.dtype([("time", "<f8"), *((part, "<f4") for part in parts), ("samples", "<f4"), ("memory_mb", "<f4")])
 
 
 class RunLog:
-    """Writes the log of one rank. A failing disk stops the log and not the training."""
+    """Writer of the log of one rank. A failing disk stops the log but not the training."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RunLog:
         collectives_s: Callable[[], float] = lambda: 0.0,
         gradients_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`collectives_s` is the time spent in collectives so far; `gradients_s` that of a backward waiting for gradients."""
+        """Create a log; `collectives_s` returns the time in collectives so far, `gradients_s` a backward's wait for gradients."""
         self._folder = folder
         self._rank = rank
         self._facts = facts
@@ -62,11 +62,11 @@ class RunLog:
         self._updated = False
         self._begun = False
         self.broken = ""
-        """Why nothing is written any more."""
+        """Error message of the disk, after which nothing is written."""
 
-    # -- the parts of a step --------------------------------------------------------------------------------------
+    # -- phases of a step ------------------------------------------------------------------------------------------
     def _take(self, part: str) -> float:
-        """Count the time since the last mark for a part, without what collectives and logging took of it; the time now."""
+        """Add the time since the last mark to a phase, without collectives and logging; returns the current time."""
         now, collected = time.perf_counter(), self._collectives_s()
         spent = self._spent
         waited = collected - self._collected_s
@@ -76,7 +76,7 @@ class RunLog:
         return now
 
     def asked(self) -> None:
-        """The loop asks for the next batch: a step that has made an update ends here."""
+        """Mark the request for the next batch, which ends a step that has made an update."""
         if self._begun:
             now = self._take("other")
             if self._updated:
@@ -85,16 +85,16 @@ class RunLog:
         self._begun, self._last_s, self._collected_s = True, time.perf_counter(), self._collectives_s()
 
     def got(self, num_samples: int) -> None:
-        """A batch came: the time since it was asked for was spent waiting for data."""
+        """Mark the arrival of a batch, which ends the wait for data."""
         self._take("data")
         self._samples += num_samples
 
     def backward_begins(self) -> None:
-        """The time since the batch came went into the forward pass and the loss."""
+        """Mark the start of backward, which ends the forward pass and the loss."""
         self._take("forward")
 
     def backward_done(self, exchanged: bool = False) -> None:
-        """The backward pass is over, with the wait for gradients of other ranks if they were exchanged."""
+        """Mark the end of backward; with `exchanged`, the wait for gradients of other ranks counts as communication."""
         self._take("backward")
         if exchanged and self._gradient_s:
             waited = min(self._gradient_s, self._spent["backward"])
@@ -102,21 +102,21 @@ class RunLog:
             self._spent["communication"] += waited
 
     def optimizer_begins(self) -> None:
-        """An update begins; what was in between, such as clipping, counts as other."""
+        """Mark the start of an update; the time since backward, such as clipping, counts as other."""
         self._take("other")
 
     def optimizer_done(self) -> None:
-        """An update was tried."""
+        """Mark the end of an update, applied or skipped."""
         self._take("optimizer")
         self._updated = True
 
     def logged(self, seconds: float) -> None:
-        """Logging took so long, inside whatever part is running."""
+        """Add the duration of a logging call, which is subtracted from the current phase."""
         self._spent["logging"] += seconds
         self._aside_s += seconds
 
     def skipped(self) -> None:
-        """The update was skipped."""
+        """Record that the update was skipped."""
         self.event("skipped")
 
     def _commit(self, now: float) -> None:
@@ -127,13 +127,13 @@ class RunLog:
         self._samples = 0.0
         self._updated = False
 
-    # -- what happened --------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
     def event(self, kind: str, **details: Any) -> None:
-        """Note that something happened now."""
+        """Record an event with the current time."""
         self._events.append(msgspec.json.encode({"event": kind, "time": time.time(), **details}) + b"\n")
 
     def flush(self) -> None:
-        """Append what is waiting to the files, once a training has begun; the first time also what is known of the run."""
+        """Append pending records to the files, once a training has started; the first time also the facts about the run."""
         if not self._begun:
             return
         self._flushed_s = time.perf_counter()
@@ -154,11 +154,11 @@ class RunLog:
                 if content:
                     with (self._folder / f"{self._stem}.{ending}").open("ab") as file:
                         file.write(content)
-        except OSError as error:  # a full or missing disk: the training matters more
+        except OSError as error:  # a full or missing disk: the training has priority
             self.broken = str(error)
 
     def close(self) -> None:
-        """Write what is waiting and note the end, if a training has begun."""
+        """Write pending records and the end event, if a training has started."""
         if self._begun:
             if self._updated:
                 self._commit(time.perf_counter())
@@ -168,7 +168,7 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRank:
-    """What one rank logged from one start of the program to its end."""
+    """Log of one rank from one start of the program to its end."""
 
     rank: int
     steps: NDArray[Any]
@@ -177,12 +177,12 @@ class LoggedRank:
 
     @property
     def started(self) -> Mapping[str, Any]:
-        """What was known of the run at its start; empty when the beginning is missing."""
+        """Facts about the run at its start; empty if the start is missing."""
         return next((event for event in self.events if event.get("event") == "started"), {})
 
 
 def read_run_log(folder: Path) -> list[LoggedRank]:
-    """Return all logs in a run's folder, by time; half-written last records and lines are left out."""
+    """Return all logs in a run's folder, by time; incomplete last records and lines are omitted."""
     found = []
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
         lines = _lines(path)
@@ -196,7 +196,7 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
 
 
 def _all_parts(steps: NDArray[Any]) -> NDArray[Any]:
-    """Return the records with every part of today; an older log has 0 in those it does not know."""
+    """Return the records with all current phases; those unknown to an older log are 0."""
     if steps.dtype == step_dtype():
         return steps
     made = np.zeros(len(steps), dtype=step_dtype())
@@ -215,6 +215,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             rows.append(msgspec.json.decode(line))
-        except msgspec.DecodeError:  # cut off when its process died
+        except msgspec.DecodeError:  # truncated when its process died
             continue
     return rows

@@ -1,4 +1,4 @@
-"""Turn what users log into plain values, late: tensors stay on their device until a flush."""
+"""Conversion of logged values to plain ones; tensors stay on their device until a flush."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from hasten.errors import ArgumentError, TrackerError
 from hasten.tracking.base import Pixels, Scalar
 
-# Any: tensors and arrays are duck-typed here, so that this room needs no torch
+# Any: tensors and arrays are duck-typed here, so that this package does not import torch
 Fetch = Callable[[Sequence[Any]], list[float]]
 
 
@@ -30,12 +30,12 @@ class Deferred:
 
 
 def fetch_one_by_one(tensors: Sequence[Any]) -> list[float]:
-    """Return the numbers in `tensors`, each by its own `item()`."""
+    """Return the numbers in `tensors`, each by a separate `item()`."""
     return [tensor.item() for tensor in tensors]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value with its path, the parts joined by a slash."""
+    """Yield every value with its path, joined by slashes."""
     for key, value in values.items():
         name = key if not prefix and type(key) is str else f"{prefix}{key}"
         if type(value) not in (float, int) and isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
-    """Refuse what a tracker cannot record: values without names, a step that is not a whole number, options that are not.
+    """Raise unless values are named, the step is an integer, and options are by tracker.
 
     Raises: ArgumentError.
     """
@@ -66,7 +66,7 @@ def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
 
 
 def check_project(project: object) -> None:
-    """Refuse what names no project. Raises: TrackerError."""
+    """Raise unless `project` is a name. Raises: TrackerError."""
     if not isinstance(project, str) or not project:
         raise TrackerError(
             f"init_trackers({project!r:.60}) got no name of a project, by which trackers sort runs; give text, such as 'my-project'."
@@ -74,7 +74,7 @@ def check_project(project: object) -> None:
 
 
 def check_options(name: str, options: Any) -> None:
-    """Refuse what are not options by tracker. Raises: ArgumentError."""
+    """Raise unless `options` are mappings by tracker. Raises: ArgumentError."""
     if options is not None and not (
         isinstance(options, Mapping) and all(isinstance(one, Mapping) for one in options.values())
     ):
@@ -84,7 +84,7 @@ def check_options(name: str, options: Any) -> None:
 
 
 def snapshot(name: str, value: Any) -> Scalar | Deferred:
-    """What will be logged for `value`, safe against later changes in place, without waiting for a device.
+    """Return the value to log, safe against later in-place changes, without synchronising with a device.
 
     Raises: TrackerError if the value is not one number or string.
     """
@@ -99,7 +99,7 @@ def snapshot(name: str, value: Any) -> Scalar | Deferred:
     if detach is not None:
         if value.numel() != 1:
             raise TrackerError(_not_scalar(name, f"a tensor of shape {tuple(value.shape)}"))
-        if value.is_cpu:  # nothing to wait for
+        if value.is_cpu:  # no device to wait for
             return _scalar(name, value.item())
         return Deferred(detach().clone())
     if hasattr(value, "item"):
@@ -120,7 +120,7 @@ def _not_scalar(name: str, found: str) -> str:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """`config` (mapping, namespace, dataclass or None) as JSON values."""
+    """Return `config` (mapping, namespace, dataclass or None) as JSON values."""
     if config is None:
         return {}
     if isinstance(config, Namespace):
@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 def plain_rows(name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]) -> list[list[Scalar | None]]:
-    """The rows of a table as plain values. Raises: TrackerError for a row that has not one cell for each column."""
+    """Return the rows of a table as plain values. Raises: TrackerError unless a row has one cell per column."""
     rows = [[plain_cell(value) for value in row] for row in data]
     for row in rows:
         if len(row) != len(columns):
@@ -181,9 +181,9 @@ _CHANNELS = (1, 3, 4)
 def as_pixels(name: str, value: Any) -> list[Pixels]:
     """Return the images in `value` as height x width x channels arrays of bytes.
 
-    Takes an array, tensor or PIL image, or a list of them: one image (H,W), (H,W,C) or (C,H,W), or a batch of such.
+    Accepts an array, tensor or PIL image, or a list of them: one image (H,W), (H,W,C) or (C,H,W), or a batch of such.
     Floats are read as 0..1, integers as 0..255.
-    Raises: TrackerError if the shape is none of these.
+    Raises: TrackerError for other shapes.
     """
     if isinstance(value, (list, tuple)):
         return [image for item in value for image in as_pixels(name, item)]
@@ -209,7 +209,7 @@ def as_pixels(name: str, value: Any) -> list[Pixels]:
 
 
 def png(image: Pixels) -> bytes:
-    """`image` as the bytes of a PNG file."""
+    """Return `image` as the bytes of a PNG file."""
     height, width, channels = image.shape
     color = {1: 0, 3: 2, 4: 6}[channels]
     rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)

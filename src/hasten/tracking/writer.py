@@ -1,4 +1,4 @@
-"""One thread that runs jobs in order, so that slow trackers cost the training loop nothing."""
+"""Writer thread that runs jobs in order, so that slow trackers do not delay the training loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Job = Callable[[], None]
 
 
 class Writer:
-    """Runs jobs in order on a thread that starts with the first job and ends with `close`.
+    """Runner of jobs in order on a thread that starts with the first job and ends with `close`.
 
-    Jobs must not raise. A full queue refuses a job instead of blocking: a hanging tracker never stops training.
+    Jobs must not raise. A full queue rejects a job instead of blocking: a hanging tracker never stops training.
     """
 
     def __init__(self, max_jobs: int = 1000) -> None:
@@ -23,7 +23,7 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> bool:
-        """Queue `job`; False when the queue is full and the job was refused."""
+        """Queue `job`; returns False if the queue is full and the job was rejected."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hasten-trackers", daemon=True)
             self._thread.start()
@@ -34,14 +34,14 @@ class Writer:
         return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job queued so far is done; False when that takes longer than `timeout_s`."""
+        """Wait until every job queued so far is done; returns False if that takes longer than `timeout_s`."""
         if self._thread is None:
             return True
         done = threading.Event()
         return self.put(done.set) and done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the queued jobs and end the thread; False when that takes longer than `timeout_s`."""
+        """Finish the queued jobs and end the thread; returns False if that takes longer than `timeout_s`."""
         if self._thread is None:
             return True
         thread, self._thread = self._thread, None
@@ -64,7 +64,7 @@ Notify = Callable[[str], None]
 
 
 class Lane:
-    """Carries records to one tracker and never raises."""
+    """Delivery of records to one tracker, which never raises."""
 
     def __init__(self, tracker: Tracker, notify: Notify) -> None:
         self.tracker = tracker
@@ -75,11 +75,11 @@ class Lane:
 
     @property
     def open(self) -> bool:
-        """Whether the tracker started and has not finished."""
+        """True if the tracker started and has not finished."""
         return self.run_id is not None
 
     def start(self, run: Run) -> None:
-        """Open the tracker; when it cannot start, it stays closed and its records are lost."""
+        """Open the tracker; if it cannot start, it stays closed and its records are lost."""
 
         def opening() -> None:
             self.run_id = self.tracker.start(run)
@@ -87,7 +87,7 @@ class Lane:
         self._try("start", opening, "nothing will be logged to it")
 
     def write(self, records: Sequence[Record]) -> None:
-        """Hand over `records` in order, then flush."""
+        """Log `records` in order, then flush."""
         if not self.open:
             self.lost += len(records)
             return
@@ -97,12 +97,12 @@ class Lane:
         self._try("flush", self.tracker.flush, "the newest values may not be visible yet")
 
     def rewind(self, step: int) -> None:
-        """Tell the tracker that training went back to `step`."""
+        """Rewind the tracker to `step`, since training was rolled back."""
         if self.open:
             self._try("rewind", lambda: self.tracker.rewind(step), "the curve will show the repeated steps twice")
 
     def finish(self, failed: bool) -> None:
-        """Close the tracker and say in the log how many records were lost."""
+        """Close the tracker and log the number of lost records."""
         if self.open:
             self._try("finish", lambda: self.tracker.finish(failed), "its run may look unfinished")
             self.run_id = None
@@ -135,7 +135,7 @@ class Lane:
 
 
 class Silent:
-    """Takes any call and any attribute and does nothing; false in a condition."""
+    """Dummy that accepts any call and any attribute and does nothing; false in a condition."""
 
     def __getattr__(self, name: str) -> Silent:
         if name.startswith("__"):  # copy, pickle and inspect look for protocols; there are none

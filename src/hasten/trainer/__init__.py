@@ -1,4 +1,4 @@
-"""The Trainer: arguments, loop, evaluation, callbacks and metrics, on the Accelerator alone.
+"""The Trainer: arguments, loop, evaluation, callbacks and metrics, built only on the Accelerator.
 
-Start with `trainer.py`, then `loop.py` (an epoch) and `evaluation.py`; `arguments.py` and `settings.py` hold what users set.
+Start with `trainer.py`, then `loop.py` (an epoch) and `evaluation.py`; `arguments.py` and `settings.py` hold the user's settings.
 """

@@ -1,4 +1,4 @@
-"""TrainingArguments: what a Trainer is told, under the established names; each acts or is refused."""
+"""TrainingArguments: the settings of a Trainer under the names of transformers; each has an effect or is refused."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ _REFUSED: Final = MappingProxyType(
         "use_mps_device": "Apple devices are found by themselves; leave it out",
     }
 )
-"""Established names that have no effect here, and what to do instead."""
+"""Arguments of transformers that have no effect here, and their alternatives."""
 
 
 @dataclass(frozen=True)
 class TrainingArguments:
-    """The settings of a `Trainer`. What is left at its default may be set by flags, environment or a settings file.
+    """Settings of a `Trainer`. Arguments left at their default may be set by flags, environment or a settings file.
 
-    Raises: ConfigError, by kind, for an unknown name, a value out of range or two settings that contradict each other.
+    Raises: a subclass of ConfigError for an unknown name, a value out of range or contradictory settings.
     """
 
     output_dir: str
-    # -- how long and how much at once
+    # -- duration and batch sizes
     num_train_epochs: float = 3.0
     max_steps: int = -1
     per_device_train_batch_size: int = 8
@@ -92,7 +92,7 @@ class TrainingArguments:
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
     label_smoothing_factor: float = 0.0
-    # -- numbers, memory and how the model is spread
+    # -- precision, memory and distribution
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
@@ -149,7 +149,7 @@ class TrainingArguments:
     hub_private_repo: bool | None = None
 
     def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:  # Any: the arguments of __init__
-        """Return an empty object, once every name is known."""
+        """Check that every name is known, and return an empty object."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name in _REFUSED:
@@ -228,7 +228,7 @@ class TrainingArguments:
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether a larger metric is better: as given, else unless its name ends in `loss`."""
+        """True if a larger metric is better: `greater_is_better`, or by default unless the name ends in `loss`."""
         return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
 
     @property
@@ -238,7 +238,7 @@ class TrainingArguments:
         return [name for name in given if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON values
-        """Return the settings as JSON values, without the token."""
+        """Return the settings as JSON values, without the Hub token."""
         values = asdict(self)
         values.pop("hub_token")
         return values

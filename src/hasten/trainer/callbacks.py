@@ -1,4 +1,4 @@
-"""Callbacks: the events of a training, and the ones that come with hasten."""
+"""Callbacks: the events of a training, and the callbacks included in hasten."""
 
 from __future__ import annotations
 
@@ -35,80 +35,80 @@ EVENTS: Final = (
 
 
 class TrainerCallback:
-    """Base of callbacks: override the events you need; each gets the arguments, the state and the control.
+    """Base class of callbacks: override the events you need; each gets the arguments, the state and the control.
 
-    Keywords of an event: `model`, `optimizer`, `lr_scheduler`, `train_dataloader`, `processing_class`, and `metrics` or `logs` where
-    there are some. A callback with `state_dict` and `load_state_dict` is saved with every checkpoint.
-    Ranks: every event is called on every rank; what a callback sets in the control must be alike everywhere.
+    Keywords of an event: `model`, `optimizer`, `lr_scheduler`, `train_dataloader`, `processing_class`, and `metrics` or `logs` for
+    events that have them. A callback with `state_dict` and `load_state_dict` is saved with every checkpoint.
+    Ranks: every event is called on every rank; a callback must set the same values in the control on every rank.
     """
 
     # Any below: keywords of the event
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer is built."""
+        """Handle the end of the Trainer's construction."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The training begins, or goes on from a checkpoint."""
+        """Handle the start of the training, or its continuation from a checkpoint."""
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The training is over; the best model is loaded if it was asked for."""
+        """Handle the end of the training, after loading the best model if requested."""
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An epoch begins, or goes on after a resume."""
+        """Handle the start of an epoch, or its continuation after a resume."""
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """All batches of an epoch were seen."""
+        """Handle the end of an epoch, after its last batch."""
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The first batch of an update comes."""
+        """Handle the first batch of an update."""
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A batch inside an accumulation window is done."""
+        """Handle the end of a batch inside an accumulation window."""
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gradients are complete and clipped."""
+        """Handle complete and clipped gradients, before the optimizer's step."""
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The optimizer has stepped; gradients are still there."""
+        """Handle the optimizer's step; gradients are still available."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """An update is done."""
+        """Handle the end of an update."""
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """An evaluation is done; `metrics` has its results."""
+        """Handle the end of an evaluation; `metrics` holds its results."""
 
     def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A prediction is done; `metrics` has its results."""
+        """Handle the end of a prediction; `metrics` holds its results."""
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A batch of an evaluation or prediction is done."""
+        """Handle the end of a batch of an evaluation or prediction."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint is complete; `checkpoint` says where."""
+        """Handle a complete checkpoint; `checkpoint` is its path."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Values were logged; `logs` has them."""
+        """Handle logged values; `logs` holds them."""
 
 
 class CallbackList:
-    """The callbacks of a Trainer. Which of them listens to which event is found once: an unheard event costs a lookup."""
+    """Callbacks of a Trainer, indexed by the events they override, so that an event without callbacks costs one lookup."""
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:  # Any: callbacks or their classes
         self._trainer = trainer
@@ -129,7 +129,7 @@ class CallbackList:
         self._find()
 
     def remove(self, callback: Any) -> None:  # Any: a callback or its class
-        """Take off a callback, or all of a class."""
+        """Remove a callback, or all of a class."""
         self.callbacks = [kept for kept in self.callbacks if callback not in (kept, type(kept))]
         self._find()
 
@@ -148,13 +148,13 @@ class CallbackList:
             listener(trainer.args, trainer.state, trainer.control, **trainer.event_keywords(), **kwargs)
 
     def keep_states(self) -> None:
-        """Write the states of callbacks that have one into the TrainerState."""
+        """Store the states of callbacks that have one in the TrainerState."""
         for number, callback in enumerate(self.callbacks):
             if hasattr(callback, "state_dict"):
                 self._trainer.state.callbacks[f"{number}.{type(callback).__name__}"] = callback.state_dict()
 
     def restore_states(self) -> None:
-        """Give callbacks their states back after a checkpoint was loaded."""
+        """Restore the callbacks' states after a checkpoint was loaded."""
         for number, callback in enumerate(self.callbacks):
             kept = self._trainer.state.callbacks.get(f"{number}.{type(callback).__name__}")
             if kept is not None and hasattr(callback, "load_state_dict"):
@@ -162,7 +162,7 @@ class CallbackList:
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops when `metric_for_best_model` has not improved by more than a threshold in so many evaluations."""
+    """Callback that stops the training after several evaluations without an improvement of `metric_for_best_model`."""
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.early_stopping_patience = early_stopping_patience
@@ -173,7 +173,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that there are evaluations to watch."""
+        """Raise unless there are evaluations to watch."""
         if args.eval_strategy == "no":
             raise ConfigError("EarlyStoppingCallback sees no evaluation and would never stop; set eval_strategy.")
 
@@ -197,19 +197,19 @@ class EarlyStoppingCallback(TrainerCallback):
             control.stop_reason = f"early stopping: {args.best_metric} has not improved for {times}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long there was none better."""
+        """Return the best value and the number of evaluations since."""
         return {"best": None if math.isnan(self._best) else self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on waiting where the checkpoint stood."""
+        """Restore the state of a checkpoint."""
         self._best = math.nan if state["best"] is None else float(state["best"])
         self._waited = int(state["waited"])
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows a progress bar with loss, speed and time left on the main process, and why a training stopped early.
+    """Callback with a progress bar on the main process: loss, speed, time left, and the reason of an early stop.
 
-    Evaluations get a line each; in a log file every log does.
+    Evaluations are also written as lines of text; in a log file, so is every log.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the bar; say why the training stopped if it was asked to."""
+        """Close the bar; write the reason if the training was stopped."""
         if self._bar is None:
             return
         self._bar.close()
@@ -250,5 +250,5 @@ class ProgressCallback(TrainerCallback):
         self._bar = None
 
 
-def _shown(value: Any) -> str:  # Any: what compute_metrics returned
+def _shown(value: Any) -> str:  # Any: a value from compute_metrics
     return value_text(value) if isinstance(value, (int, float)) else str(value)

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: saving, going on from one, and the best of them."""
+"""Checkpoints of a Trainer: saving, resuming, the best one, and publishing the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def save(trainer: Trainer, metrics: Mapping[str, float]) -> str:
-    """Save the whole state; where it lies. Ranks: every rank."""
+    """Save the whole state and return its path. Ranks: every rank."""
     state = trainer.state
     trainer.callbacks.keep_states()
     place = trainer.accelerator.save_state(metrics=metrics)
@@ -33,7 +33,7 @@ def save(trainer: Trainer, metrics: Mapping[str, float]) -> str:
 
 
 def resume(trainer: Trainer, which: str | bool) -> None:
-    """Put everything back to where a checkpoint was saved. Ranks: every rank."""
+    """Restore the state of a checkpoint. Ranks: every rank."""
     accelerator, state = trainer.accelerator, trainer.state
     place: str | None = which if isinstance(which, str) else None
     if which == "auto":
@@ -43,7 +43,7 @@ def resume(trainer: Trainer, which: str | bool) -> None:
     accelerator.load_state(place)
     trainer.callbacks.restore_states()
     if state.best_metric is not None and state.best_global_step == state.global_step:
-        state.best_model_checkpoint = place or _newest(trainer)  # it did not know its own place when it was written
+        state.best_model_checkpoint = place or _newest(trainer)  # its path was not known when it was written
 
 
 def _root(trainer: Trainer) -> str:
@@ -55,7 +55,7 @@ def _newest(trainer: Trainer) -> str:
 
 
 def _any_checkpoint(trainer: Trainer) -> bool:
-    """Return whether there is a complete checkpoint, as the main process sees it. Ranks: every rank."""
+    """Return whether there is a complete checkpoint, according to the main process. Ranks: every rank."""
     found = [False]
     if trainer.accelerator.is_main_process:
         try:
@@ -66,9 +66,9 @@ def _any_checkpoint(trainer: Trainer) -> bool:
 
 
 def note_best(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
-    """Note the metric that ranks models; whether it is the best so far. Of two equal ones the later is better.
+    """Record the metric that ranks models; return whether it is the best so far. Of two equal values the later is better.
 
-    Raises: ConfigError when the evaluation did not give it and something depends on it.
+    Raises: ConfigError if the evaluation lacks the metric and an argument depends on it.
     """
     args, state = trainer.args, trainer.state
     if args.best_metric not in metrics:
@@ -94,7 +94,7 @@ def load_best(trainer: Trainer) -> None:
 
 
 def save_model(trainer: Trainer, folder: str) -> str:
-    """Write weights, configuration, tokenizer and arguments. Ranks: every rank."""
+    """Write weights, configuration, tokenizer and arguments to a folder. Ranks: every rank."""
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     inner: Any = accelerator.unwrap_model(model)  # Any: models with save_pretrained share no base class here
@@ -115,8 +115,8 @@ def save_model(trainer: Trainer, folder: str) -> str:
     return folder
 
 
-def push_to_hub(trainer: Trainer, commit_message: str, **options: Any) -> str | None:  # Any: the Hub client's own
-    """Save the model and upload its folder; the address of the commit on the main process, None on the others.
+def push_to_hub(trainer: Trainer, commit_message: str, **options: Any) -> str | None:  # Any: options of the Hub client
+    """Save the model and upload its folder; returns the URL of the commit on the main process, None on the others.
 
     Ranks: every rank. Raises: ConfigError without a name for the repository.
     """

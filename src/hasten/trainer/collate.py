@@ -1,4 +1,4 @@
-"""Collators: samples to a batch, with `label` renamed to `labels` and sequences padded to the longest of the batch."""
+"""Collators that stack samples to a batch, with `label` renamed to `labels` and sequences padded to the longest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hasten.errors import ArgumentError, DataError
 
 _RENAMED: Final = ("label", "label_ids")
 IGNORED: Final = -100
-"""The label that losses leave out."""
+"""Label that losses ignore."""
 
 
-def default_data_collator(features: list[Any]) -> Any:  # Any: samples of the user's
-    """Samples stacked to a batch; a key `label` or `label_ids` becomes `labels`. All samples must have equal shapes.
+def default_data_collator(features: list[Any]) -> Any:  # Any: samples of any type
+    """Stack samples to a batch; a key `label` or `label_ids` becomes `labels`. All samples must have equal shapes.
 
     Raises: DataError for sequences of different lengths.
     """
@@ -29,7 +29,7 @@ def default_data_collator(features: list[Any]) -> Any:  # Any: samples of the us
     for key in features[0]:
         values = [torch.as_tensor(feature[key]) for feature in features if feature[key] is not None]
         if len(values) != len(features):
-            continue  # a column that some samples lack means nothing to a model
+            continue  # a column that some samples lack cannot be used
         if len({value.shape for value in values}) > 1:
             raise DataError(
                 f"samples of one batch have {key} of different shapes ({sorted({tuple(v.shape) for v in values})}), which "
@@ -40,9 +40,9 @@ def default_data_collator(features: list[Any]) -> Any:  # Any: samples of the us
 
 
 class DataCollatorWithPadding:
-    """Pads every sequence to the longest of its batch: tokens with the padding token, masks with 0, labels with -100.
+    """Collator that pads sequences to the longest of the batch: tokens with the padding token, masks with 0, labels with -100.
 
-    The padding token and side are those of `processing_class`, a tokenizer of any library, unless they are given.
+    The padding token and side are taken from `processing_class`, a tokenizer of any library, unless they are given.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class DataCollatorWithPadding:
         self.label_pad_token_id = label_pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
 
-    def __call__(self, features: list[Any]) -> Any:  # Any: samples of the user's
-        """Return the batch."""
+    def __call__(self, features: list[Any]) -> Any:  # Any: samples of any type
+        """Return the batch of the samples."""
         if not features or not isinstance(features[0], Mapping):
             return default_collate(features)
         columns = {key: [torch.as_tensor(feature[key]) for feature in features] for key in features[0]}
@@ -101,7 +101,7 @@ LABELS: Final = ("labels", "label", "label_ids")
 
 
 def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
-    """Return the names that the model's forward takes, and its labels; None when it takes any name."""
+    """Return the argument names of the model's forward, and the label names; None if it accepts any name."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not named:
@@ -110,9 +110,9 @@ def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | N
 
 
 def without_unused(dataset: Any, taken: frozenset[str] | None) -> Any:  # Any: datasets have no common base
-    """The dataset without columns that nobody takes; other datasets than those of `datasets` come back as they are.
+    """Return the dataset without unused columns; datasets that are not from `datasets` are returned unchanged.
 
-    Raises: DataError when no column is left.
+    Raises: DataError if no column is left.
     """
     names = getattr(dataset, "column_names", None)
     if taken is None or not isinstance(names, list) or not hasattr(dataset, "remove_columns"):
@@ -128,9 +128,9 @@ def without_unused(dataset: Any, taken: frozenset[str] | None) -> Any:  # Any: d
 
 @dataclass(frozen=True, slots=True)
 class CollateUsed:
-    """A collator that gets only the columns somebody takes."""
+    """Collator that passes only the used columns to another collator."""
 
-    collate: Callable[[list[Any]], Any]  # Any: samples and batches of the user's
+    collate: Callable[[list[Any]], Any]  # Any: samples and batches of any type
     taken: frozenset[str]
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -148,22 +148,22 @@ _BATCHES_SORTED: Final = 50
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """A shuffle, as a function of seed and epoch, in which stretches of 50 batches are sorted by length.
+    """Shuffling sampler, as a function of seed and epoch, in which chunks of 50 batches are sorted by length.
 
-    The longest sample of all comes first, so that memory runs out in the first step or not at all.
+    The longest sample is first, so that memory runs out in the first step or not at all.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int = 0) -> None:
         self._lengths = torch.as_tensor(lengths)
         quarter = len(lengths) // (
             4 * batch_size
-        )  # fewer batches in a stretch of few samples, or all epochs would be alike
+        )  # fewer batches in a chunk for few samples, or all epochs would be alike
         self._stretch = batch_size * max(1, min(quarter, _BATCHES_SORTED))
         self._seed = seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch next."""
+        """Set the epoch whose order is drawn next."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -182,18 +182,18 @@ class LengthGroupedSampler(Sampler[int]):
         return iter(torch.cat(parts).tolist())
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch that is drawn next."""
+        """Return the epoch whose order is drawn next."""
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Draw the epoch of a checkpoint next."""
+        """Restore the epoch of a checkpoint."""
         self._epoch = int(state["epoch"])
 
 
 def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no common base
     """Return the length of every sample: from its column, or counted from `input_ids`.
 
-    Raises: DataError when samples have neither.
+    Raises: DataError if samples have neither.
     """
     if column in (getattr(dataset, "column_names", None) or ()):
         return [int(length) for length in dataset[column]]

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: every real sample once, on any number of processes, in the order of the dataset."""
+"""Evaluation and prediction: every sample once, on any number of processes, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hasten.data.loader import Loader
     from hasten.trainer.trainer import Trainer
 
-# Any in this file: batches, outputs and arrays in the user's own nesting.
+# Any in this file: batches, outputs and arrays in any nesting.
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPrediction:
-    """What `compute_metrics` gets: the predictions and labels of all samples as arrays; also unpacks as a pair."""
+    """Argument of `compute_metrics`: the predictions and labels of all samples as arrays; also unpacks as a pair."""
 
     predictions: Any
     label_ids: Any
@@ -36,7 +36,7 @@ class EvalPrediction:
 
 
 class PredictionOutput(NamedTuple):
-    """What `predict` gives."""
+    """Result of `predict`."""
 
     predictions: Any
     label_ids: Any
@@ -53,7 +53,7 @@ class _Collected:
 
 
 def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: bool) -> PredictionOutput:
-    """Predictions, labels and metrics over a loader; arrays are None when only the loss is wanted. Ranks: every rank."""
+    """Return predictions, labels and metrics over a loader; arrays are None with `loss_only`. Ranks: every rank."""
     began_s = time.perf_counter()
     model, accelerator = trainer.model_for_evaluation(), trainer.accelerator
     was_training = model.training
@@ -88,7 +88,7 @@ def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: boo
 
 
 def slowest(accelerator: Accelerator, seconds: float) -> float:
-    """The time of the slowest rank: what is logged is equal everywhere, as a checkpoint needs it. Ranks: every rank."""
+    """Return the time of the slowest rank, so that logs are equal on all ranks, as checkpoints require. Ranks: every rank."""
     return max(float(accelerator.reduce(torch.tensor([seconds], dtype=torch.float64), "max")[0]), 1e-9)
 
 
@@ -96,7 +96,7 @@ def _one_batch(trainer: Trainer, model: Any, batch: Any, loader: Loader, loss_on
     cursor = loader.cursor
     real = cursor.num_real
     rows = trees.batch_size(batch) or 0
-    if real is not None and real < rows:  # one row stays where none is real: every rank takes part in the forward
+    if real is not None and real < rows:  # one row stays even if none is real: every rank takes part in the forward
         batch = trees.slice_rows(batch, slice(0, max(real, 1)))
     kept = rows if real is None else min(real, rows)
     labels = labels_in(batch, trainer.label_names)
@@ -121,7 +121,7 @@ def _one_batch(trainer: Trainer, model: Any, batch: Any, loader: Loader, loss_on
 
 
 def _keep(trainer: Trainer, kept: list[Any], values: Any, num_rows: int) -> None:
-    """Gather the rows of all ranks, padded to one width, and keep them on the host."""
+    """Gather the rows of all ranks, padded to one width, and append them to `kept` on the host."""
     if values is None:
         return
     accelerator = trainer.accelerator
@@ -148,7 +148,7 @@ def _to_numpy(x: Tensor) -> Any:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return all batches as one, arrays padded with -100 to the widest."""
+    """Return all batches concatenated, with arrays padded with -100 to the widest."""
     if not parts:
         return None
     if isinstance(parts[0], (tuple, list)):

@@ -1,4 +1,4 @@
-"""The training loop of a Trainer: a plain loop on the Accelerator, with events where callbacks listen."""
+"""The training loop of a Trainer: a plain loop on the Accelerator, with events for callbacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SUMMED_AT_ONCE: Final = 64
 
 
 class TrainOutput(NamedTuple):
-    """What `train` gives."""
+    """Result of `train`."""
 
     global_step: int
     training_loss: float
@@ -35,12 +35,12 @@ class TrainingLoop:
         self._trainer = trainer
         self._plan = plan
         self._losses: list[tuple[Tensor, Tensor | None]] = []
-        """Losses and weights of the latest batches on this rank; tensors, so that no step waits for the device."""
+        """Losses and weights of the latest batches on this rank, as tensors, so that no step synchronises with the device."""
         self._sums: list[Tensor] = []
-        """Loss times weight and the weight, summed over earlier batches since the losses of all ranks were added up."""
+        """Sums of loss times weight and of weights over earlier batches that were not yet reduced over the ranks."""
         self._norm: Any = None  # Any: the norm of the latest update's gradients, a tensor on the device or None
         self._rate: Any = (
-            0.0  # Any: the learning rate of the latest update, which capturable optimizers keep as a tensor
+            0.0  # Any: the learning rate of the latest update, which capturable optimizers store as a tensor
         )
         self._began_s = time.perf_counter()
         self._began_at = trainer.state.global_step
@@ -64,14 +64,14 @@ class TrainingLoop:
         return self._finish()
 
     def _leaves(self) -> bool:
-        """Return whether the epoch is to be left now; behind its last batch it ends by itself."""
+        """Return whether to leave the epoch now; after its last batch it ends by itself."""
         state, control, per_epoch = self._trainer.state, self._trainer.control, self._plan.batches_per_epoch
         if per_epoch is not None and state.batches_in_epoch >= per_epoch:
             return False
         return control.should_training_stop or control.should_epoch_stop or state.global_step >= self._plan.max_steps
 
     def _epoch(self) -> bool:
-        """Train on the batches of an epoch, or on what is left of it after a resume; whether its end was reached."""
+        """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
         trainer, accelerator, state = self._trainer, self._trainer.accelerator, self._trainer.state
         model, optimizer, scheduler = trainer.wrapped_model, trainer.optimizer, trainer.lr_scheduler
         call, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
@@ -107,32 +107,32 @@ class TrainingLoop:
         return True
 
     def _gone_back(self) -> bool:
-        """Return to the newest checkpoint if a bad update asks for it; whether it did. Ranks: every rank."""
+        """Load the newest checkpoint if a bad update requires it; return whether it was loaded. Ranks: every rank."""
         if not self._trainer.accelerator.roll_back():
             return False
-        self._losses.clear()  # those since the checkpoint; what was before it is in its state
+        self._losses.clear()  # losses since the checkpoint; earlier ones are in its state
         self._sums.clear()
         self._trainer.callbacks.restore_states()
         return True
 
     def _add(self, loss: Tensor, weight: Tensor | None) -> None:
-        """Keep a batch's loss for the next log; they are summed many at once, since each sum costs a step its time."""
+        """Store a batch's loss for the next log; losses are summed in groups, since each sum costs time."""
         self._losses.append((loss.detach(), weight))
         if len(self._losses) >= _SUMMED_AT_ONCE:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the losses that were kept."""
+        """Sum the stored losses."""
         device = self._losses[0][0].device
         losses = torch.stack([loss for loss, _ in self._losses]).double()
         one = torch.ones((), device=device)
         weights = torch.stack([one if weight is None else weight.to(device) for _, weight in self._losses]).double()
-        counted = torch.where(weights == 0, 0.0, losses)  # the mean over no labels is nan, and nan * 0 too
+        counted = torch.where(weights == 0, 0.0, losses)  # the mean over no labels is nan, and so is nan * 0
         self._sums.append(torch.stack([(counted * weights).sum(), weights.sum()]))
         self._losses.clear()
 
     def _end_step(self) -> None:
-        """Count an update and do what is due after it."""
+        """Count an update, then log, evaluate and save if due."""
         trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
         plan, args = self._plan, trainer.args
         state.global_step += 1
@@ -155,7 +155,7 @@ class TrainingLoop:
             raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def _end_epoch(self, over: bool) -> None:
-        """Do what is due after an epoch, and count it unless a resume would go on in it."""
+        """Log, evaluate and save if due after an epoch, and count it unless a resume would continue it."""
         trainer, state, control, args = self._trainer, self._trainer.state, self._trainer.control, self._trainer.args
         if over:
             state.epochs_done += 1
@@ -172,7 +172,7 @@ class TrainingLoop:
         state.epoch = state.epochs_done + (state.batches_in_epoch / per_epoch if per_epoch else 0.0)
 
     def _act(self, stopping: bool = False) -> None:
-        """Log, evaluate and save, as the control asks."""
+        """Log, evaluate and save, as the control requests."""
         control = self._trainer.control
         if control.should_log:
             control.should_log = False
@@ -180,7 +180,7 @@ class TrainingLoop:
         metrics: dict[str, float] = {}
         if control.should_evaluate:
             control.should_evaluate = False
-            if stopping:  # there may be little time left: it is done after the resume
+            if stopping:  # little time may be left, so it is done after the resume
                 self._trainer.state.evaluation_due = True
             else:
                 metrics = self._evaluate()
@@ -196,9 +196,9 @@ class TrainingLoop:
             trainer.control.should_save = True
         return metrics
 
-    # -- what is logged -------------------------------------------------------------------------------------------
+    # -- logging ------------------------------------------------------------------------------------------------
     def add_up(self) -> None:
-        """Bring the losses of all ranks since the last time into the state. Ranks: every rank."""
+        """Reduce the losses since the last call over all ranks and add them to the state. Ranks: every rank."""
         state, accelerator = self._trainer.state, self._trainer.accelerator
         if self._losses:
             self._sum()

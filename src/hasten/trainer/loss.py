@@ -1,4 +1,4 @@
-"""The loss of a batch: taken from what the model returns, or smoothed; and how many items it is the mean of."""
+"""The loss of a batch, from the model's output or smoothed, and the number of labels it averages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from hasten.errors import ArgumentError
 from hasten.trainer.collate import IGNORED
 
-# Any in this file: batches and outputs are the user's own.
+# Any in this file: batches and outputs of any type.
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:
-    """What the model returns for a batch: a mapping is passed by name, a tuple or list by position."""
+    """Call the model on a batch: a mapping is passed by name, a tuple or list by position."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -26,7 +26,7 @@ def run_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_or_none(outputs: Any) -> Tensor | None:
-    """The loss a model returned: `outputs["loss"]`, `outputs.loss`, the first of a tuple, or a scalar itself; None for none."""
+    """Return the loss in a model's output: key or attribute `loss`, the first of a tuple, or a scalar itself; None if absent."""
     found: Any
     if isinstance(outputs, Mapping):
         found = outputs.get("loss")
@@ -38,7 +38,7 @@ def loss_or_none(outputs: Any) -> Tensor | None:
 
 
 def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
-    """The loss a model returned for a batch, which had no labels if `unlabelled`. Raises: ArgumentError when there is none."""
+    """Return the loss in a model's output; `unlabelled` batches get a hint. Raises: ArgumentError if there is none."""
     found = loss_or_none(outputs)
     if found is None:
         cause = (
@@ -52,7 +52,7 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
 
 
 def outputs_besides_loss(outputs: Any, has_loss: bool) -> Any:
-    """What a model returned without its loss: one tensor alone, several as a tuple, None for nothing."""
+    """Return a model's output without its loss: a single tensor alone, several as a tuple, None for nothing."""
     if isinstance(outputs, Mapping):
         rest = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
     elif isinstance(outputs, (tuple, list)):
@@ -71,9 +71,9 @@ def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
 
 
 def num_items(labels: Tensor | None, shifted: bool) -> Tensor | None:
-    """The labels that a loss is the mean of: those that are not -100, without the first of each row if it predicts the next.
+    """Return the number of labels a loss averages: those that are not -100, without the first of each row if `shifted`.
 
-    None without labels: the batch then weighs as much as any other.
+    None without labels: the batch then has the same weight as any other.
     """
     if labels is None:
         return None
@@ -84,12 +84,12 @@ def num_items(labels: Tensor | None, shifted: bool) -> Tensor | None:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's loss compares each position with the next label, as it says by `loss_type = "ForCausalLM"`."""
+    """Return whether the model's loss compares each position with the next label, which `loss_type = "ForCausalLM"` marks."""
     return getattr(model, "loss_type", None) == "ForCausalLM"
 
 
 def needs_labels(model: nn.Module, names: Sequence[str]) -> bool:
-    """Return True if the model cannot be called without its labels: a required argument, or a decoder's inputs."""
+    """Return whether the model cannot be called without labels: as a required argument, or as a decoder's inputs."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return True
     taken = inspect.signature(model.forward).parameters
@@ -97,7 +97,7 @@ def needs_labels(model: nn.Module, names: Sequence[str]) -> bool:
 
 
 def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
-    """Return the class labels of a batch. Raises: ArgumentError when there are none that could be smoothed."""
+    """Return the class labels of a batch. Raises: ArgumentError if it has none that could be smoothed."""
     labels = labels_in(inputs, names)
     if labels is None or labels.is_floating_point():
         kind = f"a {type(inputs).__qualname__}" if not isinstance(inputs, Mapping) else f"a dict of {', '.join(inputs)}"
@@ -110,9 +110,9 @@ def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
 
 
 def logits_in(outputs: Any) -> Tensor:
-    """Return the logits a model returned: `outputs["logits"]`, `outputs.logits`, or the first tensor besides its loss.
+    """Return the logits in a model's output: `outputs["logits"]`, `outputs.logits`, or the first tensor besides its loss.
 
-    Raises: ArgumentError when there are none.
+    Raises: ArgumentError if there are none.
     """
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if found is None and not isinstance(outputs, Mapping):
@@ -127,7 +127,7 @@ def logits_in(outputs: Any) -> Tensor:
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Tensor:
-    """Return the mean cross entropy against labels mixed with the uniform distribution; labels of -100 are left out."""
+    """Return the mean cross entropy against labels mixed with the uniform distribution; labels of -100 are ignored."""
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     if logits.shape[:-1].numel() != labels.numel():

@@ -1,4 +1,4 @@
-"""Metrics of usual tasks for `compute_metrics`: exact on any number of processes, because they see every sample once."""
+"""Metrics of common tasks for `compute_metrics`, exact on any number of processes, because they see every sample once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hasten.errors import DataError
 from hasten.trainer.collate import IGNORED
 from hasten.trainer.evaluation import EvalPrediction
 
-Array = NDArray[Any]  # Any: numbers of the model's own kind
+Array = NDArray[Any]  # Any: numbers of any dtype
 
 
 def classification_metrics(found: EvalPrediction) -> dict[str, float]:
-    """Accuracy and F1 of one label per sample: of class 1 when there are two classes, else the mean over the classes.
+    """Return accuracy and F1 of one label per sample: F1 of class 1 for two classes, else the mean over the classes.
 
-    Raises: DataError when predictions are no scores of classes, or labels do not fit to them.
+    Raises: DataError if predictions are not class scores, or labels do not match them.
     """
     logits, labels = _logits(found, 2), np.asarray(found.label_ids)
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
@@ -35,7 +35,7 @@ def classification_metrics(found: EvalPrediction) -> dict[str, float]:
 
 
 def token_classification_metrics(found: EvalPrediction) -> dict[str, float]:
-    """Accuracy and mean F1 over the classes of all tokens whose label is not -100."""
+    """Return accuracy and mean F1 over the classes of all tokens whose label is not -100."""
     logits, labels = _logits(found, 3), np.asarray(found.label_ids)
     counted = labels != IGNORED
     answers, truths = logits.argmax(-1)[counted], labels[counted]
@@ -47,9 +47,9 @@ def token_classification_metrics(found: EvalPrediction) -> dict[str, float]:
 
 
 def causal_lm_metrics(found: EvalPrediction) -> dict[str, float]:
-    """Accuracy and perplexity of the next token: each position is compared with the label after it; -100 is left out.
+    """Return accuracy and perplexity of the next token: each position is compared with the label after it; -100 is ignored.
 
-    Keeps the scores of every token: for large vocabularies take the exponential of `eval_loss` instead.
+    Needs the scores of every token: for large vocabularies take the exponential of `eval_loss` instead.
     """
     logits, labels = _logits(found, 3)[:, :-1].astype(np.float64), np.asarray(found.label_ids)[:, 1:]
     counted = labels != IGNORED

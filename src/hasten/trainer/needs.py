@@ -1,4 +1,4 @@
-"""Arguments that need another one: given without it, they would have no effect and are refused."""
+"""Checks of arguments that have no effect without another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class _Need(NamedTuple):
     names: tuple[str, ...]
     acts: Callable[[TrainingArguments], bool]
-    """Return True if the arguments have an effect beside the others."""
+    """Return whether the arguments have an effect in combination with the others."""
     why: str
     remedy: str
 
@@ -105,14 +105,14 @@ _NEEDS: Final[Sequence[_Need]] = (
 
 
 def check_needs(args: TrainingArguments) -> None:
-    """Refuse arguments that have no effect beside the others. Raises: ContradictionError."""
+    """Raise for arguments that have no effect in combination with the others. Raises: ContradictionError."""
     for names, acts, why, remedy in _NEEDS:
         if (wrong := _given(args, names)) and not acts(args):
             raise ContradictionError(f"{wrong} would have no effect: {why}; {remedy}.")
 
 
 def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler: object) -> None:
-    """Refuse arguments about an optimizer or schedule that the Trainer was given ready-made. Raises: ContradictionError."""
+    """Raise for arguments about an optimizer or scheduler that was passed to the Trainer. Raises: ContradictionError."""
     for made, names, what in ((optimizer, _OPTIMIZER, "an optimizer"), (scheduler, _SCHEDULE, "a scheduler")):
         if made is not None and (wrong := _given(args, names)):
             raise ContradictionError(
@@ -122,6 +122,6 @@ def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler
 
 
 def _given(args: TrainingArguments, names: Sequence[str]) -> str:
-    """Return the first of these arguments that differs from its default, as it was written; empty for none."""
+    """Return the first of these arguments that differs from its default, as `name=value`; empty for none."""
     defaults: dict[str, Any] = {field.name: field.default for field in fields(args)}  # Any: of every type
     return next((f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name) != defaults[name]), "")

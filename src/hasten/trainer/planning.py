@@ -1,4 +1,4 @@
-"""How many updates a training has, and when it logs, evaluates and saves: pure arithmetic."""
+"""Plan of a training: the number of updates, and the steps that log, evaluate and save. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.trainer.arguments import TrainingArguments
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The course of a training, decided before its first step."""
+    """Numbers of steps and epochs of a training, computed before its first step."""
 
     max_steps: int
     num_epochs: int
@@ -21,14 +21,14 @@ class Plan:
     save_steps: int
 
     def due(self, when: str, every: int, step: int) -> bool:
-        """Return whether something with this strategy is due after update number `step`."""
+        """Return whether an action with this strategy is due after update number `step`."""
         return when == "steps" and step % every == 0
 
 
 def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> Plan:
-    """Return the plan for loaders of this length (None for streams) and windows of so many batches.
+    """Return the plan for a loader of this length (None for streams) and accumulation windows of `window` batches.
 
-    Raises: ConfigError when the end of the training cannot be known, or there is no batch.
+    Raises: ConfigError if the number of updates cannot be determined, or there is no batch.
     """
     if batches_per_epoch is None and args.max_steps < 0:
         raise ConfigError(
@@ -54,5 +54,5 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
 
 
 def _steps(given: float, total: int) -> int:
-    """Return a number of updates; below 1 it is a part of the whole."""
+    """Return a number of updates; a value below 1 is a fraction of the total."""
     return math.ceil(given * total) if given < 1 else int(given)

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by their established names."""
+"""Optimizers and learning-rate schedules by the names of transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Factor = Callable[..., float]
 
 
 def _done(step: int, warmup: int, total: int) -> float:
-    """Return the part of the time after the warm-up that has passed, at most 1."""
+    """Return the fraction of the time after the warm-up that has passed, at most 1."""
     return min(max(step - warmup, 0) / max(total - warmup, 1), 1.0)
 
 
@@ -79,7 +79,7 @@ SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
 
 
 def factor_at(step: int, shape: Factor, warmup: int, total: int, options: Mapping[str, float]) -> float:
-    """Return the factor on the learning rate: rising in a straight line during the warm-up, then `shape`."""
+    """Return the factor on the learning rate: linear during the warm-up, then `shape`."""
     if step < warmup:
         return step / warmup
     return shape(step, warmup, total, **options)
@@ -115,14 +115,14 @@ def get_scheduler(
 
 
 def num_warmup_steps(args: TrainingArguments, max_steps: int) -> int:
-    """Return the updates of the warm-up: as given, or a part of the training when below 1."""
+    """Return the number of warm-up updates: as given, or a fraction of the training if below 1."""
     if 0 < args.warmup_steps < 1:
         return math.ceil(args.warmup_steps * max_steps)
     return int(args.warmup_steps) or math.ceil(args.warmup_ratio * max_steps)
 
 
 def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
-    """Return the optimizer named by `optim`; biases, norms and other vectors do not decay.
+    """Return the optimizer named by `optim`; biases, norms and other vectors have no weight decay.
 
     Raises: SettingValueError for a name without an optimizer.
     """

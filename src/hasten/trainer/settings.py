@@ -1,4 +1,4 @@
-"""The Accelerator's settings for TrainingArguments: what was left at its default is left to flags, environment and files."""
+"""Settings of the Accelerator from TrainingArguments; arguments at their default are left to flags, environment and files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FSDP_WORDS: Final = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_sha
 
 
 def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:  # Any: settings of every type
-    """Return the keyword arguments of the Accelerator that these arguments ask for.
+    """Return the keyword arguments of the Accelerator for these arguments.
 
-    Raises: ConfigError for a value that no setting of the facade can honour.
+    Raises: ConfigError for a value that the Accelerator does not support.
     """
     found: dict[str, Any] = {"project_config": _project(args), "dataloader_config": _data(args)}
     found["log_with"] = list(dict.fromkeys(["jsonl", *args.trackers]))  # the curves of `hasten report`
@@ -73,7 +73,7 @@ def _data(args: TrainingArguments) -> DataLoaderConfiguration:
     return DataLoaderConfiguration(**given)
 
 
-def _fsdp(args: TrainingArguments) -> Any:  # Any: the plugin's own class
+def _fsdp(args: TrainingArguments) -> Any:  # Any: the plugin's class
     words = args.fsdp.split() if isinstance(args.fsdp, str) else [] if isinstance(args.fsdp, bool) else list(args.fsdp)
     for word in words:
         if word not in _FSDP_WORDS:

@@ -1,4 +1,4 @@
-"""Where a training stands (TrainerState) and what callbacks ask of it (TrainerControl)."""
+"""Progress of a training (TrainerState) and requests of callbacks (TrainerControl)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class TrainerState:
-    """Where the training stands; equal on every rank, saved with every checkpoint."""
+    """Progress of the training; equal on every rank, saved with every checkpoint."""
 
     epoch: float = 0.0
     global_step: int = 0
@@ -17,29 +17,29 @@ class TrainerState:
     epochs_done: int = 0
     batches_in_epoch: int = 0
     loss_sum: float = 0.0
-    """Loss times weight since the last log, over all ranks, as far as it has been added up."""
+    """Loss times weight since the last log, over all ranks, as far as it has been reduced."""
     loss_weight: float = 0.0
     total_loss: float = 0.0
-    """The same since the beginning of the training."""
+    """The same since the start of the training."""
     total_weight: float = 0.0
     best_metric: float | None = None
     best_model_checkpoint: str | None = None
     best_global_step: int = 0
     evaluation_due: bool = False
-    """An evaluation was due when the training was told to stop."""
+    """True if an evaluation was due when the training was interrupted by a signal."""
     log_history: list[dict[str, Any]] = field(default_factory=list)  # Any: numbers and strings
-    callbacks: dict[str, Any] = field(default_factory=dict)  # Any: each callback's own JSON
+    callbacks: dict[str, Any] = field(default_factory=dict)  # Any: each callback's JSON
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: everything but which process this is."""
+        """Return the state for a checkpoint: everything but the ranks of this process."""
         values = asdict(self)
         del values["is_world_process_zero"], values["is_local_process_zero"]
         return values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint kept."""
+        """Restore the state of a checkpoint."""
         known = {item.name for item in fields(self)}
         for name, value in state.items():
             if name in known:
@@ -48,11 +48,11 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask for; the loop acts on it after the event. Ranks: set alike on every rank."""
+    """Requests of callbacks, on which the loop acts after the event. Ranks: set to the same values on every rank."""
 
     should_training_stop: bool = False
     stop_reason: str = ""
-    """Why the training is to stop, for its last line of output."""
+    """Reason of the stop, for the last line of output."""
     should_epoch_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False

@@ -48,18 +48,18 @@ from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_s
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
 
-# Any in this file: datasets, batches, outputs and tokenizers are the user's own.
+# Any in this file: datasets, batches, outputs and tokenizers of any type.
 
 
 class Trainer:
-    """Trains a model that returns its loss, on any number of processes.
+    """Trainer of a model that returns its loss, on any number of processes.
 
     ```python
     trainer = Trainer(model, TrainingArguments("out"), train_dataset=train, eval_dataset=test, processing_class=tokenizer)
     trainer.train()
     ```
-    Everything goes through the Accelerator, so each precision and each way of spreading a model works here too.
-    Ranks: every rank makes one and calls its methods.
+    It is built on the Accelerator, so every precision and every strategy works here too.
+    Ranks: every rank creates one and calls its methods.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Trainer:
         self.callbacks.add(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Take off a callback, or all of a class."""
+        """Remove a callback, or all of a class."""
         self.callbacks.remove(callback)
 
     def event_keywords(self) -> dict[str, Any]:
-        """What every event gets besides the arguments, the state and the control."""
+        """Return the keywords of every event besides the arguments, the state and the control."""
         return {
             "model": self.model,
             "processing_class": self.processing_class,
@@ -161,7 +161,7 @@ class Trainer:
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the training data, before it is prepared. Override it to read data in another way."""
+        """Return the loader of the training data before it is prepared. Override it to read data differently."""
         if self.train_dataset is None:
             raise ArgumentError("train() has no data: the Trainer was made without a train_dataset; give it one.")
         options: dict[str, Any] = {"drop_last": self.args.dataloader_drop_last}
@@ -178,7 +178,7 @@ class Trainer:
         return self._loader(self.train_dataset, self._batch_size, **options)
 
     def get_eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
-        """Return the loader of a dataset to evaluate or predict on, before it is prepared."""
+        """Return the loader of an evaluation or prediction dataset before it is prepared."""
         return self._loader(dataset, self.args.per_device_eval_batch_size)
 
     def _prepared_eval_loader(self, dataset: Any) -> Loader:
@@ -188,14 +188,14 @@ class Trainer:
 
     # -- training -------------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train, from a checkpoint if one is named: its path, True for the newest, "auto" for the newest if there is one.
+        """Train, optionally from a checkpoint: its path, True for the newest, "auto" for the newest if there is one.
 
-        Ranks: every rank. Raises: SystemExit with PREEMPTED_EXIT_CODE after saving, when told to stop by SIGTERM or SIGUSR1.
+        Ranks: every rank. Raises: SystemExit with PREEMPTED_EXIT_CODE after saving, on SIGTERM or SIGUSR1.
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if not self.args.auto_find_batch_size:
             return self._train(self.args.per_device_train_batch_size, resume)
-        searching = self.accelerator  # told by the search how many batches make up the global one
+        searching = self.accelerator  # the search sets its number of accumulation steps
         first = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
 
         def attempt(batch_size: int) -> TrainOutput:
@@ -218,7 +218,7 @@ class Trainer:
         return search()
 
     def _start_over(self, weights: Mapping[str, Tensor], steps: int) -> None:
-        """Forget an attempt that did not fit into memory; accumulate over `steps` batches from now on."""
+        """Reset after an attempt that did not fit into memory; accumulate over `steps` batches from now on."""
         if self.wrapped_model is not None:
             self.model = self.accelerator.unwrap_model(self.wrapped_model)
         self.optimizer, self.lr_scheduler = self._given_optimizers
@@ -235,7 +235,7 @@ class Trainer:
         self.control = TrainerControl()
         if self.wrapped_model is None:
             plan = self._prepare()
-        else:  # a second call trains on
+        else:  # a second call continues the training
             plan = self._plan(self.train_loader)
         if not self._tracking:
             self.accelerator.init_trackers(self.args.run_name or "trainer", config=self.args.to_dict())
@@ -259,7 +259,7 @@ class Trainer:
     def _plan(self, loader: Loader) -> Plan:
         try:
             length: int | None = len(loader)
-        except TypeError:  # a stream
+        except TypeError:  # an iterable dataset
             length = None
         return plan_training(self.args, length, self.accelerator.gradient_accumulation_steps)
 
@@ -276,7 +276,7 @@ class Trainer:
         return plan
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make what `optimizers` did not give. Override it for an optimizer or schedule of your own."""
+        """Create the optimizer and the scheduler unless they were passed. Override it to use others."""
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.args, self.model)
         if self.lr_scheduler is None:
@@ -286,7 +286,7 @@ class Trainer:
             )
 
     def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return one batch forward and backward; its loss, and the number of labels that is the mean of."""
+        """Run forward and backward on one batch; returns its loss, and the number of labels it averages."""
         labels = labels_in(inputs, self.label_names)
         weight = num_items(labels, self.shifted) if self.args.average_tokens_across_devices else None
         loss = self.compute_loss(model, inputs)
@@ -294,7 +294,7 @@ class Trainer:
         return loss, weight
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
-        """The loss of a batch, a mean over its labels; with `return_outputs` also what the model returned. Override it freely."""
+        """Return the loss of a batch, a mean over its labels; with `return_outputs` also the model's output. May be overridden."""
         if smoothing := self.args.label_smoothing_factor:
             labels = labels_to_smooth(inputs, self.label_names)
             kept = inputs if self._needs_labels else {key: x for key, x in inputs.items() if x is not labels}
@@ -307,19 +307,19 @@ class Trainer:
 
     # -- evaluation -----------------------------------------------------------------------------------------------
     def model_for_evaluation(self) -> nn.Module:
-        """Return the prepared model: the one that is trained, or before a training one that is only evaluated."""
+        """Return the prepared model: the trained one, or before a training one prepared for evaluation only."""
         if self.wrapped_model is not None:
             wrapped: nn.Module = self.wrapped_model
             return wrapped
         if self._evaluated_model is None:
             self._evaluated_model = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            self.accelerator.prepared.models.remove(self._evaluated_model)  # it is no part of a checkpoint
+            self.accelerator.prepared.models.remove(self._evaluated_model)  # it is not saved in checkpoints
         return self._evaluated_model
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Return the loss and metrics on a dataset, or on each of a dict of them. Ranks: every rank.
+        """Return the loss and metrics on a dataset, or on each dataset of a dict. Ranks: every rank.
 
-        The loss is the mean over all labels, whatever the batches and processes; `compute_metrics` sees every sample once.
+        The loss is the mean over all labels, independent of batches and processes; `compute_metrics` sees every sample once.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
@@ -338,17 +338,17 @@ class Trainer:
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions for a dataset in its order, its labels and metrics if it has labels. Ranks: every rank."""
+        """Return predictions for a dataset in its order, with its labels and metrics if it has labels. Ranks: every rank."""
         output = run_evaluation(self, self._prepared_eval_loader(test_dataset), metric_key_prefix, loss_only=False)
         self.callbacks.call("on_predict", metrics=output.metrics)
         return output
 
     def note_best(self, metrics: Mapping[str, float]) -> bool:
-        """Note the metric that ranks models; whether it is the best so far. Of two equal ones the later is better."""
+        """Record the metric that ranks models; return whether it is the best so far. Of two equal values the later is better."""
         return checkpoints.note_best(self, metrics)
 
     def log(self, logs: dict[str, Any]) -> None:
-        """Record values with the trackers and in the state's history. Ranks: every rank."""
+        """Log values to the trackers and add them to the state's history. Ranks: every rank."""
         state = self.state
         logs = {**logs, "epoch": round(state.epoch, 4)}
         state.log_history.append({**logs, "step": state.global_step})
@@ -358,20 +358,20 @@ class Trainer:
 
     # -- saving ---------------------------------------------------------------------------------------------------
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> str:
-        """Save all that a resume needs; where it lies. Ranks: every rank."""
+        """Save the whole state for a resume and return its path. Ranks: every rank."""
         return checkpoints.save(self, metrics or {})
 
     def load_best(self) -> None:
-        """Load the weights of the best checkpoint, if it was asked for. Ranks: every rank."""
+        """Load the weights of the best checkpoint, if requested. Ranks: every rank."""
         if self.args.load_best_model_at_end:
             checkpoints.load_best(self)
 
     def save_model(self, output_dir: str | None = None) -> str:
-        """Write the model, its tokenizer and the arguments to a folder; where it lies. Ranks: every rank."""
+        """Write the model, its tokenizer and the arguments to a folder and return its path. Ranks: every rank."""
         return publish.save_model(self, output_dir or self.args.output_dir)
 
     def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str | None:
-        """Upload the model to the Hub; the address of the commit, on the main process. Ranks: every rank."""
+        """Upload the model to the Hub; returns the URL of the commit on the main process. Ranks: every rank."""
         return publish.push_to_hub(self, commit_message, **options)
 
     @property

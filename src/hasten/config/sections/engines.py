@@ -10,7 +10,7 @@ Offload = Literal["none", "cpu", "nvme"]
 
 @settings
 class DeepSpeedPlugin(Section):
-    """Options of DeepSpeed; `hf_ds_config` (a file or a mapping) wins over the single options, "auto" is filled."""
+    """Options of DeepSpeed; `hf_ds_config` (a file or a mapping) overrides the single options, "auto" is filled in."""
 
     hf_ds_config: str | Mapping[str, Any] | None = setting(
         None, "DeepSpeed's own configuration: path or mapping", flags=("deepspeed_config_file",)

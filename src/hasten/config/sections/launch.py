@@ -1,4 +1,4 @@
-"""Settings of starting processes: how many, where, how they meet."""
+"""Settings of the launch: processes, machines and their rendezvous."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,7 +21,7 @@ class InitProcessGroupKwargs(Section):
 
 @settings
 class LaunchConfig(Section):
-    """Machines, processes and the meeting point."""
+    """Machines, processes and their rendezvous."""
 
     num_processes: int | None = setting(None, "processes over all machines (default: one per device)", minimum=1)
     processes_per_machine: int | None = setting(

@@ -1,4 +1,4 @@
-"""Sections about the training loop: checkpoints, loaders, optimizers, speed, precision, compilation, trackers."""
+"""Settings of the training loop: checkpoints, loaders, optimizers, speed, precision, compilation, trackers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
@@ -8,7 +8,7 @@ from hasten.config.base import Section, setting, settings
 
 @settings
 class ProjectConfiguration(Section):
-    """Where logs and checkpoints go, and which checkpoints are kept."""
+    """Folders of logs and checkpoints, and the checkpoints to keep."""
 
     project_dir: str | None = setting(None, "folder (or URL) of the run", path=True)
     logging_dir: str | None = setting(None, "folder of tracker logs (default: project_dir)", path=True)
@@ -36,7 +36,7 @@ OrderOf = Literal["seed", "torch"]
 
 @settings
 class DataLoaderConfiguration(Section):
-    """How loaders are split over processes, shuffled, moved and resumed."""
+    """Options of splitting, shuffling, moving and resuming loaders."""
 
     split_batches: bool = setting(
         False, "the loader's batch size is the global one, split over processes", flags=("split_batches",)
@@ -85,7 +85,7 @@ MAX_MICRO_STEPS: Final = 1_000_000
 
 @settings
 class GradientAccumulationPlugin(Section):
-    """How gradients are accumulated over micro-steps."""
+    """Options of gradient accumulation over micro-steps."""
 
     num_steps: int = setting(
         1, "micro-steps per optimizer update", minimum=1, maximum=MAX_MICRO_STEPS, flag="gradient_accumulation_steps"
@@ -97,7 +97,7 @@ class GradientAccumulationPlugin(Section):
 
 @settings
 class PerformanceSettings(Section):
-    """Choices that change results by rounding at most; each is made where it applies, logged with its reason, and can be turned off."""
+    """Optimizations that change results by rounding at most; each is logged with its reason and can be turned off."""
 
     mode: Literal["auto", "off"] | None = setting(
         None,
@@ -139,7 +139,7 @@ class GradScalerKwargs(Section):
 
 @settings
 class AORecipeKwargs(Section):
-    """fp8 through torchao."""
+    """Options of fp8 through torchao."""
 
     config: Any = setting(None, "a torchao Float8LinearConfig", code_only=True)
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = setting(None, "a named torchao recipe")
@@ -151,7 +151,7 @@ class AORecipeKwargs(Section):
 
 @settings
 class TERecipeKwargs(Section):
-    """fp8 through NVIDIA Transformer Engine."""
+    """Options of fp8 through NVIDIA Transformer Engine."""
 
     use_autocast_during_eval: bool = setting(False, "fp8 in evaluation too")
     margin: int = setting(0, "margin of the scaling factor")
@@ -167,7 +167,7 @@ class TERecipeKwargs(Section):
 
 @settings
 class FP8Config(Section):
-    """Which fp8 implementation, and its recipe."""
+    """Implementation of fp8 and its recipe."""
 
     backend: Literal["auto", "ao", "te"] = setting("auto", "torchao or Transformer Engine (auto: the installed one)")
     ao: AORecipeKwargs = setting(factory=AORecipeKwargs, help="recipe of torchao", prefix="fp8_")
@@ -197,7 +197,7 @@ DynamoBackend = Literal[
 
 @settings
 class TorchDynamoPlugin(Section):
-    """Options of torch.compile; backend "no" leaves the model as it is."""
+    """Options of torch.compile; backend "no" does not compile the model."""
 
     backend: DynamoBackend | str | Callable[..., Any] = setting(
         "no", "compiler backend (inductor, aot_eager, cudagraphs, …; no = off)"
@@ -215,7 +215,7 @@ class TorchDynamoPlugin(Section):
 
     @property
     def makes_cuda_graphs(self) -> bool:
-        """Whether the compiler captures CUDA graphs of its own, whose outputs the next step overwrites."""
+        """True if the compiler captures its own CUDA graphs, whose outputs the next step overwrites."""
         graphs = self.mode in ("reduce-overhead", "max-autotune") or self.backend == "cudagraphs"
         return graphs and self.backend != "no" and not self.disable
 
@@ -239,7 +239,7 @@ class ProfileKwargs(Section):
 
 @settings
 class TrackingConfig(Section):
-    """Which experiment trackers are started."""
+    """Options of experiment trackers."""
 
     log_with: tuple[str, ...] = setting((), "trackers: jsonl, tensorboard, wandb, mlflow, …, or all")
     missing_tracker: Literal["error", "warn"] = setting(

@@ -1,4 +1,4 @@
-"""Settings of parallelism over processes: the mesh, its handlers, and plain data parallel."""
+"""Settings of parallelism: the mesh, its handlers, DDP and FSDP."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -83,10 +83,10 @@ class PipelineParallelConfig(Section):
 
 @settings
 class ParallelismConfig(Section):
-    """Sizes of the mesh's axes; their product is the number of processes. -1 fills an axis with what is left.
+    """Sizes of the mesh's axes; their product is the number of processes. -1 fills an axis with the remaining processes.
 
-    `ep_size` is no factor of the product: it divides the data-parallel processes among which experts are spread.
-    A data-parallel size that is not given (None) is filled by the strategy: replicas for DDP, shards for FSDP.
+    `ep_size` is not a factor of the product: it divides the data-parallel processes over which experts are sharded.
+    A data-parallel size that is not given (None) is set by the strategy: replicas for DDP, shards for FSDP.
     """
 
     dp_replicate_size: int | None = setting(

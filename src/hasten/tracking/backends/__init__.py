@@ -1,1 +1,1 @@
-"""One file for each tracking service, each a Tracker."""
+"""Trackers, one file for each tracking service."""

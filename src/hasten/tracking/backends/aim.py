@@ -1,4 +1,4 @@
-"""Tracker for Aim, into a repository folder."""
+"""Tracker for Aim, writing to a repository folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
 
 
 class AimTracker(Tracker):
-    """Logs to an Aim run in `<directory>/.aim`; show it with `aim up --repo <directory>`."""
+    """Tracker that logs to an Aim run in `<directory>/.aim`; show it with `aim up --repo <directory>`."""
 
     name = "aim"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to aim.Run, for example `repo="aim://host:53800"`."""
+        """Pass `options` to aim.Run, for example `repo="aim://host:53800"`."""
         self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: aim is an optional package
@@ -26,7 +26,7 @@ class AimTracker(Tracker):
         return self._run
 
     def start(self, run: Run) -> str:
-        """Start a run, or open the one of the checkpoint again."""
+        """Start a run, or reopen that of the checkpoint."""
         self._aim = need("aim", why='log_with="aim"')
         run.directory.mkdir(parents=True, exist_ok=True)
         options = {

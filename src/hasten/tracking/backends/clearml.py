@@ -1,4 +1,4 @@
-"""Tracker for ClearML, with a server or with `offline=True` into a local session folder."""
+"""Tracker for ClearML, with a server or with `offline=True` to a local session folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 
 class ClearmlTracker(Tracker):
-    """Logs to a ClearML task."""
+    """Tracker that logs to a ClearML task."""
 
     name = "clearml"
 
     def __init__(self, *, every_rank: bool = False, offline: bool = False, **options: Any) -> None:
-        """`options` go to clearml.Task.init."""
+        """Pass `options` to clearml.Task.init."""
         self.every_rank = every_rank
         self._options = {"offline": offline, **options}
         self._offline = offline
@@ -26,7 +26,7 @@ class ClearmlTracker(Tracker):
         return self._task
 
     def start(self, run: Run) -> str:
-        """Create the task, or continue the one of the checkpoint."""
+        """Create the task, or continue that of the checkpoint."""
         task = need("clearml", why='log_with="clearml"').Task
         options = {
             "project_name": run.project,
@@ -40,9 +40,9 @@ class ClearmlTracker(Tracker):
         self._offline = bool(options.pop("offline")) or task.is_offline()
         if self._offline:
             task.set_offline(offline_mode=True)
-            options["continue_last_task"] = False  # an offline session cannot be opened again; a resume begins another
+            options["continue_last_task"] = False  # an offline session cannot be reopened; a resume starts another
         self._task = task.init(**options)
-        if run.resume:  # ClearML adds an offset to the steps of a continued task; ours are absolute already
+        if run.resume:  # ClearML adds an offset to the steps of a continued task; hasten's steps are absolute already
             self._task.set_initial_iteration(0)
         if run.config:
             self._task.connect(run.shown_config, name="config")
@@ -75,17 +75,17 @@ class ClearmlTracker(Tracker):
         logger.report_table(title=title, series=series, iteration=entry.step, table_plot=table, **entry.options)
 
     def flush(self) -> None:
-        """Send what is waiting."""
+        """Send pending records."""
         self._task.flush()
 
     def finish(self, failed: bool) -> None:
         """Close the task, after marking a failed one."""
-        if failed and not self._offline:  # offline there is nobody to tell, and ClearML would keep trying
+        if failed and not self._offline:  # offline there is no server, and ClearML would retry forever
             self._task.mark_failed(ignore_errors=True, status_reason="training raised an exception")
         self._task.close()
 
 
 def _split(name: str) -> tuple[str, str]:
-    """ClearML's plot and line of a name: `train/loss` is the line `loss` in the plot `train`."""
+    """Return the ClearML plot and line of a name: `train/loss` is the line `loss` in the plot `train`."""
     title, slash, series = name.partition("/")
     return (title, series) if slash else (name, name)

@@ -1,4 +1,4 @@
-"""Tracker for Comet, online or with `online=False` into a zip archive."""
+"""Tracker for Comet, online or with `online=False` to a zip archive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hasten.tracking.values import flatten
 
 
 class CometTracker(Tracker):
-    """Logs to a Comet experiment whose key is made from the run id, so that a resume finds it again."""
+    """Tracker that logs to a Comet experiment whose key is derived from the run id, so that a resume finds it."""
 
     name = "comet_ml"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to comet_ml.start, those it does not know to comet_ml.ExperimentConfig."""
+        """Pass `options` to comet_ml.start, unknown ones to comet_ml.ExperimentConfig."""
         self.every_rank = every_rank
         self._options = options
         self._experiment: Any = None  # Any: comet_ml is an optional package
@@ -30,13 +30,13 @@ class CometTracker(Tracker):
         return self._experiment
 
     def start(self, run: Run) -> str:
-        """Create the experiment, or continue the one of the checkpoint."""
+        """Create the experiment, or continue that of the checkpoint."""
         comet = need("comet_ml", why='log_with="comet_ml"')
         given = {**self._options, **run.options}
         known = set(inspect.signature(comet.start).parameters)
         extra = {name: given.pop(name) for name in list(given) if name not in known}
         if "experiment_config" not in given:
-            chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")  # the user's choice wins over ours
+            chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")  # the user's choice takes precedence
             folder = Path(chosen) if chosen else run.directory / run.project / "comet"
             folder.mkdir(parents=True, exist_ok=True)
             given["experiment_config"] = comet.ExperimentConfig(**{"offline_directory": str(folder), **extra})

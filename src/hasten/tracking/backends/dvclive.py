@@ -9,12 +9,12 @@ from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
 
 
 class DvcliveTracker(Tracker):
-    """Writes to `<directory>/<project>/<run id>/dvclive`."""
+    """Tracker that writes to `<directory>/<project>/<run id>/dvclive`."""
 
     name = "dvclive"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to dvclive.Live; a DVC experiment is saved only with `save_dvc_exp=True`."""
+        """Pass `options` to dvclive.Live; a DVC experiment is saved only with `save_dvc_exp=True`."""
         self.every_rank = every_rank
         self._options = options
         self._live: Any = None  # Any: dvclive is an optional package

@@ -1,4 +1,4 @@
-"""Tracker without any dependency: one JSON object per line, images as PNG files beside them."""
+"""Tracker without dependencies: one JSON object per line, images as PNG files beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS: Final = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infin
 
 
 class JsonlTracker(Tracker):
-    """Writes `<directory>/<project>/<run id>/metrics.jsonl`, one line per `log`, and `config.json`."""
+    """Tracker that writes `<directory>/<project>/<run id>/metrics.jsonl`, one line per `log`, and `config.json`."""
 
     name = "jsonl"
 
@@ -33,7 +33,7 @@ class JsonlTracker(Tracker):
         return self._folder
 
     def start(self, run: Run) -> str:
-        """Open the run's file for appending; on a resume mark where it goes on."""
+        """Open the run's file for appending; on a resume, mark the step from which it continues."""
         self._folder = run.directory / run.project / run.run_id
         self._folder.mkdir(parents=True, exist_ok=True)
         name = "metrics.jsonl" if run.rank == 0 else f"metrics.rank{run.rank}.jsonl"
@@ -79,7 +79,7 @@ class JsonlTracker(Tracker):
         self._write(rewind=step)
 
     def flush(self) -> None:
-        """Hand the lines to the operating system."""
+        """Flush the lines to the operating system."""
         if self._file is not None:
             self._file.flush()
 
@@ -96,16 +96,16 @@ class JsonlTracker(Tracker):
 
 
 def _safe(value: Scalar | None) -> Scalar | None:
-    """JSON has no NaN and no infinity; they are written as words."""
+    """Return the value with NaN and infinities as words, since JSON does not have them."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the curve in a metrics file (or in the run folder holding it): one dict per `log`, with "step" and "time".
+    """Return the curve in a metrics file or its run folder: one dict per `log`, with "step" and "time".
 
-    Steps that were repeated after a resume appear once, with their later values.
+    Steps repeated after a resume appear once, with their later values.
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -113,7 +113,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record: Mapping[str, Any] = json.loads(line)
-        except json.JSONDecodeError:  # a line cut off when its process died; whatever it held was never complete
+        except json.JSONDecodeError:  # a line truncated when its process died, never complete
             continue
         if "rewind" in record:
             rows = [row for row in rows if row["step"] <= record["rewind"]]

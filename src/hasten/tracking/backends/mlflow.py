@@ -8,32 +8,32 @@ from hasten.optional import available, need
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.values import flatten
 
-_BATCH = 100  # parameters MLflow takes in one call
+_BATCH = 100  # largest number of parameters in one call of MLflow
 
 
 class MlflowTracker(Tracker):
-    """Logs to a run of the experiment named like the project, by an explicit client: no active run is set."""
+    """Tracker that logs to a run of the experiment named like the project, with an explicit client: no active run is set."""
 
     name = "mlflow"
 
     def __init__(self, *, every_rank: bool = False, tracking_uri: str | None = None, **options: Any) -> None:
-        """`options` are `run_name` and `tags`; without `tracking_uri`, MLflow's own setting or a local folder is used."""
+        """Create a tracker with the options `run_name` and `tags`; the default store is MLflow's setting or a local folder."""
         self.every_rank = every_rank
         self._uri = tracking_uri
         self._options = options
         self._mlflow: Any = None  # Any: mlflow is an optional package
         self.client: Any = None
         self.run_id = ""
-        self._artifacts: str | None = None  # where a new experiment keeps its files; None = the store decides
+        self._artifacts: str | None = None  # artifact folder of a new experiment; None = the store decides
         self.tracking_uri = ""
 
     @property
     def native(self) -> Any:
-        """The MLflow run, read anew."""
+        """The MLflow run, fetched again on each access."""
         return self.client.get_run(self.run_id)
 
     def start(self, run: Run) -> str:
-        """Create the run, or set the one of the checkpoint running again."""
+        """Create the run, or set that of the checkpoint running again."""
         self._mlflow = need("mlflow", why='log_with="mlflow"')
         options = {**self._options, **run.options}
         uri = options.pop("tracking_uri", self._uri)
@@ -47,7 +47,7 @@ class MlflowTracker(Tracker):
         return self.run_id
 
     def _default_uri(self, run: Run) -> str:
-        """MLflow's own setting if there is one, else a local database, else (without a database package) local files."""
+        """Return MLflow's setting if there is one, else a local database, else (without a database package) local files."""
         if self._mlflow.is_tracking_uri_set():
             return str(self._mlflow.get_tracking_uri())
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class MlflowTracker(Tracker):
         if available("sqlalchemy") and available("alembic"):
             self._artifacts = (folder / "mlartifacts").as_uri()
             return f"sqlite:///{folder / 'mlflow.db'}"
-        return (folder / "mlruns").as_uri()  # MLflow >= 3.7 wants MLFLOW_ALLOW_FILE_STORE=true for this, and says so
+        return (folder / "mlruns").as_uri()  # MLflow >= 3.7 requires MLFLOW_ALLOW_FILE_STORE=true here, and says so
 
     def _create(self, run: Run, options: dict[str, Any]) -> None:
         found = self.client.get_experiment_by_name(run.project)
@@ -82,7 +82,7 @@ class MlflowTracker(Tracker):
                 self.client.log_image(self.run_id, image, artifact_file=path, **entry.options)
 
     def log_table(self, entry: TableEntry) -> None:
-        """Log the table as a JSON artifact in MLflow's own table format."""
+        """Log the table as a JSON artifact in MLflow's table format."""
         content = {"columns": list(entry.columns), "data": [list(row) for row in entry.rows]}
         self.client.log_dict(self.run_id, content, f"{entry.name}/{entry.step:08d}.json")
 

@@ -1,4 +1,4 @@
-"""Tracker for SwanLab: its cloud, or `mode="local"` and `mode="offline"` into a folder."""
+"""Tracker for SwanLab: its cloud, or `mode="local"` and `mode="offline"` with a folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 
 class SwanlabTracker(Tracker):
-    """Logs to a SwanLab run whose id is made from the run id, so that a resume finds it again."""
+    """Tracker that logs to a SwanLab run whose id is derived from the run id, so that a resume finds it."""
 
     name = "swanlab"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to swanlab.init, for example `mode="local"`."""
+        """Pass `options` to swanlab.init, for example `mode="local"`."""
         self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: swanlab is an optional package
@@ -29,11 +29,11 @@ class SwanlabTracker(Tracker):
         return self._run
 
     def start(self, run: Run) -> str:
-        """Start the run, or continue the one of the checkpoint."""
+        """Start the run, or continue that of the checkpoint."""
         self._swanlab = need("swanlab", ">=0.7", why='log_with="swanlab"')
         folder = Path(
             environment.snapshot().get("SWANLAB_LOG_DIR") or run.directory / "swanlab"
-        )  # the user's choice wins
+        )  # the user's choice takes precedence
         folder.mkdir(parents=True, exist_ok=True)
         found = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
         options = {

@@ -12,16 +12,16 @@ from hasten.tracking.values import flatten
 
 
 class TensorboardTracker(Tracker):
-    """Writes event files to `<directory>/<project>/<run id>`; show them with `tensorboard --logdir <directory>`."""
+    """Tracker that writes event files to `<directory>/<project>/<run id>`; show them with `tensorboard --logdir <directory>`."""
 
     name = "tensorboard"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to SummaryWriter."""
+        """Pass `options` to SummaryWriter."""
         self.every_rank = every_rank
         self._options = options
         self._folder = Path()
-        self._writer: Any = None  # Any: torch is not imported by this room's types
+        self._writer: Any = None  # Any: torch is not imported by this module's types
 
     @property
     def native(self) -> Any:
@@ -29,7 +29,7 @@ class TensorboardTracker(Tracker):
         return self._writer
 
     def start(self, run: Run) -> str:
-        """Open a writer; on a resume, hide what an earlier process logged after the checkpoint."""
+        """Open a writer; on a resume, hide values that an earlier process logged after the checkpoint."""
         need("tensorboard", why='log_with="tensorboard"')
         self._options = {**self._options, **run.options}
         self._folder = run.directory / run.project / run.label
@@ -46,7 +46,7 @@ class TensorboardTracker(Tracker):
             self._writer.add_text(name, text, entry.step, walltime=entry.time_s)
 
     def log_images(self, entry: ImageEntry) -> None:
-        """Add the images, each name with a number where there are several."""
+        """Add the images, with an index after the name if there are several."""
         for name, images in entry.images.items():
             for index, image in enumerate(images):
                 tag = name if len(images) == 1 else f"{name}/{index}"
@@ -65,7 +65,7 @@ class TensorboardTracker(Tracker):
         self._open(purge_step=step + 1)
 
     def flush(self) -> None:
-        """Write the waiting events."""
+        """Write pending events."""
         self._writer.flush()
 
     def finish(self, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tracker for Trackio, into its local database or a Space."""
+"""Tracker for Trackio, writing to its local database or a Space."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 
 class TrackioTracker(Tracker):
-    """Logs to a Trackio run named by the run id; the package decides the folder (variable TRACKIO_DIR)."""
+    """Tracker that logs to a Trackio run named by the run id; the package chooses the folder (variable TRACKIO_DIR)."""
 
     name = "trackio"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to trackio.init, for example `space_id=...`."""
+        """Pass `options` to trackio.init, for example `space_id=...`."""
         self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: trackio is an optional package
@@ -26,7 +26,7 @@ class TrackioTracker(Tracker):
         return self._run
 
     def start(self, run: Run) -> str:
-        """Start the run, or continue the one of the checkpoint."""
+        """Start the run, or continue that of the checkpoint."""
         self._trackio = need("trackio", why='log_with="trackio"')
         name = run.resume.run_id if run.resume else run.label
         options = {
@@ -63,5 +63,5 @@ class TrackioTracker(Tracker):
         self._run.log({entry.name: self._trackio.Table(dataframe=frame)}, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:
-        """Finish the run; the package sends what is waiting."""
+        """Finish the run; the package sends pending records."""
         self._run.finish()

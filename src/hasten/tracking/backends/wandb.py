@@ -11,12 +11,12 @@ from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 
 class WandbTracker(Tracker):
-    """Logs to a wandb run whose id hasten chooses, so that a resume finds it again."""
+    """Tracker that logs to a wandb run whose id hasten chooses, so that a resume finds it."""
 
     name = "wandb"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
-        """`options` go to wandb.init, for example `mode="offline"` or `entity=...`."""
+        """Pass `options` to wandb.init, for example `mode="offline"` or `entity=...`."""
         self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: wandb is an optional package
@@ -28,10 +28,10 @@ class WandbTracker(Tracker):
         return self._run
 
     def start(self, run: Run) -> str:
-        """Start the run, or continue the one of the checkpoint."""
+        """Start the run, or continue that of the checkpoint."""
         self._wandb = need("wandb", why='log_with="wandb"')
         env = environment.snapshot()
-        folder = env.get("WANDB_DIR") or str(run.directory)  # the user's own choice wins over ours
+        folder = env.get("WANDB_DIR") or str(run.directory)  # the user's choice takes precedence
         Path(folder).mkdir(parents=True, exist_ok=True)
         options = {
             "project": run.project,
