@@ -27,7 +27,7 @@ from typing import Any
 
 from recording import record
 
-from hasten.testing.machines import Machine, machines, meet, warm_launcher
+from hasten.testing.machines import NamespaceMachine, machines, meet, warm_launcher
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "dist"
 
@@ -108,7 +108,7 @@ def warm_ranks(path: str) -> Iterator[list[str]]:
         server.kill()
 
 
-def start(machine: Machine, number: int, folder: Path, words: list[str]) -> float:
+def start(machine: NamespaceMachine, number: int, folder: Path, words: list[str]) -> float:
     """Start the launcher of a machine; when."""
     flags = [*meet(2), f"--machine_rank={number}", "--processes_per_machine=1", "--max_restarts=100"]
     at = time.time()

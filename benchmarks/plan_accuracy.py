@@ -248,8 +248,12 @@ def traces_of(cases: Sequence[Case], tiny: bool) -> dict[tuple[str, str, str], M
 
 
 def compared(
-    case: Case, traced: ModelTrace, card: hardware.Accelerator, tiny: bool, calibrated: hardware.Accelerator | None
-) -> tuple[dict[str, Any], hardware.Accelerator]:
+    case: Case,
+    traced: ModelTrace,
+    card: hardware.AcceleratorEntry,
+    tiny: bool,
+    calibrated: hardware.AcceleratorEntry | None,
+) -> tuple[dict[str, Any], hardware.AcceleratorEntry]:
     """Prediction and measurement of one case, and the card calibrated: as given, or on this case."""
     chosen = Candidate(
         mesh=MeshSpec(),

@@ -19,7 +19,7 @@ from hasten import Accelerator
 from hasten.accelerator import rehearsal
 from hasten.tools.plan.trace import trace
 from hasten.tools.tune import trial
-from hasten.tools.tune.tuning import Outcome
+from hasten.tools.tune.tuning import TrialOutcome
 
 ROOM: Final = Path(hasten.__file__).parent / "planner"
 Picture = Mapping[tuple[str, str], int]
@@ -130,7 +130,7 @@ def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
             del sys.modules["test_planner_patches_nothing"]
         else:
             sys.modules["test_planner_patches_nothing"] = here
-    found = msgspec.json.decode(result.read_bytes(), type=Outcome)
+    found = msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
     assert (found.error, len(found.losses)) == ("", 5)
     assert not changed(before, looked.pop())
     assert type(rehearsal.current()) is rehearsal.Rehearsal

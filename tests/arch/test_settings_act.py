@@ -22,7 +22,7 @@ from hasten.config.base import Section
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, FieldInfo, subsection
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError
 
 SOURCE: Final = Path(hasten.__file__).parent
@@ -151,7 +151,7 @@ def other_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
 
 
 def refusals(info: FieldInfo, value: Any) -> list[ConfigError]:  # Any: a value of the setting
-    entry = Entry(info.path, value, Source("code", info.path[-1]))
+    entry = SettingEntry(info.path, value, SettingSource("code", info.path[-1]))
     return absent.refused({info.path: entry})
 
 

@@ -32,7 +32,7 @@ from torch.utils.data import (
 from hasten import Accelerator
 from hasten.errors import ConfigError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import Numbers, Seen, prepared, seen
+from hasten.testing.loaders import CountingStream, SeenBatches, prepared, seen
 from hasten.testing.pool import ranks
 
 # Any in this file: loaders, samplers and batches of many kinds.
@@ -513,12 +513,12 @@ class OwnBatches(BatchSampler):
 def test_the_comparison_leaves_no_trace(ctx: ProcessContext) -> None:
     """Random states of the training, what the sampler and the dataset remember, and the batches are as without it."""
 
-    def passes(sharded: bool | None) -> tuple[list[list[Seen]], list[float]]:
+    def passes(sharded: bool | None) -> tuple[list[list[SeenBatches]], list[float]]:
         torch.manual_seed(3)
         random.seed(4)
         np.random.seed(5)
         out = []
-        for user in (items(list(range(20)), sampler=Counting(20)), items(Numbers(20))):
+        for user in (items(list(range(20)), sampler=Counting(20)), items(CountingStream(20))):
             loader = prepared(user, ctx=ctx, already_sharded=sharded)
             out += [seen(loader), seen(loader)]
         return out, [random.random(), float(np.random.rand()), float(torch.rand(()))]

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten.comm.base import Comm
-from hasten.data.dispatch import Wire
+from hasten.data.dispatch import BatchWire
 from hasten.data.loader import Loader
 from hasten.errors import PeerFailedError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 from hasten.testing.pool import ranks
 
 
@@ -33,13 +33,13 @@ class Opaque:
         self.x = x
 
 
-def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[Seen]]:
+def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:
     return ctx.world.all_gather_object(seen(loader, limit))
 
 
 @ranks(2, 3)
 def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) -> None:
-    wire = Wire(ctx.world)
+    wire = BatchWire(ctx.world)
     for size in (3, 10, 100_000, 5):
         parts: list[dict[str, Any]] = [
             {
@@ -144,7 +144,7 @@ def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> N
     for size, drop_last, even in itertools.product((0, 1, 9, 16), (False, True), (False, True)):
 
         def make(size: int = size, drop: bool = drop_last, even: bool = even) -> Loader:
-            user = DataLoader(Numbers(size), batch_size=2, drop_last=drop)
+            user = DataLoader(CountingStream(size), batch_size=2, drop_last=drop)
             return prepared(user, ctx=ctx, dispatch_batches=True, even_batches=even)
 
         shares = shares_of(ctx, make())
@@ -155,12 +155,12 @@ def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> N
             assert len({len(share) for share in shares}) == 1
         for share in shares:
             assert [row.last for row in share] == [False] * (len(share) - 1) + [True] * bool(share)
-    whole = shares_of(ctx, prepared(DataLoader(Numbers(23), batch_size=2), ctx=ctx, dispatch_batches=True))
+    whole = shares_of(ctx, prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True))
     for stop in range(1, len(whole[0]) + 1):
-        loader = prepared(DataLoader(Numbers(23), batch_size=2), ctx=ctx, dispatch_batches=True)
+        loader = prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True)
         seen(loader, stop)
         state = json.loads(json.dumps(loader.state_dict()))
-        again = prepared(DataLoader(Numbers(23), batch_size=2), ctx=ctx, dispatch_batches=True)
+        again = prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True)
         again.load_state_dict(state)
         assert shares_of(ctx, again) == [share[stop:] for share in whole]
 
@@ -192,7 +192,7 @@ def test_the_users_slicing_is_used(ctx: ProcessContext) -> None:
         return {"x": torch.tensor(samples)}
 
     for split, kind in itertools.product((False, True), ("map", "stream")):
-        data: Any = range(10) if kind == "map" else Numbers(10)
+        data: Any = range(10) if kind == "map" else CountingStream(10)
         user = DataLoader(data, batch_size=4 if split else 2, collate_fn=collate)
         settings: dict[str, Any] = {"dispatch_batches": True, "split_batches": split}
         loader = prepared(user, ctx=ctx, slice_fn=slice_fn, **settings)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.errors import ArgumentError, DataError, MismatchError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import Numbers
+from hasten.testing.loaders import CountingStream
 from hasten.testing.pool import Pool, ranks
 
 
@@ -23,7 +23,7 @@ def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext) -> None
     for dispatch, size, batch in itertools.product((False, True), (1, 2, 7, 12, 13), (1, 4)):
         config = DataLoaderConfiguration(dispatch_batches=dispatch)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
-        for data in (torch.arange(size), Numbers(size)):
+        for data in (torch.arange(size), CountingStream(size)):
             user: DataLoader[Any] = DataLoader(data, batch_size=batch)  # type: ignore[arg-type]
             loader = accelerator.prepare(user)
             gathered = [accelerator.gather_for_metrics(x) for x in loader]
@@ -33,7 +33,7 @@ def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext) -> None
 @ranks(2, 3)
 def test_items_without_rows_are_counted_once_too(ctx: ProcessContext) -> None:
     accelerator = Accelerator(cpu=True)
-    for data in (torch.arange(7), Numbers(7)):
+    for data in (torch.arange(7), CountingStream(7)):
         user: DataLoader[Any] = DataLoader(data, batch_size=None, collate_fn=torch.as_tensor)  # type: ignore[arg-type]
         gathered = [accelerator.gather_for_metrics(x) for x in accelerator.prepare(user)]
         assert torch.cat(gathered).tolist() == list(range(7)), type(data)
@@ -49,7 +49,7 @@ def time_major(samples: list[int]) -> dict[str, torch.Tensor]:
 def test_batches_that_are_not_batch_first_are_counted_by_the_plan(ctx: ProcessContext) -> None:
     for dispatch, stream, size in itertools.product((False, True), (False, True), (11, 13)):
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-        data: Any = Numbers(size) if stream else list(range(size))
+        data: Any = CountingStream(size) if stream else list(range(size))
         loader = accelerator.prepare(DataLoader(data, batch_size=4, collate_fn=time_major))
         ids, flat, objects = [], [], []
         for batch in loader:

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from hasten.data.loader import Loader
 from hasten.errors import DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 from hasten.testing.pool import ranks
 
 
-def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[Seen]]:
+def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:
     """What every rank sees in one pass."""
     return ctx.world.all_gather_object(seen(loader, limit))
 
@@ -147,7 +147,7 @@ def test_a_rank_without_any_sample_is_named(ctx: ProcessContext) -> None:
 @ranks(2, 4)
 def test_streams_end_together_and_resume_on_real_ranks(ctx: ProcessContext) -> None:
     def make() -> Loader:
-        return prepared(DataLoader(Numbers(29), batch_size=2), ctx=ctx)
+        return prepared(DataLoader(CountingStream(29), batch_size=2), ctx=ctx)
 
     whole = shares_of(ctx, make())
     assert sorted(global_order(whole)) == list(range(29))
@@ -184,7 +184,7 @@ def test_peers_along_tensor_parallel_read_the_same(ctx: ProcessContext) -> None:
     assert shares[0] == shares[1]
     assert shares[2] == shares[3]
     assert sorted(global_order(shares[::2])) == list(range(14))
-    streamed = shares_of(ctx, prepared(DataLoader(Numbers(14), batch_size=2), ctx=ctx))
+    streamed = shares_of(ctx, prepared(DataLoader(CountingStream(14), batch_size=2), ctx=ctx))
     assert streamed[0] == streamed[1]
     assert sorted(global_order(streamed[::2])) == list(range(14))
 

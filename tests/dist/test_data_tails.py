@@ -12,18 +12,20 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 from hasten.testing.pool import ranks
 
 # Any in this file: loaders and batches of several kinds.
 
 
-class Sized(Numbers):
+class Sized(CountingStream):
     def __len__(self) -> int:
         return self.size
 
 
-def of_all(ctx: ProcessContext, data: Any, batch: int, drop_last: bool = False, **settings: Any) -> list[list[Seen]]:
+def of_all(
+    ctx: ProcessContext, data: Any, batch: int, drop_last: bool = False, **settings: Any
+) -> list[list[SeenBatches]]:
     workers = settings.pop("workers", 0)
     options: dict[str, Any] = {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
     loader = prepared(DataLoader(data, batch_size=batch, drop_last=drop_last, **options), ctx=ctx, **settings)
@@ -38,7 +40,7 @@ def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
             settings: dict[str, Any] = {"even_batches": even, "split_batches": split}
             rows = batch * ctx.world.size if split else batch
             wanted = of_all(ctx, range(size), rows, drop_last, **settings)
-            for stream, dispatch in ((Numbers(size), True), (Sized(size), True), (Numbers(size), False)):
+            for stream, dispatch in ((CountingStream(size), True), (Sized(size), True), (CountingStream(size), False)):
                 got = of_all(ctx, stream, rows, drop_last, dispatch_batches=dispatch, **settings)
                 assert got == wanted, (type(stream), dispatch, size, rows, drop_last, settings)
 
@@ -46,8 +48,8 @@ def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
 @ranks(2, exhaustive=(3, 4))
 def test_workers_of_a_dispatched_stream_end_as_those_of_a_sharded_one(ctx: ProcessContext) -> None:
     for size in (9, 14):
-        wanted = of_all(ctx, Numbers(size), 3, workers=2)
-        assert of_all(ctx, Numbers(size), 3, workers=2, dispatch_batches=True) == wanted
+        wanted = of_all(ctx, CountingStream(size), 3, workers=2)
+        assert of_all(ctx, CountingStream(size), 3, workers=2, dispatch_batches=True) == wanted
         assert sorted(global_order(wanted)) == list(range(size))
 
 
@@ -71,6 +73,6 @@ def trained(ctx: ProcessContext, data: Any, dispatch: bool) -> Any:
 @ranks(2)
 def test_training_on_a_stream_ends_with_the_weights_of_map_style_data(ctx: ProcessContext, size: int) -> None:
     wanted = trained(ctx, range(size), False)
-    for data, dispatch in ((Numbers(size), False), (Sized(size), False), (Numbers(size), True)):
+    for data, dispatch in ((CountingStream(size), False), (Sized(size), False), (CountingStream(size), True)):
         for got, want in zip(trained(ctx, data, dispatch), wanted, strict=True):
             assert torch.equal(got, want)

@@ -16,7 +16,7 @@ from hasten.checkpoint.export import read_model
 from hasten.checkpoint.inspect import merge
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import Run, Trial, check_pairs, held
+from hasten.testing.resharding import ReshardTrial, Run, check_pairs, held
 from hasten.testing.toys import TinyMixture, next_token_loss, seeded
 
 SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
@@ -56,7 +56,7 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
 def test_every_pair_with_experts_is_bitwise_equal(
     rank_pool: Pool, tmp_path: Path, layouts: tuple[tuple[str, int], ...]
 ) -> None:
-    check_pairs(rank_pool, tmp_path, Trial(run, step), layouts, among="ep")
+    check_pairs(rank_pool, tmp_path, ReshardTrial(run, step), layouts, among="ep")
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from typing import Final
 import cloudpickle
 import pytest
 
-from hasten.testing.machines import Machine, Zygote, machines, meet, warm_launcher, why_impossible
+from hasten.testing.machines import NamespaceMachine, Zygote, machines, meet, warm_launcher, why_impossible
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
@@ -322,7 +322,7 @@ def test_every_notebook_of_a_job_is_told_why_it_failed(zygote: Zygote, tmp_path:
             raise ValueError("boom in the cell")
         time.sleep(60)
 
-    def verdicts(hosts: list[Machine], words: list[list[str]]) -> list[str]:
+    def verdicts(hosts: list[NamespaceMachine], words: list[list[str]]) -> list[str]:
         """What the launchers leave for their notebooks; all of them fail."""
         files = [f"verdict-{time.monotonic_ns()}" for _ in hosts]
         for m, more, file in zip(hosts, words, files, strict=True):

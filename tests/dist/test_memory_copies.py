@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from hasten.testing.machines import Machine, Zygote, machines, meet, warm_launcher, why_impossible
+from hasten.testing.machines import NamespaceMachine, Zygote, machines, meet, warm_launcher, why_impossible
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
@@ -44,7 +44,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Job:
     """A training on two machines."""
 
-    def __init__(self, hosts: list[Machine], warm: str, folder: Path, strategy: str, updates: int, every: int) -> None:
+    def __init__(
+        self, hosts: list[NamespaceMachine], warm: str, folder: Path, strategy: str, updates: int, every: int
+    ) -> None:
         self.hosts = hosts
         self._folder = folder
         self._every = every or None

@@ -17,7 +17,7 @@ from hasten.checkpoint.inspect import merge
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import Run, State, Trial, check_pairs, held, joined
+from hasten.testing.resharding import ReshardTrial, Run, State, check_pairs, held, joined
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 ZBV: Final = PipelineParallelConfig(schedule="zbv_zero_bubble")
@@ -63,7 +63,7 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
 def test_every_pair_with_a_pipeline_is_bitwise_equal(
     rank_pool: Pool, tmp_path: Path, layouts: tuple[tuple[str, int], ...]
 ) -> None:
-    check_pairs(rank_pool, tmp_path, Trial(run, step), layouts, among="pp")
+    check_pairs(rank_pool, tmp_path, ReshardTrial(run, step), layouts, among="pp")
 
 
 def half_a_window(ctx: ProcessContext, folder: Path, resume: bool) -> State:

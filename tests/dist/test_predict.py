@@ -19,7 +19,7 @@ from hasten.errors import ConfigError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.tools.predict.predict import predict_file
-from hasten.tools.predict.rows import Parts, read_rows
+from hasten.tools.predict.rows import RowParts, read_rows
 
 MODULE: Final = """
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(ctx: Proces
 
 @ranks(1)
 def test_parts_of_another_job_are_not_mixed_in(ctx: ProcessContext, tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "out.jsonl", 5, 2)
+    parts = RowParts(tmp_path / "out.jsonl", 5, 2)
     assert parts.begin({"data": "a"}) == ""
     parts.finish(0, [1, 2])
     assert parts.missing() == [1, 2]
@@ -121,7 +121,7 @@ def test_parts_of_another_job_are_not_mixed_in(ctx: ProcessContext, tmp_path: Pa
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 512, 513, 5000])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_parts_hold_every_row_once_and_are_not_too_many(tmp_path: Path, num_rows: int, batch_size: int) -> None:
-    parts = Parts(tmp_path / "out.jsonl", num_rows, batch_size)
+    parts = RowParts(tmp_path / "out.jsonl", num_rows, batch_size)
     batches = [batch for part in range(parts.count) for batch in parts.batches(part)]
     assert [row for batch in batches for row in batch] == list(range(num_rows))
     assert parts.count <= 512

@@ -16,7 +16,7 @@ from hasten import Accelerator, ProjectConfiguration
 from hasten.config.sections.parallel import ParallelismConfig, TorchContextParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import Run, Trial, check_pairs, held
+from hasten.testing.resharding import ReshardTrial, Run, check_pairs, held
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 FEW: Final = (("auto 1", 1), ("fsdp 2", 2), ("tp+fsdp", 4))
@@ -65,7 +65,7 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
 def test_every_pair_of_layouts_is_bitwise_equal(
     rank_pool: Pool, tmp_path: Path, layouts: tuple[tuple[str, int], ...]
 ) -> None:
-    check_pairs(rank_pool, tmp_path, Trial(run, step), layouts)
+    check_pairs(rank_pool, tmp_path, ReshardTrial(run, step), layouts)
 
 
 @ranks(2)

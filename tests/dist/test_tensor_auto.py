@@ -32,7 +32,7 @@ from hasten.testing.hub_models import (
     train,
 )
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import Run, Trial, check_pairs
+from hasten.testing.resharding import ReshardTrial, Run, check_pairs
 from hasten.testing.toys import seeded
 
 MODELS: dict[str, Any] = {
@@ -107,4 +107,4 @@ def update(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> No
     "name", ["gpt2", "mixtral", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("t5", "one head of keys"))]
 )
 def test_checkpoints_move_between_two_ranks_and_one(rank_pool: Pool, tmp_path: Path, name: str) -> None:
-    check_pairs(rank_pool, tmp_path, Trial(begin, update), ((f"{name} on 1", 1), (f"{name} on 2", 2)))
+    check_pairs(rank_pool, tmp_path, ReshardTrial(begin, update), ((f"{name} on 1", 1), (f"{name} on 2", 2)))

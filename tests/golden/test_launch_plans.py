@@ -18,10 +18,10 @@ from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.errors import HastenError
-from hasten.launch.base import Host, Request, Target
+from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.choose import make_plan
 from hasten.launch.mpi import Mpi
-from hasten.runtime.tpu_hosts import Slice
+from hasten.runtime.tpu_hosts import TpuSlice
 
 FOLDER: Final = Path(__file__).with_name("launch_plans")
 
@@ -40,7 +40,7 @@ class Case:
     host: Host = CPU
     env: Mapping[str, str] = field(default_factory=dict)
     mpi: Mpi | None = None
-    tpu: Slice | None = None
+    tpu: TpuSlice | None = None
 
 
 def slurm_step(node: int, nodes: int, per_node: int, local: int = 0) -> dict[str, str]:
@@ -119,31 +119,31 @@ CASES: Final[dict[str, Case]] = {
     "wrong_tpu_processes": Case("--num_processes 4 train.py", TPU),
     "wrong_tpu_no_name": Case("--tpu --tpu_cluster train.py", TPU),
     "tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod --tpu_zone us-central2-b train.py --lr 3", TPU),
-    "tpu_pod_of_one": Case("--tpu --tpu_cluster --tpu_name one train.py", tpu=Slice(1, "10.0.0.2")),
+    "tpu_pod_of_one": Case("--tpu --tpu_cluster --tpu_name one train.py", tpu=TpuSlice(1, "10.0.0.2")),
     "tpu_vm_alone": Case(
-        "--tpu --tpu_cluster --tpu_name pod --vm 1 --env TPU_PROCESS_BOUNDS=1,1,1,B=2 train.py", tpu=Slice(4, "10.0.0.2")
+        "--tpu --tpu_cluster --tpu_name pod --vm 1 --env TPU_PROCESS_BOUNDS=1,1,1,B=2 train.py", tpu=TpuSlice(4, "10.0.0.2")
     ),
     "tpu_pod_of_four": Case(
-        "--tpu --tpu_cluster --tpu_name pod --mixed_precision bf16 --env A=1 train.py --lr 3", tpu=Slice(4, "10.0.0.2")
+        "--tpu --tpu_cluster --tpu_name pod --mixed_precision bf16 --env A=1 train.py --lr 3", tpu=TpuSlice(4, "10.0.0.2")
     ),
     "tpu_host_of_four": Case(
-        "--tpu --tpu_name pod --num_machines 4 --main_process_ip 10.0.0.2 train.py", TPU, tpu=Slice(4, worker=2)
+        "--tpu --tpu_name pod --num_machines 4 --main_process_ip 10.0.0.2 train.py", TPU, tpu=TpuSlice(4, worker=2)
     ),
     "tpu_host_by_hand": Case(
         "--tpu --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.2 train.py", env={"PJRT_DEVICE": "CPU"}
     ),
-    "wrong_tpu_pod_rank": Case("--tpu --tpu_cluster --tpu_name pod --machine_rank 1 --num_machines 4 train.py", tpu=Slice(4, "10.0.0.2")),
-    "wrong_tpu_pod_count": Case("--tpu --tpu_cluster --tpu_name pod --num_machines 2 train.py", tpu=Slice(4, "10.0.0.2")),
-    "wrong_tpu_pod_address": Case("--tpu --tpu_cluster --tpu_name pod train.py", tpu=Slice(4)),
-    "wrong_tpu_pod_vm": Case("--tpu --tpu_cluster --tpu_name pod --vm 1 train.py", tpu=Slice(4, "10.0.0.2")),
+    "wrong_tpu_pod_rank": Case("--tpu --tpu_cluster --tpu_name pod --machine_rank 1 --num_machines 4 train.py", tpu=TpuSlice(4, "10.0.0.2")),
+    "wrong_tpu_pod_count": Case("--tpu --tpu_cluster --tpu_name pod --num_machines 2 train.py", tpu=TpuSlice(4, "10.0.0.2")),
+    "wrong_tpu_pod_address": Case("--tpu --tpu_cluster --tpu_name pod train.py", tpu=TpuSlice(4)),
+    "wrong_tpu_pod_vm": Case("--tpu --tpu_cluster --tpu_name pod --vm 1 train.py", tpu=TpuSlice(4, "10.0.0.2")),
     "wrong_tpu_number": Case(
-        "--tpu --num_machines 2 --main_process_ip 10.0.0.2 train.py", TPU, tpu=Slice(2, worker=3)
+        "--tpu --num_machines 2 --main_process_ip 10.0.0.2 train.py", TPU, tpu=TpuSlice(2, worker=3)
     ),
     "wrong_tpu_machines": Case("--num_processes 4 --num_machines 2 --main_process_ip 10.0.0.2 train.py", TPU),
     "wrong_tpu_vms": Case("--tpu --tpu_cluster --tpu_name pod --vm 0,1 train.py"),
     "wrong_tpu_env": Case("--tpu --tpu_cluster --tpu_name pod --env 1 train.py"),
     "wrong_tpu_range": Case("--tpu --tpu_cluster --tpu_name pod --vm 0-3 train.py"),
-    "wrong_tpu_slice": Case("--tpu train.py", TPU, tpu=Slice(4)),
+    "wrong_tpu_slice": Case("--tpu train.py", TPU, tpu=TpuSlice(4)),
     "wrong_port_zero": Case("--num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", GPUS),
     "wrong_no_address": Case("--num_machines 2 train.py", GPUS),
     "wrong_too_many": Case("--num_processes 9 train.py", GPUS),
@@ -169,7 +169,7 @@ def plan_text(case: Case) -> str:
         launch = resolved.config.launch
         words = given.script
         target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
-        request = Request(resolved.config, target, handoff.pack(resolved))
+        request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
         plan = make_plan(
             request,
             host,

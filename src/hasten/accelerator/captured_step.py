@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.preparing import PreparedObjects
 from hasten.optim import fused
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
@@ -42,7 +42,7 @@ class CapturedStep(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        prepared: Prepared,
+        prepared: PreparedObjects,
         clock: StepClock,
         numbers: NumbersWatch | None,
         refusal: str,

@@ -28,7 +28,7 @@ from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.retrying import Retrying, Split
-from hasten.accelerator.setup import Noted, Parts, build, reports_in
+from hasten.accelerator.setup import AcceleratorParts, Noted, build, reports_in
 from hasten.accelerator.step import Accumulation
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport, load_weights
@@ -111,7 +111,7 @@ class Accelerator:
             "kwargs_handlers": kwargs_handlers,
             **settings,
         }
-        parts: Parts = build(given, context)
+        parts: AcceleratorParts = build(given, context)
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
@@ -138,7 +138,7 @@ class Accelerator:
         self._watch_values(parts)
         parts.rehearsal.built(self)
 
-    def _saving(self, parts: Parts) -> Saving:
+    def _saving(self, parts: AcceleratorParts) -> Saving:
         return Saving(
             parts.ctx,
             parts.config.project,
@@ -156,7 +156,7 @@ class Accelerator:
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
 
-    def _watch_values(self, parts: Parts) -> None:
+    def _watch_values(self, parts: AcceleratorParts) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
         if not parts.strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))

@@ -104,7 +104,7 @@ plain_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedObjects:
     """All objects that one Accelerator has prepared, in order."""
 
     models: list[nn.Module] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Preparer:
         self._precision = precision
         self._clock = clock
         self._rehearsal = rehearsal
-        self.done = Prepared()
+        self.done = PreparedObjects()
         self._before_loaders: list[Any] = []
         """Schedulers created before the first loader was prepared, and not yet compared with a loader."""
         self.on_model: Callable[[nn.Module], None] | None = None

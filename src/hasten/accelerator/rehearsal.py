@@ -21,7 +21,7 @@ from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator
-    from hasten.accelerator.preparing import Prepared
+    from hasten.accelerator.preparing import PreparedObjects
 
 Objects = tuple[Any, ...]  # Any: the user's objects
 
@@ -36,7 +36,7 @@ class Rehearsal:
     def built(self, accelerator: Accelerator) -> None:
         """Handle the construction of an Accelerator."""
 
-    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
         """Return the result of `prepare()` for `objects`; `go_on` prepares them, or replacements.
 
         `done` holds the objects that the same Accelerator has prepared so far.

@@ -35,7 +35,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import Axis
-from hasten.state.run_state import Objects, Randomness
+from hasten.state.run_state import Randomness, RunObjects
 from hasten.strategies.base import Retry, Strategy
 from hasten.trees import Tree
 from hasten.trust import memory as memory_picture
@@ -73,7 +73,7 @@ class Retrying:
         ctx: ProcessContext,
         strategy: Strategy,
         clock: StepClock,
-        prepared: Objects,
+        prepared: RunObjects,
         pictures: Path | None = None,
     ) -> None:
         self.rows: int | None = None

@@ -30,8 +30,8 @@ from hasten.config.masking import masked, masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.sections.loop import ProjectConfiguration
-from hasten.config.source import Entry, shown
 from hasten.config.source import Path as SettingPath
+from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -52,7 +52,7 @@ from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
 from hasten.tracking.run_log import FOLDER, RunLog
-from hasten.trust.divergence.replicas import Prepared, Replicas
+from hasten.trust.divergence.replicas import ComparedObjects, Replicas
 from hasten.trust.divergence.sentinel import Sentinel, SentinelSettings
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.trust.stall.observe import Observer
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 def open_run_log(
-    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, Entry], strategy: Strategy
+    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, SettingEntry], strategy: Strategy
 ) -> RunLog | None:
     """Return the log of this rank, or None without a local project folder or with `run_log` off."""
     folder = project.project_dir
@@ -130,7 +130,7 @@ class Noted:
             log.warning("the run log could not note %r: %s", self._kind, wrong)
 
 
-def _setting(entry: Entry) -> list[str]:
+def _setting(entry: SettingEntry) -> list[str]:
     return [shown(masked_value(entry.path[-1], entry.value)), str(entry.source)]
 
 
@@ -141,7 +141,7 @@ def _device(device: torch.device) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AcceleratorParts:
     """Parts of an Accelerator."""
 
     config: Config
@@ -152,13 +152,13 @@ class Parts:
     tracking: TrackerManager
     watchdog: Watchdog | Reception | None
     numbers: NumbersSettings | None
-    sentinel: Callable[[Prepared], Sentinel] | None
+    sentinel: Callable[[ComparedObjects], Sentinel] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
     rehearsal: Rehearsal
 
 
-def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
+def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorParts:
     """Build the parts for these constructor arguments. Ranks: every rank."""
     if context is not None and not isinstance(context, ProcessContext):
         raise ArgumentError(
@@ -194,7 +194,9 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         trackers.spent = run_log.logged
-    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, asking)
+    return AcceleratorParts(
+        config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, asking
+    )
 
 
 def _settings(given: Mapping[str, Any]) -> Resolved:
@@ -254,7 +256,7 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[Prepared], Sentinel] | None:
+def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[ComparedObjects], Sentinel] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
     world = ctx.world
     if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
@@ -262,7 +264,7 @@ def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable
     settings = SentinelSettings(config.divergence_every, config.divergence, config.divergence_ignore)
     shares_random = ctx.mesh.size(Axis.TP) > 1
 
-    def make(prepared: Prepared) -> Sentinel:
+    def make(prepared: ComparedObjects) -> Sentinel:
         return Sentinel(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings)
 
     return make

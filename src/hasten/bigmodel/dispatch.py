@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from hasten.bigmodel.device_map import OFFLOAD, check_device_map, owner_in, tensor_of
 from hasten.bigmodel.meta import meta_names
 from hasten.bigmodel.offload_files import DiskWeights
-from hasten.bigmodel.packs import Entry, HostPool, Table, aligned, mapped_entry
+from hasten.bigmodel.packs import HostPool, PackedTensor, Table, aligned, mapped_entry
 from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place, moved
 from hasten.bigmodel.solver import readable
 from hasten.bigmodel.stream import Streamer
-from hasten.bigmodel.units import Found, cut, make_units, tensors_in
+from hasten.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
 from hasten.checkpoint.export import parse_size
 from hasten.errors import PrepareError
 from hasten.modules import forwarding
@@ -209,10 +209,12 @@ def _stream(
 ) -> None:
     cuts = cut(model, lambda name: owner_in(owners, name) in streamed, options.buffers, options.whole)
 
-    def entry_of(found: Found, places: list[tuple[Table, str]]) -> Entry:
+    def entry_of(found: FoundBlocks, places: list[tuple[Table, str]]) -> PackedTensor:
         piece = disk.piece(found.name)
         to_host = owners[owner_in(owners, found.name) or ""] != "disk" and not disk.stays
-        return Entry(found.tensor, places) if piece is None else mapped_entry(found.tensor, places, piece, to_host)
+        return (
+            PackedTensor(found.tensor, places) if piece is None else mapped_entry(found.tensor, places, piece, to_host)
+        )
 
     units = make_units(cuts, entry_of)
     packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))

@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Sizes of a model: numbers of elements in all parameters and in its largest block, and activations per sample."""
 
     name: str
@@ -61,7 +61,7 @@ class Estimate:
     largest_batch: int | None = None
 
 
-def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> Shape:
+def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> ModelShape:
     """Return the sizes of a folder of weights, of the model built by `module:function`, or of a model on the Hub.
 
     A transformers folder with a config.json is built from the config if `inputs` are given or it has no weights.
@@ -94,7 +94,7 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
     )
 
 
-def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> Shape:
+def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> ModelShape:
     module_name, _, function = target.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # like `python script.py`, which finds modules in the script's folder
@@ -118,7 +118,7 @@ def _has_weights(path: Path) -> bool:
         return False
 
 
-def _of_files(path: Path) -> Shape:
+def _of_files(path: Path) -> ModelShape:
     """Return sizes read from the headers of weight files alone."""
     numbers: dict[str, int] = {}
     for file in weight_files(path):
@@ -128,12 +128,12 @@ def _of_files(path: Path) -> Shape:
         found = _BLOCK.match(name)
         key = found.group(1) if found else name.rpartition(".")[0]
         groups[key] = groups.get(key, 0) + count
-    return Shape(str(path), sum(numbers.values()), max(groups.values(), default=0))
+    return ModelShape(str(path), sum(numbers.values()), max(groups.values(), default=0))
 
 
 def of_model(
     model: nn.Module, name: str, inputs: Sequence[tuple[int, ...]] = (), example: Sequence[Any] = ()
-) -> Shape:  # Any: the model's arguments
+) -> ModelShape:  # Any: the model's arguments
     """Return the sizes of a model, with the activations of one sample if its shape or an example is given."""
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
     parts = atoms(tree(model, blocks))
@@ -141,7 +141,7 @@ def of_model(
     count = sum(parameter.numel() for parameter in model.parameters())
     samples = list(example) or [torch.zeros(shape, dtype=torch.long) for shape in inputs]
     kept = _trace(model, samples) if samples else None
-    return Shape(name, count, max((part.num_bytes // width for part in parts), default=0), kept)
+    return ModelShape(name, count, max((part.num_bytes // width for part in parts), default=0), kept)
 
 
 def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
@@ -167,7 +167,7 @@ def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
 
 
 def estimate(
-    shape: Shape,
+    shape: ModelShape,
     dtype: str,
     optimizer: str = "adam",
     batch: int = 1,

@@ -29,7 +29,7 @@ from hasten.bigmodel.device_map import (
 from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
 from hasten.bigmodel.offload_files import save_offload_index
 from hasten.bigmodel.solver import readable
-from hasten.bigmodel.units import Found, tensors_in
+from hasten.bigmodel.units import FoundBlocks, tensors_in
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import Piece, read_tensors
@@ -150,20 +150,20 @@ class _Plan:
     streams: bool
     """True if weights that the map assigns to the CPU will be streamed from there to an accelerator."""
 
-    def stays_in_file(self, found: Found, as_it_is: bool) -> bool:
+    def stays_in_file(self, found: FoundBlocks, as_it_is: bool) -> bool:
         """Return whether a weight stays in its file, permanently or until it is read into page-locked memory."""
         place = str(self.places[owner_in(self.places, found.name) or ""])
         offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
         return offloads and (place == "disk" or (self.streams and place == "cpu" and as_it_is))
 
-    def device(self, found: Found) -> torch.device:
+    def device(self, found: FoundBlocks) -> torch.device:
         """Return the target device of a weight."""
         if self.keep_device:
             return torch.device("cpu") if found.tensor.is_meta else found.tensor.device
         place = self.places[owner_in(self.places, found.name) or ""]
         return torch.device("cpu") if str(place) == "disk" else device_of(place)
 
-    def dtype_of(self, found: Found) -> torch.dtype:
+    def dtype_of(self, found: FoundBlocks) -> torch.dtype:
         """Return the target dtype of a weight; only floating point weights are converted."""
         if not found.tensor.is_floating_point():
             return found.tensor.dtype
@@ -173,10 +173,10 @@ class _Plan:
         return found.tensor.dtype if self.dtype is None else self.dtype
 
 
-def _groups(model: nn.Module) -> list[list[Found]]:
+def _groups(model: nn.Module) -> list[list[FoundBlocks]]:
     """Return the tensors of the model's state dict, each with all its names."""
     kept = set(model.state_dict(keep_vars=True))
-    groups: dict[int, list[Found]] = {}
+    groups: dict[int, list[FoundBlocks]] = {}
     for found in tensors_in(model, "", buffers=True):
         if found.name in kept:
             groups.setdefault(id(found.tensor), []).append(found)
@@ -185,7 +185,7 @@ def _groups(model: nn.Module) -> list[list[Found]]:
 
 def _compare(
     model: nn.Module,
-    groups: Sequence[Sequence[Found]],
+    groups: Sequence[Sequence[FoundBlocks]],
     pieces: Mapping[str, tuple[Path, str, Piece]],
     strict: bool,
     checkpoint: str | Path,
@@ -211,7 +211,7 @@ def _compare(
     return missing, unexpected
 
 
-def _target(plan: _Plan, group: Sequence[Found], piece: Piece) -> Tensor:
+def _target(plan: _Plan, group: Sequence[FoundBlocks], piece: Piece) -> Tensor:
     """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
     device, dtype, now = plan.device(group[0]), plan.dtype_of(group[0]), group[0].tensor
     if now.device == device and now.dtype == dtype and now.is_contiguous() and not now.is_inference():
@@ -221,7 +221,7 @@ def _target(plan: _Plan, group: Sequence[Found], piece: Piece) -> Tensor:
     return _put(group, fresh)
 
 
-def _put(group: Sequence[Found], fresh: Tensor) -> Tensor:
+def _put(group: Sequence[FoundBlocks], fresh: Tensor) -> Tensor:
     now = group[0].tensor
     if isinstance(now, nn.Parameter):
         fresh = nn.Parameter(fresh, requires_grad=now.requires_grad and fresh.is_floating_point())

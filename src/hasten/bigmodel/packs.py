@@ -124,7 +124,7 @@ _VIEWS_KEPT = 4
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PackedTensor:
     """One offloaded tensor: the object in the model while it is unused, and all module tables that refer to it."""
 
     rest: Tensor
@@ -155,15 +155,15 @@ class Pack:
     """Tensors that are fetched together, as one range of bytes."""
 
     name: str
-    entries: list[Entry] = field(default_factory=list)
-    loose: list[Entry] = field(default_factory=list)
+    entries: list[PackedTensor] = field(default_factory=list)
+    loose: list[PackedTensor] = field(default_factory=list)
     """Tensors of other kinds (quantized ones, subclasses), which are moved one by one with `Tensor.to`."""
     num_bytes: int = 0
     segments: list[tuple[int, Tensor]] = field(default_factory=list)
     """Ranges of page-locked memory with all bytes, and their offsets in the pack; empty if bytes must be read first."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: PackedTensor) -> None:
         """Append a tensor."""
         if not plain(entry.rest):
             self.loose.append(entry)
@@ -220,7 +220,7 @@ def plain(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or span == tensor.numel()
 
 
-def _view(entry: Entry, buffer: Tensor, start: int) -> Tensor:
+def _view(entry: PackedTensor, buffer: Tensor, start: int) -> Tensor:
     rest = entry.rest
     flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(rest.dtype)
     # .data: separate version counters, since copies of other packs count as writes to the whole buffer
@@ -228,7 +228,7 @@ def _view(entry: Entry, buffer: Tensor, start: int) -> Tensor:
     return nn.Parameter(shaped, requires_grad=False) if isinstance(rest, nn.Parameter) else shaped
 
 
-def _move(entry: Entry, pool: HostPool) -> None:
+def _move(entry: PackedTensor, pool: HostPool) -> None:
     """Copy a tensor into the pool and point the model's object there; a page-locked tensor is not copied."""
     rest = entry.rest
     entry.home = pool.adopt(rest)
@@ -247,7 +247,7 @@ def _move(entry: Entry, pool: HostPool) -> None:
     entry.home = (slab, start)
 
 
-def _load(entry: Entry, pool: HostPool) -> Copy:
+def _load(entry: PackedTensor, pool: HostPool) -> Copy:
     """Return the copy that reads a tensor from its file into the pool, and point the model there."""
     piece = entry.piece
     assert piece is not None, "the tensor lies in a file"
@@ -265,7 +265,7 @@ def _storage_bytes(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _segments(entries: Sequence[Entry]) -> list[tuple[int, Tensor]]:
+def _segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]]:
     """Return the ranges of page-locked host memory to copy from, neighbours in a slab joined; empty unless all is page-locked."""
     found: list[tuple[int, Tensor, int, int]] = []  # offset in the pack, slab, start, stop
     for entry in entries:
@@ -282,11 +282,11 @@ def _segments(entries: Sequence[Entry]) -> list[tuple[int, Tensor]]:
     return [(offset, slab[start:stop]) for offset, slab, start, stop in found]
 
 
-def mapped_entry(rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False) -> Entry:
+def mapped_entry(rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False) -> PackedTensor:
     """Return an entry whose bytes stay in a file or are read to the host; the model refers to the mapped file."""
     data = piece.data.reshape(rest.shape)
     fresh: Tensor = nn.Parameter(data, requires_grad=False) if isinstance(rest, nn.Parameter) else data
-    entry = Entry(
+    entry = PackedTensor(
         fresh, places, Piece(data, piece.shape, piece.offset, piece.file), to_host=to_host, written=fresh._version
     )
     entry.put(fresh)

@@ -38,7 +38,7 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DevicePlacement:
     """Device of each module, with the reasons."""
 
     places: dict[str, int | str]
@@ -78,7 +78,7 @@ def _leaves(nodes: Iterable[Node]) -> Iterable[Node]:
             yield node
 
 
-def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False) -> Placement:
+def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False) -> DevicePlacement:
     """Fill the devices one after another, in the model's order, so that data crosses each device boundary once.
 
     If modules are left for offload devices, the first computing device reserves memory to stream them. With
@@ -128,7 +128,9 @@ def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallba
     return dict(sorted(placed.items()))
 
 
-def _result(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None], reserve: int) -> Placement:
+def _result(
+    parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None], reserve: int
+) -> DevicePlacement:
     places: dict[str, int | str] = {}
     used: dict[int | str, int] = {device.key: 0 for device in devices}
     for index, number in filled.items():
@@ -145,7 +147,7 @@ def _result(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, 
     if reserve:
         notes.append(f"{readable(reserve)} kept free on the first device to stream offloaded parts through it")
     notes += [f"{', '.join(part.names)} share weights and stay together" for part in parts if len(part.names) > 1]
-    return Placement(places, used, reserve, tuple(notes))
+    return DevicePlacement(places, used, reserve, tuple(notes))
 
 
 def _impossible(parts: Sequence[Atom], devices: Sequence[Device], missing: Sequence[Atom]) -> str:

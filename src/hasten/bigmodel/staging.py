@@ -33,7 +33,7 @@ class Staged:
             self._event.synchronize()
 
 
-class Staging:
+class WeightStaging:
     """Staging buffers used in rotation; allocated on first use, page-locked if possible."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -62,7 +62,7 @@ def _memory(num_bytes: int) -> Tensor:
 Mark = Any  # an event of the device; opaque to its users
 
 
-class Lanes:
+class CopyLanes:
     """Stream for copies beside the compute stream, which is the current stream at each call."""
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class Ring:
             self.held.pop(key, None)
 
 
-class Order:
+class BlockOrder:
     """Predictor of the next blocks from the last two, which distinguishes the two uses of a shared block."""
 
     def __init__(self, count: int) -> None:

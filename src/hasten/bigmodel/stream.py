@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.packs import Pack
-from hasten.bigmodel.staging import Lanes, Mark, Order, Ring, Span, Staging, spread
+from hasten.bigmodel.staging import BlockOrder, CopyLanes, Mark, Ring, Span, WeightStaging, spread
 from hasten.bigmodel.units import Unit, put_loose, relist, window
 from hasten.errors import PrepareError
 
@@ -56,7 +56,7 @@ class Streamer:
         units: Sequence[Unit],
         resident_bytes: int = 0,
         blocks_at_once: int = BLOCKS_AT_ONCE,
-        lanes: Lanes | None = None,
+        lanes: CopyLanes | None = None,
     ) -> None:
         """Keep `resident_bytes` of weights on the device; the buffer for the others is allocated in addition.
 
@@ -65,17 +65,17 @@ class Streamer:
         self.device = device
         self.units = list(units)
         self._lock = threading.RLock()
-        self._lanes = Lanes(device) if lanes is None and device.type != "cpu" else lanes
+        self._lanes = CopyLanes(device) if lanes is None and device.type != "cpu" else lanes
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
         self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
         self._unpacked: list[Pack] = []
-        self._order = Order(len(self.units))
+        self._order = BlockOrder(len(self.units))
         self._thread: ThreadPoolExecutor | None = None
         self._keep_some(resident_bytes)
         streamed = [pack for pack in self._packs if self._states[pack].home is None]
         self._ring = Ring(window(self.units, streamed, blocks_at_once))
         self._arena = self._memory(self._ring.capacity)
-        self._staging = Staging(max((pack.num_bytes for pack in self._packs if not pack.segments), default=0))
+        self._staging = WeightStaging(max((pack.num_bytes for pack in self._packs if not pack.segments), default=0))
         self._storages = {self._arena.untyped_storage().data_ptr()}
         for state in self._states.values():
             if state.home is not None:

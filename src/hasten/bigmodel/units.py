@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.packs import Entry, Pack, Table
+from hasten.bigmodel.packs import Pack, PackedTensor, Table
 from hasten.bigmodel.quantize import is_quantized
 from hasten.errors import PrepareError
 from hasten.modules.surgery import repeated_blocks
@@ -40,7 +40,7 @@ class Unit:
                 parameter.data = parameter.data.to(device)
 
 
-def put_loose(entry: Entry, device: torch.device) -> None:
+def put_loose(entry: PackedTensor, device: torch.device) -> None:
     """Make the model use a copy of a tensor that is not plain memory, moved with `Tensor.to`."""
     moved: Any = entry.rest.detach().to(device)
     entry.put(nn.Parameter(moved, requires_grad=False) if isinstance(entry.rest, nn.Parameter) else moved)
@@ -70,7 +70,7 @@ _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecod
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBlocks:
     """Tensor of the model under one of its names."""
 
     name: str
@@ -80,16 +80,16 @@ class Found:
 
 
 @dataclass(slots=True)
-class Cut:
+class UnitCut:
     """Module with the tensors that its forward needs, without those of units inside it."""
 
     module: nn.Module
     name: str
-    tensors: list[Found] = field(default_factory=list)
+    tensors: list[FoundBlocks] = field(default_factory=list)
     outer: bool = False
 
 
-def tensors_in(module: nn.Module, prefix: str, buffers: bool, recurse: bool = True) -> Iterator[Found]:
+def tensors_in(module: nn.Module, prefix: str, buffers: bool, recurse: bool = True) -> Iterator[FoundBlocks]:
     """Yield the parameters, and with `buffers` also buffers, of a module and its submodules, shared ones under every name."""
     parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     for path, part in parts:
@@ -99,19 +99,21 @@ def tensors_in(module: nn.Module, prefix: str, buffers: bool, recurse: bool = Tr
         for table in tables:
             for key, tensor in table.items():
                 if tensor is not None:
-                    yield Found(dot + key, tensor, table, key)
+                    yield FoundBlocks(dot + key, tensor, table, key)
 
 
-def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole: Collection[str] = ()) -> list[Cut]:
+def cut(
+    model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole: Collection[str] = ()
+) -> list[UnitCut]:
     """Return the units of the offloaded tensors.
 
     Repeated blocks and modules of the classes in `whole` form one unit each; others are divided into the modules that own weights.
     """
     blocks = {id(block) for block in repeated_blocks(model)}
     seen: set[int] = set()
-    found: list[Cut] = []
+    found: list[UnitCut] = []
 
-    def visit(module: nn.Module, name: str, parent: Cut | None) -> None:
+    def visit(module: nn.Module, name: str, parent: UnitCut | None) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -122,7 +124,7 @@ def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole
             parent.tensors += wanted
             mine = parent
         else:
-            mine = Cut(module, name, wanted, outer=not entire)
+            mine = UnitCut(module, name, wanted, outer=not entire)
             found.append(mine)
         if not entire:
             for child_name, child in module.named_children():
@@ -138,7 +140,9 @@ def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole
     return [one for one in found if one.tensors]
 
 
-def make_units(cuts: list[Cut], entry_of: Callable[[Found, list[tuple[Table, str]]], Entry]) -> list[Unit]:
+def make_units(
+    cuts: list[UnitCut], entry_of: Callable[[FoundBlocks, list[tuple[Table, str]]], PackedTensor]
+) -> list[Unit]:
     """Return the units with their packs; tensors shared by the same units form a separate pack, fetched once for all."""
     places: dict[int, list[tuple[Table, str]]] = {}
     users: dict[int, list[int]] = {}
@@ -150,7 +154,7 @@ def make_units(cuts: list[Cut], entry_of: Callable[[Found, list[tuple[Table, str
             if number not in users.setdefault(id(tensor.tensor), []):
                 users[id(tensor.tensor)].append(number)
     shared: dict[tuple[int, ...], Pack] = {}
-    made: dict[int, Entry] = {}
+    made: dict[int, PackedTensor] = {}
     units = []
     for number, one in enumerate(cuts):
         packs: list[Pack] = []
@@ -171,6 +175,6 @@ def make_units(cuts: list[Cut], entry_of: Callable[[Found, list[tuple[Table, str
     return units
 
 
-def _holds_units(one: Cut, cuts: list[Cut], number: int) -> bool:
+def _holds_units(one: UnitCut, cuts: list[UnitCut], number: int) -> bool:
     inside = {id(part) for part in one.module.modules()}
     return any(id(other.module) in inside for index, other in enumerate(cuts) if index != number)

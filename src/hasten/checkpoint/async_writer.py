@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import CHUNK_BYTES
 from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads, devices_of, is_plain, worker_pool
-from hasten.checkpoint.writer import Outcome
+from hasten.checkpoint.writer import SaveOutcome
 from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
 
@@ -25,7 +25,7 @@ BLOCK_BYTES = 1024**3
 """Size of the host memory blocks: page-locked allocations are rounded up to a power of two."""
 
 
-class Staging:
+class HostStaging:
     """Blocks of host memory, page-locked when the tensors come from a device, reused from save to save.
 
     `begin` starts the copies, so that the file layout is computed meanwhile; `end` waits for the copies.
@@ -210,12 +210,12 @@ class AsyncWriter:
         """Process group of the background thread; the ranks create it together at the first background save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: SaveOutcome | None = None
         self._go: threading.Event | None = None
         self._cancelled = False
         self._registered = False
         self._reserving: threading.Thread | None = None
-        self.staging = Staging()
+        self.staging = HostStaging()
 
     @property
     def busy(self) -> bool:
@@ -243,7 +243,7 @@ class AsyncWriter:
         """Return the files with every tensor copied to the host; training may continue when this returns."""
         return self.staging.end(blobs)
 
-    def submit(self, work: Callable[[], Outcome], name: str) -> threading.Event:
+    def submit(self, work: Callable[[], SaveOutcome], name: str) -> threading.Event:
         """Start a thread that runs `work` once the returned event is set; `cancel` ends the thread instead.
 
         Before setting the event, ranks can check that all of them have started their thread.
@@ -297,7 +297,7 @@ class AsyncWriter:
         if register is not None:
             register(join)
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """Wait for the save in flight and return its outcome; None if there was no save.
 
         Raises: the error of the save, once.

@@ -138,7 +138,7 @@ def _describe(checkpoint: Checkpoint, manifest: Manifest, name: str) -> dict[str
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """One tensor that differs between two checkpoints."""
 
     name: str
@@ -146,17 +146,17 @@ class Difference:
     largest: float | None = None
 
 
-def diff(first: str, second: str, component: str = "model") -> list[Difference]:
+def diff(first: str, second: str, component: str = "model") -> list[TensorDifference]:
     """Return the tensors of a component that differ between two checkpoints or exported models; empty when equal."""
     a, b = tensors_of(first, component), tensors_of(second, component)
-    found = [Difference(name, "only in the first") for name in sorted(a.keys() - b.keys())]
-    found += [Difference(name, "only in the second") for name in sorted(b.keys() - a.keys())]
+    found = [TensorDifference(name, "only in the first") for name in sorted(a.keys() - b.keys())]
+    found += [TensorDifference(name, "only in the second") for name in sorted(b.keys() - a.keys())]
     for name in sorted(a.keys() & b.keys()):
         x, y = a[name], b[name]
         if x.shape != y.shape or x.dtype != y.dtype:
-            found.append(Difference(name, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"))
+            found.append(TensorDifference(name, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"))
         elif not torch.equal(x, y):
-            found.append(Difference(name, "values differ", _largest(x, y)))
+            found.append(TensorDifference(name, "values differ", _largest(x, y)))
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hasten.checkpoint.base import Component, Format, Json, Slice, StateTree
 from hasten.checkpoint.export import read_model
 from hasten.checkpoint.format.packing import TAG, pack, unpack
-from hasten.checkpoint.reader import Found
+from hasten.checkpoint.reader import FoundComponent
 from hasten.checkpoint.reshard import Copy, as_stored, local_tensor, plan_copies, whole
 from hasten.checkpoint.store.locate import check_path
 from hasten.comm.base import Comm
@@ -76,7 +76,7 @@ def names_of_other_stages(model: nn.Module) -> frozenset[str]:
     return frozenset() if part is None else frozenset(part.state_keys) - {plain_name(key) for key in model.state_dict()}
 
 
-def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan:
+def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
     Raises: CheckpointError naming missing and unexpected tensors and those of another shape or dtype, when strict.
@@ -104,7 +104,7 @@ def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan
     return plan
 
 
-def extra_state(found: Found) -> dict[str, Json]:
+def extra_state(found: FoundComponent) -> dict[str, Json]:
     """Return the packed values of a model's component that are not plain tensors, by name."""
     data = found.data if isinstance(found.data, dict) else {}
     return {key: value for key, value in data.items() if value != {TAG: "tensor", "key": key}}
@@ -120,7 +120,9 @@ def tensor_keys(data: Json) -> set[str]:
     return own | {key for item in data.values() for key in tensor_keys(item)}
 
 
-def _plan_tensor(plan: ModelPlan, found: Found, name: str, key: str, value: Any, live: set[int], strict: bool) -> None:
+def _plan_tensor(
+    plan: ModelPlan, found: FoundComponent, name: str, key: str, value: Any, live: set[int], strict: bool
+) -> None:
     pieces = found.of(name)
     assert pieces, f"{name} was found and is gone"
     if id(value) not in live or not isinstance(value, Tensor):

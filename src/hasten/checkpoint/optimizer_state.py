@@ -13,7 +13,7 @@ from hasten.checkpoint.base import Component, Slice
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.model_state import empty_like_parameter, model_names
-from hasten.checkpoint.reader import Found
+from hasten.checkpoint.reader import FoundComponent
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.names import plain_name, stage_part
@@ -102,7 +102,7 @@ class OptimizerPlan:
 def plan_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
-    found: Found,
+    found: FoundComponent,
     strict: bool = True,
     elsewhere: frozenset[str] = frozenset(),
 ) -> OptimizerPlan:
@@ -210,7 +210,7 @@ class _Rooms:
             for p in group["params"]
         }
 
-    def of(self, found: Found) -> dict[str, Tensor | Slice]:
+    def of(self, found: FoundComponent) -> dict[str, Tensor | Slice]:
         """Return a tensor for every stored tensor, and add the copies that fill it."""
         rooms: dict[str, Tensor | Slice] = {}
         for key, pieces in found.pieces.items():

@@ -20,7 +20,7 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.format.torch_folder import fill, is_torch_folder, names_in
 from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
 from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
-from hasten.checkpoint.reader import Found, open_checkpoint
+from hasten.checkpoint.reader import FoundComponent, open_checkpoint
 from hasten.checkpoint.reshard import gathered
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.locate import locate
@@ -32,7 +32,7 @@ from hasten.modules.names import plain_name
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SavedPart:
     """Location of a saved model or optimizer: shards in `folder`, or whole tensors in `file`.
 
     The folder holds a checkpoint of hasten or, when loading, one of torch.distributed.checkpoint.
@@ -48,7 +48,7 @@ class Part:
         return self.folder.is_dir() or self.file.is_file()
 
 
-def save_model(module: nn.Module, part: Part, world: Comm, whole: bool, names: set[str] | None = None) -> None:
+def save_model(module: nn.Module, part: SavedPart, world: Comm, whole: bool, names: set[str] | None = None) -> None:
     """Write a model's weights, either those in `names` or all. Ranks: every rank."""
     component = model_component(module, "torch" if whole else "safetensors")
     if names:
@@ -57,7 +57,7 @@ def save_model(module: nn.Module, part: Part, world: Comm, whole: bool, names: s
     _save(component, part, world, whole)
 
 
-def load_model(module: nn.Module, part: Part, world: Comm, names: set[str] | None = None) -> None:
+def load_model(module: nn.Module, part: SavedPart, world: Comm, names: set[str] | None = None) -> None:
     """Load a model, or only its tensors in `names`, which must then match the file exactly. Ranks: every rank.
 
     Raises: CheckpointError naming missing and unexpected tensors.
@@ -73,12 +73,12 @@ def load_model(module: nn.Module, part: Part, world: Comm, names: set[str] | Non
         plan.finish()
 
 
-def save_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: Comm, whole: bool) -> None:
+def save_optimizer(optimizer: Optimizer, module: nn.Module, part: SavedPart, world: Comm, whole: bool) -> None:
     """Write an optimizer's state by the model's parameter names. Ranks: every rank."""
     _save(optimizer_component(optimizer, parameter_names([module])), part, world, whole)
 
 
-def load_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: Comm) -> None:
+def load_optimizer(optimizer: Optimizer, module: nn.Module, part: SavedPart, world: Comm) -> None:
     """Load an optimizer's state by the model's parameter names. Ranks: every rank.
 
     Raises: CheckpointError when groups, names or shapes differ.
@@ -96,7 +96,7 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: C
         plan.finish()
 
 
-def _save(component: Component, part: Part, world: Comm, whole: bool) -> None:
+def _save(component: Component, part: SavedPart, world: Comm, whole: bool) -> None:
     if whole:
         tree = gathered(StateTree({part.kind: component}), world, world.rank == 0)
         _write_whole(part.file, tree.components[part.kind], world)
@@ -114,7 +114,7 @@ def _write_whole(file: Path, component: Component, world: Comm) -> None:
 
 
 @contextmanager
-def _open(part: Part, world: Comm) -> Iterator[Found]:
+def _open(part: SavedPart, world: Comm) -> Iterator[FoundComponent]:
     """Context manager that provides the memory-mapped content of the folder of shards or the whole file."""
     if (part.folder / "manifest.json").is_file():
         store, name = locate(part.folder)
@@ -123,7 +123,7 @@ def _open(part: Part, world: Comm) -> Iterator[Found]:
     elif part.file.is_file():
         content = read_tensors(part.file)
         pieces = {key: [piece] for key, piece in content.pieces.items()}
-        yield Found(part.file.name, part.kind, pieces, dict(content.aliases), content.data)
+        yield FoundComponent(part.file.name, part.kind, pieces, dict(content.aliases), content.data)
     else:
         raise IncompleteCheckpointError(
             f"{part.file.parent} has neither {part.folder.name} nor {part.file.name}, so there is no {part.kind} to load. "

@@ -23,7 +23,7 @@ Stamp = tuple[int, int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundComponent:
     """A component as read from the files: pieces by name, and its JSON."""
 
     name: str
@@ -60,7 +60,7 @@ class Checkpoint:
         self._stamps = stamps or {}
         self._names = frozenset(file.name for file in manifest.files)
 
-    def component(self, name: str, rank: int | None = None) -> Found:
+    def component(self, name: str, rank: int | None = None) -> FoundComponent:
         """Return a component; of a per-rank component, the state of `rank`.
 
         Raises: IncompleteCheckpointError when the checkpoint has no such component.
@@ -74,7 +74,7 @@ class Checkpoint:
                 f"{self.manifest.world_size} ranks. Nothing was loaded. Prepare and register what was there when it "
                 "was saved, or load with strict=False."
             )
-        found = Found(name, record.kind)
+        found = FoundComponent(name, record.kind)
         data = None
         for file in files:
             content = self._content(file.name)
@@ -87,7 +87,7 @@ class Checkpoint:
                 known.append(piece)
             found.aliases.update(content.aliases)
             data = content.data if content.data is not None else data
-        return Found(name, record.kind, found.pieces, found.aliases, data)
+        return FoundComponent(name, record.kind, found.pieces, found.aliases, data)
 
     def _content(self, file: str) -> TensorFile:
         path, beside = inside(self.folder, file), file + SUFFIX

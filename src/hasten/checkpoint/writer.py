@@ -109,7 +109,7 @@ def _joined(
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedSave:
     """Files that this rank will write: contents by file name, and the component records for the manifest."""
 
     blobs: dict[str, Blob]
@@ -123,7 +123,7 @@ def prepare(
     comm: Comm,
     sizes: Sizes | None = None,
     announce: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
-) -> Prepared:
+) -> PreparedSave:
     """Plan this rank's files and compute their layout; no byte is copied yet.
 
     `announce` is called with the tensors this rank will write before the layout, so that copies run concurrently.
@@ -155,7 +155,7 @@ def prepare(
             name: ComponentRecord(kind=c.kind, format=c.format, per_rank=c.per_rank)
             for name, c in tree.components.items()
         }
-        return Prepared(blobs, owners, records)
+        return PreparedSave(blobs, owners, records)
 
 
 def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
@@ -187,7 +187,7 @@ def _compare(tree: StateTree, together: Agreement) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SaveOutcome:
     """Result of a finished save: the checkpoint, and the names of those that retention deleted."""
 
     info: CheckpointInfo
@@ -195,12 +195,12 @@ class Outcome:
 
 
 def finish(
-    prepared: Prepared,
+    prepared: PreparedSave,
     group: DiskGroup,
     comm: Comm,
     header: Manifest,
     after: Callable[[], Sequence[str]] = lambda: (),
-) -> Outcome:
+) -> SaveOutcome:
     """Write this rank's files, vote, commit, then run `after` (retention) on each disk's main rank.
 
     Ranks: every rank. Safe on a background thread when `comm` is a separate group.
@@ -220,10 +220,10 @@ def finish(
         together.share()  # retention deletes nothing before every disk has the new checkpoint
         if group.is_main(rank):
             deleted = _clean(after, name)
-        return Outcome(CheckpointInfo(name, manifest), deleted)
+        return SaveOutcome(CheckpointInfo(name, manifest), deleted)
 
 
-def _put(prepared: Prepared, draft: Draft, rank: int) -> list[FileRecord]:
+def _put(prepared: PreparedSave, draft: Draft, rank: int) -> list[FileRecord]:
     written = draft.put(prepared.blobs)
     records = []
     for file, record in written.items():
@@ -234,7 +234,7 @@ def _put(prepared: Prepared, draft: Draft, rank: int) -> list[FileRecord]:
 
 
 def _manifest(
-    header: Manifest, prepared: Prepared, group: DiskGroup, comm: Comm, gathered: Sequence[Sequence[FileRecord]]
+    header: Manifest, prepared: PreparedSave, group: DiskGroup, comm: Comm, gathered: Sequence[Sequence[FileRecord]]
 ) -> Manifest:
     files = [record for i, records in enumerate(gathered) if comm.ranks[i] in group.ranks for record in records]
     files = _once([*files, *group.draft.adopt([file.name for file in files])])

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hasten.cli.flags import SettingsParser
-from hasten.cli.machine import Machine, examine, recommended_precision
+from hasten.cli.machine import MachineFacts, examine, recommended_precision
 from hasten.config import files
 from hasten.config.decode import encode
 from hasten.config.files import default_path, write
@@ -28,14 +28,14 @@ from hasten.config.masking import masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.schema import SETTABLE, FieldInfo
-from hasten.config.source import Entry, shown
+from hasten.config.source import SettingEntry, shown
 from hasten.errors import ConfigError
 from hasten.runtime import env as environment
 
 log = logging.getLogger(__name__)
 
 
-def basic_config(machine: Machine, mixed_precision: str | None = None) -> Config:
+def basic_config(machine: MachineFacts, mixed_precision: str | None = None) -> Config:
     """Return suitable settings for a machine: all its devices, or its CPU, and its precision unless one is given."""
     code: dict[str, Any] = {"mixed_precision": mixed_precision or recommended_precision(machine)[0]}
     if machine.device == "cpu":
@@ -177,7 +177,7 @@ def default(argv: Sequence[str]) -> int:
     return 0
 
 
-def with_flags(config: Config, flags: Sequence[Entry]) -> Config:
+def with_flags(config: Config, flags: Sequence[SettingEntry]) -> Config:
     """Return the settings with flags applied on top."""
     return resolve(file=files.read_text(files.dump(config), Path("this machine")).entries, flags=flags).config
 

@@ -16,7 +16,7 @@ from hasten.config.established import SWITCHES
 from hasten.config.layers import nearest
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.schema import SETTABLE, FieldInfo
-from hasten.config.source import Entry, Path, Source
+from hasten.config.source import Path, SettingEntry, SettingSource
 from hasten.errors import ConfigError, UnknownSettingError
 
 _LONG_PREFIX: Final = "parallelism_config_"
@@ -58,13 +58,15 @@ def _names_itself_no(path: Path) -> bool:
     return path[-1].startswith("no_")
 
 
-def _entries(path: Path, value: Any, flag: str) -> list[Entry]:
+def _entries(path: Path, value: Any, flag: str) -> list[SettingEntry]:
     if path[0] == "use_parallelism_config":
         return []  # determined by the sizes
     if path[0] in SWITCHES:
         chosen = str(value).lower() in ("true", "yes", "on", "1")
-        return [Entry(("strategy",), SWITCHES[path[0]], Source("flag", flag), text=True)] if chosen else []
-    return [Entry(path, value, Source("flag", flag), text=True)]
+        return (
+            [SettingEntry(("strategy",), SWITCHES[path[0]], SettingSource("flag", flag), text=True)] if chosen else []
+        )
+    return [SettingEntry(path, value, SettingSource("flag", flag), text=True)]
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -292,7 +294,7 @@ def _plain(value: Any) -> str:
 
 def run_module(words: Sequence[str], command: str, given: argparse.Namespace, typed: Sequence[str]) -> int:
     """Run a module with its arguments under the command line's settings, or print its plan; return the exit code."""
-    as_module = Entry(("launch", "module"), "true", Source("flag", command), text=True)
+    as_module = SettingEntry(("launch", "module"), "true", SettingSource("flag", command), text=True)
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=[*given.settings, as_module], config_file=given.config_file, typed=typed)
     if given.dry_run:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from hasten.cli.flags import SettingsParser
-from hasten.config.source import Entry
+from hasten.config.source import SettingEntry
 from hasten.errors import HastenError
 
 DESCRIPTION: Final = (
@@ -38,7 +38,7 @@ ESSENTIAL: Final = frozenset(
 """The settings that `hasten launch --help` shows; `--help-all` shows all."""
 
 
-def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Entry] = ()) -> int:
+def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[SettingEntry] = ()) -> int:
     """Run `hasten launch …` and return the exit code of the job; `program` is the command name in help and errors.
 
     `settings` are additional settings; those given in code override flags and files.
@@ -69,7 +69,7 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
     return code
 
 
-def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: from a module imported above
+def _planned(job: Any, words: list[str]) -> Sequence[SettingEntry]:  # Any: from a module imported above
     """Return the strategy planned for the script on this launch's processes, and print the reasons on stderr."""
     meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
     machines = 1 if meeting is None else meeting.max_machines
@@ -80,7 +80,7 @@ def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: from a modu
     chosen = planning.choose(words, job.request.config, each * machines, each, name, machine.host_memory_bytes)
     for reason in chosen.reasons:
         sys.stderr.write(f"[hasten] auto: {reason}\n")
-    entries: Sequence[Entry] = chosen.entries
+    entries: Sequence[SettingEntry] = chosen.entries
     return entries
 
 

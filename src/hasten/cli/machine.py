@@ -19,7 +19,7 @@ _FP16_CAPABILITY: Final = 7.0  # Volta
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """Properties of a machine that determine its settings."""
 
     device: DeviceKind = "cpu"
@@ -49,11 +49,11 @@ class Machine:
         return f"{found}; under {self.cluster}" if self.cluster else found
 
 
-def examine() -> Machine:
+def examine() -> MachineFacts:
     """Return the current state of this machine."""
     host = look()
     memory, capability, link = _nvidia(host) if host.device == "cuda" else (0, 0.0, "")
-    return Machine(
+    return MachineFacts(
         device=host.device,
         num_devices=host.num_devices,
         device_name=host.device_name,
@@ -66,7 +66,7 @@ def examine() -> Machine:
     )
 
 
-def recommended_precision(machine: Machine) -> tuple[PrecisionType, str]:
+def recommended_precision(machine: MachineFacts) -> tuple[PrecisionType, str]:
     """Return the recommended precision for the devices, and the reason."""
     if machine.device == "tpu":
         return "bf16", "TPUs compute in bf16"
@@ -79,7 +79,7 @@ def recommended_precision(machine: Machine) -> tuple[PrecisionType, str]:
     return "no", "full precision is the safe choice here"
 
 
-def offers_fp8(machine: Machine) -> bool:
+def offers_fp8(machine: MachineFacts) -> bool:
     """Return whether the devices can compute in fp8."""
     return machine.device == "cuda" and machine.capability >= _FP8_CAPABILITY
 

@@ -20,7 +20,7 @@ from hasten.errors import ConfigError
 from hasten.runtime import bytes_plan as links
 from hasten.runtime.bytes_plan import size
 from hasten.tools.plan import hardware, report
-from hasten.tools.plan.search import Plan, Request, search
+from hasten.tools.plan.search import LayoutPlan, PlanRequest, search
 
 _ABOUT = """target:
   script.py [its arguments]    a training script with an Accelerator; it runs up to its first batch, and its step is traced
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         accelerator = replace(accelerator, per_node=given.gpus_per_node)
     if given.links:
         accelerator = hardware.linked(accelerator, links.read(given.links))
-    request = Request(
+    request = PlanRequest(
         gpus=given.gpus,
         accelerator=accelerator,
         global_batch=given.global_batch,
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def show(plan: Plan, most: int, console: Console) -> None:
+def show(plan: LayoutPlan, most: int, console: Console) -> None:
     """Print the ranked table, the reasons for the best option, and the requirements of a faster one."""
     request, trace = plan.request, plan.trace
     console.print(table(plan, most))
@@ -91,7 +91,7 @@ def show(plan: Plan, most: int, console: Console) -> None:
             console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
-def table(plan: Plan, most: int) -> Table:
+def table(plan: LayoutPlan, most: int) -> Table:
     """Return a table of the first options, one per row."""
     shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
     for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):

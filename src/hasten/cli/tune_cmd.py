@@ -25,7 +25,7 @@ from hasten.errors import ConfigError
 from hasten.launch.base import look
 from hasten.runtime.bytes_plan import size
 from hasten.tools.tune import tuning
-from hasten.tools.tune.tuning import Machine, Outcome, Trial, Tuning, Values, in_output
+from hasten.tools.tune.tuning import Trial, TrialOutcome, TunedMachine, Tuning, Values, in_output
 
 _ABOUT: Final = """Every trial is the script itself, from its start, with the same data, stopped after a few updates. A value is taken
 when steps are more than 2 % faster and the losses of the first updates are those of the script as it is, within 0.1 % (1 % for a script in half
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     tuning.check_names(given.only)
     host = look()
     on_cuda = host.device == "cuda" and not given.cpu
-    machine = Machine(
+    machine = TunedMachine(
         cuda=on_cuda,
         cores=host.cores,
         processes=given.num_processes,
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     course = Tuning(tuning.chosen(tuning.knobs(machine, found), given.only))
     first = [found]
 
-    def measure(values: Values, hopeless: float | None) -> Outcome:
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
         return first.pop() if not values and first else runner.measure(_filled(values, found), hopeless)
 
     course.run(measure, lambda: time.monotonic() + runner.shortest < deadline)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _filled(values: Values, found: Outcome) -> Values:
+def _filled(values: Values, found: TrialOutcome) -> Values:
     """Return the values as a trial reads them, with blocks given by their classes."""
     return {**values, "recompute": list(found.block_classes)} if values.get("recompute") else values
 
@@ -84,7 +84,7 @@ class Runner:
         self.shortest = 0.0
         """Seconds of the shortest trial; with less time left, another one would not finish."""
 
-    def measure(self, values: Values, hopeless: float | None) -> Outcome:
+    def measure(self, values: Values, hopeless: float | None) -> TrialOutcome:
         """Run one trial and return its measurements."""
         shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the script as it is"
         sys.stderr.write(f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n")
@@ -105,12 +105,12 @@ class Runner:
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=left)
             except subprocess.TimeoutExpired:
-                return Outcome(error="not done within the budget")
+                return TrialOutcome(error="not done within the budget")
             took = time.monotonic() - start
             self.shortest = min(self.shortest or took, took)
             if not result.is_file():
-                return Outcome(error=in_output(done.stderr, done.returncode))
-            return msgspec.json.decode(result.read_bytes(), type=Outcome)
+                return TrialOutcome(error=in_output(done.stderr, done.returncode))
+            return msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
 
     def _command(self) -> list[str]:
         if self._given.num_processes == 1 and not self._given.cpu:
@@ -119,7 +119,7 @@ class Runner:
         return [*launch, *(["--cpu"] if self._given.cpu else []), "--module", "hasten.tools.tune.trial"]
 
 
-def _finish(course: Tuning, found: Outcome, given: argparse.Namespace) -> None:
+def _finish(course: Tuning, found: TrialOutcome, given: argparse.Namespace) -> None:
     best = course.best
     assert best is not None, "the baseline ran"
     config = tuning.config_of(best.values, Config(), found.block_classes)

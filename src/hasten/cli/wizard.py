@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import questionary
 
-from hasten.cli.machine import Machine, offers_fp8, recommended_precision
+from hasten.cli.machine import MachineFacts, offers_fp8, recommended_precision
 from hasten.config.files import dump, read, write
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
@@ -34,7 +34,7 @@ class Question:
     """For text: returns the problem with an answer, or an empty string."""
 
 
-def questions(machine: Machine, answers: Answers) -> Iterator[Question]:
+def questions(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
     """Yield the questions in order; `answers` is read before each, so that it determines later questions."""
     yield from _place(machine)
     if answers["?place"] != "tpu":
@@ -63,18 +63,18 @@ def questions(machine: Machine, answers: Answers) -> Iterator[Question]:
     yield Question("gradient_accumulation.num_steps", accumulation, "number", 1, minimum=1)
 
 
-def num_processes(machine: Machine, answers: Answers) -> int:
+def num_processes(machine: MachineFacts, answers: Answers) -> int:
     """Return the number of processes requested by the answers so far."""
     given = answers.get("launch.num_processes")
     return int(given) if given else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
 
 
-def devices(machine: Machine, answers: Answers) -> int:
+def devices(machine: MachineFacts, answers: Answers) -> int:
     """Return the default number of processes on one machine."""
     return max(1, machine.num_devices) if answers.get("?place") == "accelerator" else 1
 
 
-def _place(machine: Machine) -> Iterator[Question]:
+def _place(machine: MachineFacts) -> Iterator[Question]:
     choices: list[tuple[str, str]] = []
     if machine.device not in ("cpu", "tpu"):
         choices.append(("accelerator", f"{machine.num_devices} x {machine.device_name or machine.device} (found)"))
@@ -88,7 +88,7 @@ def _place(machine: Machine) -> Iterator[Question]:
     yield Question("?place", "Where will training run?", "choice", choices[0][0], tuple(choices))
 
 
-def _machines(machine: Machine, answers: Answers) -> Iterator[Question]:
+def _machines(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
     yield Question("launch.num_machines", "How many machines?", "number", 1, minimum=1)
     if answers["launch.num_machines"] > 1:
         scheduler = machine.cluster or "SLURM, MPI, LSF or Kubernetes"
@@ -104,15 +104,15 @@ def _machines(machine: Machine, answers: Answers) -> Iterator[Question]:
             yield Question("launch.main_process_port", "Free port on machine 0?", "number", 29500, minimum=1)
 
 
-def _processes(machine: Machine, answers: Answers) -> Iterator[Question]:
+def _processes(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
     default = devices(machine, answers) * answers["launch.num_machines"]
     prompt = "How many processes, over all machines?" if answers["launch.num_machines"] > 1 else "How many processes?"
     yield Question("launch.num_processes", prompt, "number", default, minimum=answers["launch.num_machines"])
 
 
-def _precision(machine: Machine, answers: Answers) -> Question:
+def _precision(machine: MachineFacts, answers: Answers) -> Question:
     elsewhere = answers["?place"] == "accelerator" and machine.device == "cpu"
-    best, why = recommended_precision(machine if answers["?place"] != "cpu" else Machine())
+    best, why = recommended_precision(machine if answers["?place"] != "cpu" else MachineFacts())
     if elsewhere or answers["?place"] == "tpu":
         best, why = "bf16", "right for accelerators of the last years"
     words = {
@@ -127,7 +127,7 @@ def _precision(machine: Machine, answers: Answers) -> Question:
     return Question("mixed_precision", "Mixed precision?", "choice", best, choices)
 
 
-def _strategy(machine: Machine, answers: Answers) -> Question:
+def _strategy(machine: MachineFacts, answers: Answers) -> Question:
     choices = [
         ("ddp", "DDP: every process holds the whole model (recommended while it fits)"),
         ("fsdp", "FSDP2: parameters, gradients and optimizer state are sharded"),
@@ -190,7 +190,7 @@ def _deepspeed(answers: Answers) -> Iterator[Question]:
         yield Question("deepspeed.zero3_save_16bit_model", "Gather 16-bit weights when saving?", "yesno", True)
 
 
-def _megatron(machine: Machine, answers: Answers) -> Iterator[Question]:
+def _megatron(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
     yield Question("megatron.tp_degree", "Tensor parallel size?", "number", 1, minimum=1)
     if answers["megatron.tp_degree"] > 1:
         yield Question("megatron.sequence_parallelism", "Sequence parallelism too?", "yesno", True)
@@ -227,7 +227,7 @@ def _said_before(key: str, before: Config) -> Any:
     return value
 
 
-def to_arguments(machine: Machine, answers: Answers) -> dict[str, Any]:
+def to_arguments(machine: MachineFacts, answers: Answers) -> dict[str, Any]:
     """Return the settings for the answers, as arguments of `resolve`."""
     arguments = {key: value for key, value in answers.items() if not key.startswith("?")}
     place = answers.get("?place")
@@ -254,7 +254,7 @@ class Abandoned(ConfigError):
     """Raised when the user leaves the wizard; nothing was written."""
 
 
-def interview(machine: Machine, ask: Ask, before: Config | None = None) -> Config:
+def interview(machine: MachineFacts, ask: Ask, before: Config | None = None) -> Config:
     """Return the settings for the answers; `ask` asks one question, `before` provides the defaults.
 
     Raises: ConfigError when the answers contradict each other.
@@ -297,7 +297,7 @@ def _number_problem(question: Question, text: str) -> str | bool:
     return True
 
 
-def run(machine: Machine, path: Path) -> int:
+def run(machine: MachineFacts, path: Path) -> int:
     """Ask the questions, show the file and write it; return the exit code.
 
     Raises: Abandoned when the user leaves, or there is no terminal.

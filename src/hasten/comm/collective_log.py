@@ -25,7 +25,7 @@ LIBRARIES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoggedStep:
     """One collective."""
 
     op: str
@@ -66,12 +66,12 @@ class Trail:
             self.spent_s += time.monotonic() - self._last[5]
 
     @property
-    def last(self) -> Step | None:
+    def last(self) -> LoggedStep | None:
         """The latest collective."""
         if (last := self._last) is None:
             return None
         op, shape, dtype, file, line, at_s = last
-        return Step(op, None if shape is None else tuple(shape), dtype, file, line, at_s)
+        return LoggedStep(op, None if shape is None else tuple(shape), dtype, file, line, at_s)
 
     @contextmanager
     def patience(self, block: str) -> Iterator[None]:

@@ -287,7 +287,7 @@ def _aligned(num_bytes: int) -> int:
 
 def _pack(tree: Tree) -> tuple[Tensor, Tree]:
     """Return the tree's tensors as one byte buffer, and the tree with their shapes and dtypes in place of tensors."""
-    buffers, skeleton = [], trees.map_tensors(lambda x: _Hole(tuple(x.shape), x.dtype), tree)
+    buffers, skeleton = [], trees.map_tensors(lambda x: _TensorHole(tuple(x.shape), x.dtype), tree)
     for x in trees.tensors(tree):
         raw = _raw(x)
         buffers.append(_padded(raw, _aligned(raw.numel())))
@@ -307,7 +307,7 @@ def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:
 
     def fill(leaf: Any) -> Any:  # Any: holes become tensors, other leaves stay
         nonlocal offset
-        if not isinstance(leaf, _Hole):
+        if not isinstance(leaf, _TensorHole):
             return leaf
         num_bytes = leaf.num_bytes()
         raw = buffer[offset : offset + num_bytes]
@@ -321,7 +321,7 @@ def _padded(raw: Tensor, num_bytes: int) -> Tensor:
     return raw if raw.numel() == num_bytes else torch.nn.functional.pad(raw, (0, num_bytes - raw.numel()))
 
 
-class _Hole(msgspec.Struct, frozen=True):
+class _TensorHole(msgspec.Struct, frozen=True):
     """Placeholder of a tensor in a skeleton that is sent ahead of the bytes."""
 
     shape: tuple[int, ...]

@@ -52,7 +52,7 @@ class Credentials:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedObject:
     """An object as bytes: plain, pickled, or the text of its error."""
 
     kind: bytes
@@ -71,13 +71,13 @@ class Session:
         """True if every member has proven the token."""
         return self._key is not None
 
-    def pack(self, obj: Any) -> Packed:  # Any: the caller's objects
+    def pack(self, obj: Any) -> PackedObject:  # Any: the caller's objects
         """Return the object as bytes: plain if possible, otherwise pickled if allowed.
 
         Raises: CommError if it cannot be sent.
         """
         try:
-            return Packed(_PLAIN, encode(obj))
+            return PackedObject(_PLAIN, encode(obj))
         except NotPlain as reason:
             if not self._pickles:
                 raise CommError(
@@ -85,18 +85,18 @@ class Session:
                     f"token, so whoever reaches the network could send them pickled code. {_REMEDY}"
                 ) from reason
         try:
-            return Packed(_PICKLE, _pickled(obj))
+            return PackedObject(_PICKLE, _pickled(obj))
         except _PICKLED_FAULTS as error:
             raise CommError(
                 f"a {type(obj).__qualname__} cannot be sent to other ranks: {error}. Send what it is made of: numbers, text, "
                 f"lists, dicts, tensors."
             ) from error
 
-    def refusal(self, error: Exception) -> Packed:
+    def refusal(self, error: Exception) -> PackedObject:
         """Return the error in place of an object, so that the members waiting for it raise too."""
-        return Packed(_REFUSAL, str(error).encode())
+        return PackedObject(_REFUSAL, str(error).encode())
 
-    def seal(self, packed: Packed, label: str) -> bytes:
+    def seal(self, packed: PackedObject, label: str) -> bytes:
         """Return the bytes to send; `label` identifies the message and its sender."""
         return self._digest(packed.kind, packed.payload, label) + packed.kind + packed.payload
 

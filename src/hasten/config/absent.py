@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hasten.config.base import default_of
 from hasten.config.schema import BY_PATH, FIELDS
-from hasten.config.source import Entry, Path, shown
+from hasten.config.source import Path, SettingEntry, shown
 from hasten.errors import ConfigError
 
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
@@ -138,7 +138,7 @@ def is_absent(path: Path) -> bool:
     return any(path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values for row in ABSENT)
 
 
-def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:
+def refused(entries: Mapping[Path, SettingEntry]) -> list[ConfigError]:
     """Return errors for settings that this version does not support; only those about strategy and launch, if any.
 
     Variables of other tools are ignored if they only set options of a strategy that was not chosen.
@@ -150,7 +150,7 @@ def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:
     return list(_complaints(ours))
 
 
-def check(entries: Mapping[Path, Entry]) -> None:
+def check(entries: Mapping[Path, SettingEntry]) -> None:
     """Raise unless this version supports every setting.
 
     Raises: ConfigError for the first unsupported setting.
@@ -159,7 +159,7 @@ def check(entries: Mapping[Path, Entry]) -> None:
         raise complaints[0]
 
 
-def _complaints(entries: Mapping[Path, Entry]) -> Iterator[ConfigError]:
+def _complaints(entries: Mapping[Path, SettingEntry]) -> Iterator[ConfigError]:
     order = {info.path: number for number, info in enumerate(FIELDS)}
     for path in sorted(entries, key=order.__getitem__):
         for row in ABSENT:

@@ -10,11 +10,11 @@ from hasten.config.layers import Problems, nearest
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH
 from hasten.config.sections.loop import DynamoBackend
-from hasten.config.source import DEFAULT, Entry, Path, shown
+from hasten.config.source import DEFAULT, Path, SettingEntry, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError
 
-Winners = dict[Path, Entry]
-Shadowed = dict[Path, tuple[Entry, ...]]
+Winners = dict[Path, SettingEntry]
+Shadowed = dict[Path, tuple[SettingEntry, ...]]
 
 PLACES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
 ENGINES: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
@@ -89,7 +89,7 @@ def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> N
             notes.append(rest)
 
 
-def _engine_entries(winners: Winners) -> list[Entry]:
+def _engine_entries(winners: Winners) -> list[SettingEntry]:
     return [
         entry
         for path, entry in winners.items()
@@ -97,7 +97,7 @@ def _engine_entries(winners: Winners) -> list[Entry]:
     ]
 
 
-def contradiction(first: Entry, second: Entry, why: str, remedy: str) -> ContradictionError:
+def contradiction(first: SettingEntry, second: SettingEntry, why: str, remedy: str) -> ContradictionError:
     """Return the error for two contradictory settings, naming both values and both sources."""
     return ContradictionError(
         f"{first.name}: {shown(first.value)} ({first.source}) contradicts {second.name}: {shown(second.value)} "
@@ -105,7 +105,7 @@ def contradiction(first: Entry, second: Entry, why: str, remedy: str) -> Contrad
     )
 
 
-Entries = Mapping[Path, Entry]
+Entries = Mapping[Path, SettingEntry]
 Rule = Callable[[Config, Entries], Iterator[ConfigError]]
 
 
@@ -114,13 +114,13 @@ def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     return [error for rule in RULES for error in rule(config, entries)]
 
 
-def at(config: Config, entries: Entries, name: str) -> Entry:
+def at(config: Config, entries: Entries, name: str) -> SettingEntry:
     """Return the entry of a setting, created from the default if it was not given."""
     path = tuple(name.split("."))
     value: object = config
     for part in path:
         value = getattr(value, part)
-    return entries.get(path) or Entry(path, value, DEFAULT)
+    return entries.get(path) or SettingEntry(path, value, DEFAULT)
 
 
 def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:

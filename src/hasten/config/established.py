@@ -10,7 +10,7 @@ from hasten.config.layers import Problems, nearest
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
 from hasten.config.schema import SETTABLE
-from hasten.config.source import Entry, Marked, Path, Source, shown
+from hasten.config.source import Marked, Path, SettingEntry, SettingSource, shown
 from hasten.errors import ConfigFileError, SettingValueError, UnknownSettingError
 
 SWITCHES: Final = MappingProxyType(
@@ -126,28 +126,28 @@ MARKS: Final = frozenset(
 
 
 @dataclass(slots=True)
-class Reading:
+class EstablishedReading:
     """Entries of an Accelerate file, with notes about their translation."""
 
     file: str
     problems: Problems
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SettingEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def take(self, path: Path, value: Any, line: int, said: str, *, weak: bool = False) -> None:
         """Add one setting; empty values are ignored."""
         if value is not None and value != [] and not (path[0] != "mixed_precision" and value in ("None", "none", "")):
-            source = Source("file", f"{self.file}:{line}")
-            self.entries.append(Entry(path, value, source, text=True, said=said, weak=weak))
+            source = SettingSource("file", f"{self.file}:{line}")
+            self.entries.append(SettingEntry(path, value, source, text=True, said=said, weak=weak))
 
 
-def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[Entry], list[str]]:
+def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[SettingEntry], list[str]]:
     """Return the entries of an Accelerate file, with notes about their translation.
 
     Every unknown key becomes a problem with file and line.
     Raises: ConfigFileError for a SageMaker file.
     """
-    reading = Reading(file, problems)
+    reading = EstablishedReading(file, problems)
     _refuse_sagemaker(tree, file)
     machines = tree.value.get("num_machines", Marked(1, 1)).value
     for key, item in tree.value.items():
@@ -172,7 +172,7 @@ def _refuse_sagemaker(tree: Marked, file: str) -> None:
         )
 
 
-def _read_key(reading: Reading, key: str, item: Marked) -> None:
+def _read_key(reading: EstablishedReading, key: str, item: Marked) -> None:
     place = f"{reading.file}:{item.line}"
     if key == "compute_environment":
         if str(item.value).upper() != "LOCAL_MACHINE":
@@ -200,7 +200,7 @@ def _read_key(reading: Reading, key: str, item: Marked) -> None:
         raise _unknown_key(place, key, known, reading.problems)
 
 
-def _distributed_type(reading: Reading, item: Marked, place: str) -> None:
+def _distributed_type(reading: EstablishedReading, item: Marked, place: str) -> None:
     kind = str(item.value).upper()
     if kind not in _DISTRIBUTED:
         near = nearest(kind.lower(), [name.lower() for name in _DISTRIBUTED]).upper()
@@ -212,7 +212,7 @@ def _distributed_type(reading: Reading, item: Marked, place: str) -> None:
         reading.notes.append(f"{place}: distributed_type: TPU is called XLA now")
 
 
-def _read_nested(reading: Reading, key: str, item: Marked) -> None:
+def _read_nested(reading: EstablishedReading, key: str, item: Marked) -> None:
     if item.value is None:
         return
     place = f"{reading.file}:{item.line}"
@@ -269,17 +269,17 @@ def _yes(value: Any, place: str) -> bool:
         raise SettingValueError(f"{place}: got {shown(value)}, expected true or false.") from error
 
 
-def from_established_environment(env: Mapping[str, str]) -> list[Entry]:
+def from_established_environment(env: Mapping[str, str]) -> list[SettingEntry]:
     """Return the entries of Accelerate's environment variables."""
     entries = []
     for name, path in established_variables():
         value = env.get(name, "")
         if value.strip() and not (name.startswith("ACCELERATE_GRADIENT_ACC") and value.strip().lower() == "auto"):
-            entries.append(Entry(path, value, Source("environment", name), text=True))
+            entries.append(SettingEntry(path, value, SettingSource("environment", name), text=True))
     for switch, strategy in SWITCHES.items():
         name = f"ACCELERATE_{switch.upper()}"
         if env.get(name, "").strip() and _yes(env[name], f"environment {name}={env[name]}"):
-            entries.append(Entry(("strategy",), strategy, Source("environment", name), text=True))
+            entries.append(SettingEntry(("strategy",), strategy, SettingSource("environment", name), text=True))
     return entries
 
 

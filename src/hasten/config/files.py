@@ -20,7 +20,7 @@ from hasten.config.masking import masked_tree
 from hasten.config.resolve import decode_all
 from hasten.config.root import Config
 from hasten.config.schema import subsection
-from hasten.config.source import Entry, Marked
+from hasten.config.source import Marked, SettingEntry
 from hasten.config.yaml_text import parse
 from hasten.errors import ConfigFileError
 
@@ -40,7 +40,7 @@ class SettingsFile:
 
     path: Path
     kind: str
-    entries: tuple[Entry, ...]
+    entries: tuple[SettingEntry, ...]
     notes: tuple[str, ...] = field(default=())
 
 

@@ -9,7 +9,7 @@ from hasten.config import files
 from hasten.config.decode import encode
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.schema import BY_PATH
-from hasten.config.source import PRECEDENCE, Entry, Source, dotted
+from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, dotted
 from hasten.errors import ConfigError
 
 VARIABLE: Final = "HASTEN_CONFIG"
@@ -26,7 +26,7 @@ def pack(resolved: Resolved) -> str:
     return json.dumps({"version": _VERSION, "settings": rows}, separators=(",", ":"))
 
 
-def unpack(text: str) -> tuple[Entry, ...]:
+def unpack(text: str) -> tuple[SettingEntry, ...]:
     """Return the entries passed on by a launcher.
 
     Raises: ConfigError if the string was not written by `pack` of this version.
@@ -42,8 +42,8 @@ def unpack(text: str) -> tuple[Entry, ...]:
         ) from error
 
 
-def _entry(name: str, value: Any, kind: str, detail: str) -> Entry:
-    return Entry(tuple(name.split(".")), value, Source(PRECEDENCE[PRECEDENCE.index(kind)], detail))
+def _entry(name: str, value: Any, kind: str, detail: str) -> SettingEntry:
+    return SettingEntry(tuple(name.split(".")), value, SettingSource(PRECEDENCE[PRECEDENCE.index(kind)], detail))
 
 
 def _travels(value: Any) -> bool:
@@ -55,7 +55,7 @@ def _travels(value: Any) -> bool:
     return True
 
 
-def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[Entry] = ()) -> Resolved:
+def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[SettingEntry] = ()) -> Resolved:
     """Return the effective settings of a command.
 
     Inside a launched worker, the launcher's settings replace the file.

@@ -22,7 +22,7 @@ from hasten.config.sections.loop import (
     TERecipeKwargs,
 )
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
-from hasten.config.source import Entry, Marked, Path, Source, dotted, shown
+from hasten.config.source import Marked, Path, SettingEntry, SettingSource, dotted, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
 
 ARGUMENTS: Final = MappingProxyType[str, Path](
@@ -140,7 +140,7 @@ def unknown_argument(name: str, value: Any) -> UnknownSettingError:
     """Return the error for an unknown argument of the Accelerator, with the nearest one that accepts this value."""
     known = (*ARGUMENTS, *Config.__dataclass_fields__, "kwargs_handlers")
     near = get_close_matches(name.lower(), known, n=5, cutoff=0.6)
-    place, takes = str(Source("code", name)), [one for one in near if _takes(ARGUMENTS.get(one, (one,)), value)]
+    place, takes = str(SettingSource("code", name)), [one for one in near if _takes(ARGUMENTS.get(one, (one,)), value)]
     if not takes:
         return unknown(place, (name,))
     return UnknownSettingError(
@@ -161,17 +161,17 @@ def _takes(path: Path, value: Any) -> bool:
     return True
 
 
-def from_tree(tree: Marked, file: str, problems: Problems) -> list[Entry]:
+def from_tree(tree: Marked, file: str, problems: Problems) -> list[SettingEntry]:
     """Return the entries of a hasten settings file; every unknown key becomes a problem with file and line."""
     return list(_flatten(tree, file, (), problems))
 
 
-def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[Entry]:
+def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[SettingEntry]:
     for key, item in tree.value.items():
         here, place = (*path, key), f"{file}:{item.line}"
         if section_at(here):
             if here in SHORT and isinstance(item.value, str):
-                yield Entry((*here, SHORT[here]), item.plain(), Source("file", place))
+                yield SettingEntry((*here, SHORT[here]), item.plain(), SettingSource("file", place))
             elif isinstance(item.value, Mapping):
                 yield from _flatten(item, file, here, problems)
             elif item.value is not None:
@@ -180,7 +180,7 @@ def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterato
             if here in BY_PATH and BY_PATH[here].meta.code_only:
                 problems.add(UnknownSettingError(f"{place}: {dotted(here)!r} holds a Python object; set it in code."))
             else:
-                yield Entry(here, item.plain(), Source("file", place))
+                yield SettingEntry(here, item.plain(), SettingSource("file", place))
         elif problems.worth_a_hint:
             problems.add(unknown(place, here))
         else:
@@ -195,7 +195,7 @@ def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:
     )
 
 
-def from_environment(env: Mapping[str, str]) -> list[Entry]:
+def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
     """Return the entries of hasten's environment variables, HASTEN_<FLAG>.
 
     Raises: UnknownSettingError for a variable that is almost spelled like one of hasten's.
@@ -206,7 +206,7 @@ def from_environment(env: Mapping[str, str]) -> list[Entry]:
         if not name.startswith("HASTEN_") or not value.strip():
             continue  # an empty variable counts as unset
         if info := known.get(name):
-            entries.append(Entry(info.path, value, Source("environment", name), text=True))
+            entries.append(SettingEntry(info.path, value, SettingSource("environment", name), text=True))
         elif near := get_close_matches(name, known, n=1, cutoff=0.93):
             # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
@@ -215,13 +215,13 @@ def from_environment(env: Mapping[str, str]) -> list[Entry]:
     return entries
 
 
-def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
+def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
     """Return the entries of arguments in code: settings by name, settings classes, and `kwargs_handlers`.
 
     An argument that is None counts as not given. A settings class contributes its explicitly passed fields.
     Raises: UnknownSettingError for an unknown name or class.
     """
-    entries: list[Entry] = []
+    entries: list[SettingEntry] = []
     for name, value in arguments.items():
         if value is None:
             continue
@@ -234,19 +234,19 @@ def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
         if name == "log_with":
             asked = value if isinstance(value, (list, tuple, set)) else [value]
             value = [item for item in asked if isinstance(item, str)]  # instances are not settings
-        entries += _from_value(path, value, Source("code", name))
+        entries += _from_value(path, value, SettingSource("code", name))
     return entries
 
 
-def _from_value(path: Path, value: Any, source: Source) -> list[Entry]:
+def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEntry]:
     if path in BY_PATH:
-        return [Entry(path, value, source)]
+        return [SettingEntry(path, value, source)]
     if path in SHORT and isinstance(value, str):
-        return [Entry((*path, SHORT[path]), value, source)]
+        return [SettingEntry((*path, SHORT[path]), value, source)]
     cls = section_at(path)
     if cls is None:
         raise unknown(str(source), path)
-    inside = {name: Source(source.kind, f"{source.detail}.{name}") for name in cls.__dataclass_fields__}
+    inside = {name: SettingSource(source.kind, f"{source.detail}.{name}") for name in cls.__dataclass_fields__}
     if isinstance(value, Mapping):
         return [
             entry
@@ -261,18 +261,18 @@ def _from_value(path: Path, value: Any, source: Source) -> list[Entry]:
         for entry in _from_value((*path, name), getattr(value, name), inside[name])
     ]
     if len(path) == 1 and path[0] in CHOSEN_BY:
-        entries.append(Entry(("strategy",), CHOSEN_BY[path[0]], source, weak=True))
+        entries.append(SettingEntry(("strategy",), CHOSEN_BY[path[0]], source, weak=True))
     return entries
 
 
-def _handlers(handlers: Any) -> list[Entry]:
+def _handlers(handlers: Any) -> list[SettingEntry]:
     if not isinstance(handlers, Iterable) or isinstance(handlers, str | bytes | Mapping):
         raise SettingValueError(
             f"kwargs_handlers={handlers!r}: got {kind_of(handlers)}, expected a list of settings classes, so it is unclear which settings "
             f"are meant; write for example kwargs_handlers=[AutocastKwargs(...)]."
         )
     seen: set[type] = set()
-    entries: list[Entry] = []
+    entries: list[SettingEntry] = []
     for handler in handlers:
         kind = next((cls for cls in HANDLERS if isinstance(handler, cls)), None)
         if kind is None:
@@ -283,8 +283,10 @@ def _handlers(handlers: Any) -> list[Entry]:
         if kind in seen:
             raise ContradictionError(f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one.")
         seen.add(kind)
-        source = Source("code", kind.__name__)
+        source = SettingSource("code", kind.__name__)
         entries += _from_value(HANDLERS[kind], handler, source)
         if kind in (AORecipeKwargs, TERecipeKwargs):
-            entries.append(Entry(("fp8", "backend"), "ao" if kind is AORecipeKwargs else "te", source, weak=True))
+            entries.append(
+                SettingEntry(("fp8", "backend"), "ao" if kind is AORecipeKwargs else "te", source, weak=True)
+            )
     return entries

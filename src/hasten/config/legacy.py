@@ -8,10 +8,10 @@ from typing import Any, Final
 from hasten.config.base import fit
 from hasten.config.decode import Mismatch, decode, to_bool
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import SettingValueError, UnknownSettingError
 
-Translation = tuple[list[Entry], list[str]]
+Translation = tuple[list[SettingEntry], list[str]]
 
 _STRATEGIES: Final = MappingProxyType(
     {
@@ -27,7 +27,7 @@ _RENAMED: Final = MappingProxyType(
 )
 
 
-def _strategy(entry: Entry) -> Translation:
+def _strategy(entry: SettingEntry) -> Translation:
     word = str(entry.value).strip().upper().lstrip("_").removeprefix("SHARDINGSTRATEGY.")
     by_name = {name: row for row in _STRATEGIES.values() for name in (row[0],)}
     row = _STRATEGIES.get(word) or by_name.get(word)
@@ -48,7 +48,7 @@ def _strategy(entry: Entry) -> Translation:
     return made, [f"{entry.spelled} {name} is FSDP2's {words}"]
 
 
-def _reshard(entry: Entry) -> Translation:
+def _reshard(entry: SettingEntry) -> Translation:
     """Accept the name of a strategy instead of a boolean, as in older files."""
     if isinstance(entry.value, str):
         try:
@@ -59,31 +59,31 @@ def _reshard(entry: Entry) -> Translation:
     return [entry], []
 
 
-def _forward_prefetch(entry: Entry) -> Translation:
+def _forward_prefetch(entry: SettingEntry) -> Translation:
     if not _yes(entry):
         return [], []
     return [_derived(entry, "forward_prefetch_depth", 1)], [f"{entry.spelled} is FSDP2's forward_prefetch_depth: 1"]
 
 
-def _backward_prefetch(entry: Entry) -> Translation:
+def _backward_prefetch(entry: SettingEntry) -> Translation:
     if entry.value is None:
         return [], []
     return [], [f"{entry.spelled} has no meaning any more: FSDP2 always gathers the next block during backward"]
 
 
-def _orig_params(entry: Entry) -> Translation:
+def _orig_params(entry: SettingEntry) -> Translation:
     if _yes(entry):
         return [], []
     return [], [f"{entry.spelled} has no meaning any more: FSDP2 always keeps the original parameters"]
 
 
-def _limit(entry: Entry) -> Translation:
+def _limit(entry: SettingEntry) -> Translation:
     if _yes(entry):
         return [], []
     return [], [f"{entry.spelled} has no meaning any more: FSDP2 always limits the gathers in flight"]
 
 
-def _version(entry: Entry) -> Translation:
+def _version(entry: SettingEntry) -> Translation:
     word = str(entry.value).strip()
     if word == "2":
         return [], []
@@ -92,7 +92,7 @@ def _version(entry: Entry) -> Translation:
     raise SettingValueError(f"{entry.place}: FSDP has the versions 1 and 2; remove the setting, FSDP2 is used.")
 
 
-def _state_dict_type(entry: Entry) -> Translation:
+def _state_dict_type(entry: SettingEntry) -> Translation:
     if isinstance(entry.value, str) and entry.value.strip().upper() == "LOCAL_STATE_DICT":
         made = replace(entry, value="SHARDED_STATE_DICT")
         return [made], [
@@ -101,7 +101,7 @@ def _state_dict_type(entry: Entry) -> Translation:
     return [entry], []
 
 
-_RULES: Final = MappingProxyType[str, Callable[[Entry], Translation]](
+_RULES: Final = MappingProxyType[str, Callable[[SettingEntry], Translation]](
     {
         "sharding_strategy": _strategy,
         "reshard_after_forward": _reshard,
@@ -119,7 +119,7 @@ OLD_NAMES: Final = (*(n for n in _RULES if n not in ("reshard_after_forward", "s
 """Names of FSDP1 settings that hasten's FSDP section does not have."""
 
 
-def translate(entry: Entry) -> Translation:
+def translate(entry: SettingEntry) -> Translation:
     """Return an FSDP1 setting translated to FSDP2, with notes; other settings are returned unchanged.
 
     Raises: SettingValueError for a value without an equivalent.
@@ -142,7 +142,7 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
     sentences: list[str] = []
     for key, value in options.items():
         name = key.lower().removeprefix("fsdp_")
-        entries, said = translate(Entry(("fsdp", name), value, Source("code", key), said=key))
+        entries, said = translate(SettingEntry(("fsdp", name), value, SettingSource("code", key), said=key))
         sentences += said
         for entry in entries:
             field = entry.path[1]
@@ -155,11 +155,11 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
     return FullyShardedDataParallelPlugin(**values), sentences
 
 
-def _derived(entry: Entry, field: str, value: Any) -> Entry:
+def _derived(entry: SettingEntry, field: str, value: Any) -> SettingEntry:
     return replace(entry, path=("fsdp", field), value=value, weak=True, text=False)
 
 
-def _yes(entry: Entry) -> bool:
+def _yes(entry: SettingEntry) -> bool:
     try:
         return entry.value is not None and to_bool(entry.value)
     except Mismatch as error:

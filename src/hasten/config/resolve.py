@@ -12,7 +12,7 @@ from hasten.config.layers import Problems, from_code, from_environment, unknown
 from hasten.config.legacy import translate
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, subsection
-from hasten.config.source import DEFAULT, Entry, Path, Source, shown
+from hasten.config.source import DEFAULT, Path, SettingEntry, SettingSource, shown
 from hasten.errors import ContradictionError
 
 
@@ -21,14 +21,14 @@ class Resolved:
     """Settings of a run, with the source of every value and notes."""
 
     config: Config
-    entries: Mapping[Path, Entry]
+    entries: Mapping[Path, SettingEntry]
     """The winning entry of each setting that is not at its default, decoded."""
-    shadowed: Mapping[Path, tuple[Entry, ...]] = field(default_factory=dict)
+    shadowed: Mapping[Path, tuple[SettingEntry, ...]] = field(default_factory=dict)
     """Entries that a stronger source replaced."""
     notes: tuple[str, ...] = ()
     """Notes about translations and choices, to be logged once."""
 
-    def source(self, name: str | Path) -> Source:
+    def source(self, name: str | Path) -> SettingSource:
         """Return the source of a setting's value, such as "fsdp.cpu_offload"."""
         path = tuple(name.split(".")) if isinstance(name, str) else name
         entry = self.entries.get(path)
@@ -38,10 +38,10 @@ class Resolved:
 def resolve(
     *,
     code: Mapping[str, Any] | None = None,
-    flags: Iterable[Entry] = (),
+    flags: Iterable[SettingEntry] = (),
     env: Mapping[str, str] | None = None,
-    file: Iterable[Entry] = (),
-    handed: Iterable[Entry] = (),
+    file: Iterable[SettingEntry] = (),
+    handed: Iterable[SettingEntry] = (),
     notes: Sequence[str] = (),
 ) -> Resolved:
     """Return the effective settings from all sources.
@@ -51,7 +51,7 @@ def resolve(
     Raises: ConfigError for unknown, mistyped or contradictory settings; several problems are listed at once.
     """
     problems = Problems()
-    entries: list[Entry] = [*file, *flags]
+    entries: list[SettingEntry] = [*file, *flags]
     with problems.catching():
         entries += [*from_environment(env or {}), *from_established_environment(env or {})]
     with problems.catching():
@@ -70,15 +70,15 @@ def resolve(
     return resolved
 
 
-def _still_standing(handed: Iterable[Entry], entries: Sequence[Entry]) -> list[Entry]:
+def _still_standing(handed: Iterable[SettingEntry], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
     """Drop the launcher's entries from variables that this process reads itself, since they may have changed."""
     read_here = {entry.path for entry in entries if entry.source.kind == "environment"}
     return [entry for entry in handed if entry.source.kind != "environment" or entry.path not in read_here]
 
 
-def decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry], list[str]]:
+def decode_all(entries: Iterable[SettingEntry], problems: Problems) -> tuple[list[SettingEntry], list[str]]:
     """Return the entries translated to current names with typed values, and notes about the translation."""
-    decoded: list[Entry] = []
+    decoded: list[SettingEntry] = []
     said: list[str] = []
     for given in entries:
         with problems.catching():
@@ -93,13 +93,15 @@ def decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry
     return decoded, said
 
 
-def merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entry], dict[Path, tuple[Entry, ...]]]:
+def merge(
+    entries: Iterable[SettingEntry], problems: Problems
+) -> tuple[dict[Path, SettingEntry], dict[Path, tuple[SettingEntry, ...]]]:
     """Return the entry of the strongest source for each setting, and the entries it replaced."""
-    by_path: dict[Path, list[Entry]] = {}
+    by_path: dict[Path, list[SettingEntry]] = {}
     for entry in entries:
         by_path.setdefault(entry.path, []).append(entry)
-    winners: dict[Path, Entry] = {}
-    shadowed: dict[Path, tuple[Entry, ...]] = {}
+    winners: dict[Path, SettingEntry] = {}
+    shadowed: dict[Path, tuple[SettingEntry, ...]] = {}
     for path, rivals in by_path.items():
         ranked = sorted(rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
         first = ranked[0]

@@ -14,7 +14,7 @@ Path = tuple[str, ...]  # ("fsdp", "cpu_offload")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SettingSource:
     """Origin of a value: a default, a line of a file, a variable, a flag or an argument in code."""
 
     kind: SourceKind = "default"
@@ -40,11 +40,11 @@ class Source:
                 return f"code argument {self.detail}" if self.detail else "code"
 
 
-DEFAULT: Final = Source()
+DEFAULT: Final = SettingSource()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SettingEntry:
     """One setting from one source, not yet decoded.
 
     `text` is true if the value was given as text (a flag or a variable), so that "4" may mean the number.
@@ -54,7 +54,7 @@ class Entry:
 
     path: Path
     value: Any
-    source: Source
+    source: SettingSource
     text: bool = False
     said: str = ""
     weak: bool = False

@@ -43,7 +43,7 @@ def parse(text: str, name: str) -> Marked:
         raise ConfigFileError(f"{place}: not valid YAML or JSON: {problem}; correct the file at this line.") from error
     if node is None:
         return Marked({}, 1)
-    tree = Reader(name).convert(node, ())
+    tree = YamlReader(name).convert(node, ())
     if not isinstance(tree.value, Mapping):
         raise ConfigFileError(
             f"{name}:{tree.line}: the file holds {'a list' if isinstance(tree.value, list) else 'one value'}, not settings; "
@@ -84,7 +84,7 @@ def _too_many(name: str, line: int) -> ConfigFileError:
 
 
 @dataclass(slots=True)
-class Reader:
+class YamlReader:
     """Converter of the nodes of one file to marked values, with a limit for aliases."""
 
     name: str

@@ -10,7 +10,7 @@ from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.dispatch import Seats
 from hasten.data.foreign import plainly
-from hasten.data.order import DistributedOrder, Order, check_distributed, order_of
+from hasten.data.order import DistributedOrder, SampleOrder, check_distributed, order_of
 from hasten.data.plan import LoaderPlan, plan_batches, plan_rows
 from hasten.data.sampler import Assignment
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
@@ -75,7 +75,7 @@ def _plan(
 
 
 def _whole_batches(
-    order: Order,
+    order: SampleOrder,
     batches: Any,  # Any: the user's batch sampler
     config: DataLoaderConfiguration,
     seats: Seats,
@@ -104,7 +104,7 @@ def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
     return bool(getattr(batches, "drop_last", False))
 
 
-def _part(order: Order, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:
+def _part(order: SampleOrder, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:
     """Return the order of this rank's shard, with the sizes of all shards.
 
     Raises: DataError on every rank when a shard is empty while others are not.

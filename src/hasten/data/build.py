@@ -13,19 +13,19 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.assignment import ALONE, assignment_of, refuse_full_padding
-from hasten.data.dispatch import DispatchSource, Reader, Seats
+from hasten.data.dispatch import DispatchReader, DispatchSource, Seats
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
-from hasten.data.loader import Loader, MakeMove, Parts, Track
+from hasten.data.loader import Loader, LoaderParts, MakeMove, Track
 from hasten.data.memory import Memory
 from hasten.data.placement import ahead_of, depth_of, move_of, pins
 from hasten.data.plan import plan_rows
 from hasten.data.position import Position
-from hasten.data.rank_check import Agreement, agree_on_loader
+from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
 from hasten.data.sampler import Assignment, PlannedSampler
 from hasten.data.sharded_order import check_split, refuse_settings
-from hasten.data.source import Ahead, IndexedSource, Source, engine_of
+from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
@@ -80,7 +80,7 @@ def prepare_loader(
     track = Track(Position(seed=agreed.seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
         shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
-    parts = Parts(
+    parts = LoaderParts(
         source=source,
         clock=clock,
         track=track,
@@ -101,7 +101,7 @@ def _agreed(
     seats: Seats,
     seed: int,
     given: bool | None,
-) -> Agreement:
+) -> LoaderAgreement:
     """Return the facts that the ranks agree on, after refusing incompatible settings."""
     agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
     if agreed.sharded or given:
@@ -112,7 +112,7 @@ def _agreed(
     return agreed
 
 
-def _warn_if_empty(source: Source, num_shards: int, total: int | None) -> None:
+def _warn_if_empty(source: BatchSource, num_shards: int, total: int | None) -> None:
     if source.steps() == 0 and source.size():
         log.warning(
             "drop_last=True leaves no batch: the dataset has %s %s and a step of %d process(es) needs %s; use a smaller "
@@ -159,7 +159,7 @@ class _Request:
     """Number of batches read ahead of the one in use."""
     device: torch.device | None = None
     transfer: MakeMove | None = None
-    agreed: Agreement | None = None
+    agreed: LoaderAgreement | None = None
 
     @property
     def sharded(self) -> bool:
@@ -172,7 +172,7 @@ class _Request:
         return self.agreed is not None and self.agreed.checks
 
 
-Made = tuple[Source, int | None, dict[str, Any]]
+Made = tuple[BatchSource, int | None, dict[str, Any]]
 """The source, the number of samples in a global step if fixed, and attributes that replace the user's."""
 
 
@@ -207,7 +207,7 @@ def _stream_parts(request: _Request) -> Made:
     cutting, total = _cutting(request)
     shown: dict[str, Any] = {} if loader.batch_size is None else {"batch_size": cutting.rows}
     if config.dispatch_batches:
-        reader: Reader = StreamReader()
+        reader: DispatchReader = StreamReader()
         if not cutting.batched or request.slice_fn is not None:  # the first rank reads whole batches
             rows = loader.batch_size or 1
             cutting, reader = replace(cutting, num_shards=1, shard=0, rows=rows, step=None), _batch_reader(request)
@@ -274,7 +274,7 @@ _move: Final = move_of
 _pins: Final = pins
 
 
-def _dispatched(inner: Source, reader: Reader, ctx: ProcessContext, seats: Seats) -> Source:
+def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: Seats) -> BatchSource:
     return DispatchSource(inner, reader, ctx.world, seats)
 
 

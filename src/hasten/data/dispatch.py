@@ -14,7 +14,7 @@ from hasten import trees
 from hasten.comm.base import Comm
 from hasten.comm.session import Session
 from hasten.data.position import Position
-from hasten.data.source import Item, OuterSource, Source
+from hasten.data.source import BatchSource, Item, OuterSource
 from hasten.errors import PeerFailedError
 
 # Any in this file: batches are the user's nested values.
@@ -24,7 +24,7 @@ _FIRST_ROOM: Final = 1 << 14
 _LABEL: Final = "a batch of the dispatching loader"
 
 
-class _Hole(msgspec.Struct, frozen=True):
+class _BatchHole(msgspec.Struct, frozen=True):
     """Placeholder of a tensor in the serialised skeleton."""
 
     offset: int
@@ -32,7 +32,7 @@ class _Hole(msgspec.Struct, frozen=True):
     dtype: torch.dtype
 
 
-class Wire:
+class BatchWire:
     """Channel that sends one tree per rank from the first member of a group, in one message while sizes do not grow."""
 
     def __init__(self, comm: Comm) -> None:
@@ -40,12 +40,12 @@ class Wire:
         self._room = _FIRST_ROOM
         self._buffers: list[Tensor] = []
 
-    def pack(self, parts: Sequence[Any]) -> list[Packed]:
+    def pack(self, parts: Sequence[Any]) -> list[PackedBatch]:
         """Return the parts in serialised form. Unserialisable values raise here, before other ranks wait for them."""
         seal = self._comm.session()
-        return [Packed.of(part, seal) for part in parts]
+        return [PackedBatch.of(part, seal) for part in parts]
 
-    def send(self, packed: Sequence[Packed], place: Sequence[int]) -> None:
+    def send(self, packed: Sequence[PackedBatch], place: Sequence[int]) -> None:
         """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
 
         The buffer of the first member is not filled for itself alone, as it has its part already.
@@ -87,24 +87,24 @@ class Wire:
         return self._buffers[index]
 
 
-class Packed:
+class PackedBatch:
     """A tree in serialised form: the skeleton, and the tensors with their offsets."""
 
-    def __init__(self, skeleton: bytes, tensors: list[tuple[_Hole, Tensor]], num_bytes: int) -> None:
+    def __init__(self, skeleton: bytes, tensors: list[tuple[_BatchHole, Tensor]], num_bytes: int) -> None:
         self.skeleton = skeleton
         self.tensors = tensors
         self.num_bytes = num_bytes
 
     @classmethod
-    def of(cls, tree: Any, seal: Session) -> Packed:
-        held: list[tuple[_Hole, Tensor]] = []
+    def of(cls, tree: Any, seal: Session) -> PackedBatch:
+        held: list[tuple[_BatchHole, Tensor]] = []
         offset = 0
 
         def dig(x: Tensor) -> Any:
             nonlocal offset
             if x.layout != torch.strided or x.is_quantized or type(x) is not Tensor:
                 return x  # sent inside the skeleton
-            hole = _Hole(offset, tuple(x.shape), x.dtype)
+            hole = _BatchHole(offset, tuple(x.shape), x.dtype)
             held.append((hole, x))
             offset += _aligned(x.numel() * x.element_size())
             return hole
@@ -127,10 +127,10 @@ def _unpack(buffer: Tensor, length: int, seal: Session) -> Any:
     raw = buffer[_HEADER : _HEADER + length].numpy().tobytes()
     body = _HEADER + _aligned(length)
     skeleton = seal.open(raw, _LABEL)
-    return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _Hole) else leaf, skeleton)
+    return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _BatchHole) else leaf, skeleton)
 
 
-def _view(buffer: Tensor, body: int, hole: _Hole) -> Tensor:
+def _view(buffer: Tensor, body: int, hole: _BatchHole) -> Tensor:
     num_bytes = hole.dtype.itemsize * int(torch.Size(hole.shape).numel())
     first = body + hole.offset
     return buffer[first : first + num_bytes].view(hole.dtype).reshape(hole.shape)
@@ -147,18 +147,18 @@ class Round(NamedTuple):
     more: bool
 
 
-class Reader(Protocol):
+class DispatchReader(Protocol):
     """Protocol of the reading rank: it turns a position into rounds."""
 
-    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
         """Yield the steps from `at` to the end of the epoch, read through `source`."""
         ...
 
-    def steps(self, source: Source) -> int | None:
+    def steps(self, source: BatchSource) -> int | None:
         """Return the number of batches for this rank in a whole epoch, when known."""
         ...
 
-    def evened(self, even: bool | None) -> Reader:
+    def evened(self, even: bool | None) -> DispatchReader:
         """Return the same reader with another `even_batches`, when one is given."""
         ...
 
@@ -188,7 +188,7 @@ class Seats:
 class DispatchSource(OuterSource):
     """Source in which one rank reads; the others receive their share of each step in one scatter."""
 
-    def __init__(self, inner: Source, reader: Reader, comm: Comm, seats: Seats) -> None:
+    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, seats: Seats) -> None:
         super().__init__(inner)
         self._reader = reader
         self._comm = comm
@@ -198,7 +198,7 @@ class DispatchSource(OuterSource):
         return self._reader.steps(self._inner)
 
     def open(self, at: Position) -> Iterator[Item]:
-        wire = Wire(self._comm)
+        wire = BatchWire(self._comm)
         return self._give(wire, at) if self._comm.rank == 0 else self._take(wire)
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:  # Any: a mark of the inner source
@@ -210,7 +210,7 @@ class DispatchSource(OuterSource):
     def copied(self, even: bool | None = None) -> DispatchSource:
         return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._seats)
 
-    def _give(self, wire: Wire, at: Position) -> Iterator[Item]:
+    def _give(self, wire: BatchWire, at: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, at)
         seats = self._seats
         more = True
@@ -228,7 +228,7 @@ class DispatchSource(OuterSource):
             if mine is not None:
                 yield mine
 
-    def _take(self, wire: Wire) -> Iterator[Item]:
+    def _take(self, wire: BatchWire) -> Iterator[Item]:
         more = True
         while more:
             item, more, error = wire.receive()

@@ -42,7 +42,7 @@ def is_hub_items(dataset: object) -> bool:
     return _is_a(dataset, _HUB_ITEMS)
 
 
-class Split(NamedTuple):
+class ForeignSplit(NamedTuple):
     """Split over ranks that a dataset of another package performs itself."""
 
     by: str
@@ -51,20 +51,20 @@ class Split(NamedTuple):
     num_ranks: int | None = None
 
 
-def split_by_itself(dataset: Any) -> Split | None:
+def split_by_itself(dataset: Any) -> ForeignSplit | None:
     """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
         splits = [split_by_itself(one) for one in dataset.datasets]
         return splits[0] if splits and all(one == splits[0] for one in splits) else None
     if is_hub_stream(dataset):
         node = getattr(dataset, "_distributed", None)  # set by split_dataset_by_node()
-        return None if node is None else Split("split_dataset_by_node() of datasets", node.rank, node.world_size)
+        return None if node is None else ForeignSplit("split_dataset_by_node() of datasets", node.rank, node.world_size)
     if _is_a(dataset, _MOSAIC_STREAM):
-        return Split("StreamingDataset of mosaicml-streaming")
+        return ForeignSplit("StreamingDataset of mosaicml-streaming")
     if any(_is_a(dataset, kind) for kind in _LITDATA):
-        return Split(f"{type(dataset).__name__} of litdata")
+        return ForeignSplit(f"{type(dataset).__name__} of litdata")
     if _is_a(dataset, _WEB_PIPELINE) and any(map(_splits_shards, dataset.pipeline)):
-        return Split("the split_by_node or resampled stage of webdataset")
+        return ForeignSplit("the split_by_node or resampled stage of webdataset")
     return None
 
 

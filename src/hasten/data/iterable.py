@@ -50,7 +50,7 @@ class Lump(NamedTuple):
     """Seed for the random draws of the collate function."""
 
 
-class Block(NamedTuple):
+class SampleBlock(NamedTuple):
     """Samples that a worker read in one round, and the position of its stream afterwards."""
 
     lumps: tuple[Lump | None, ...]
@@ -114,7 +114,7 @@ class Start:
     turn: int = 0
 
 
-class StreamShard(Forwarding, IterableDataset[Block]):
+class StreamShard(Forwarding, IterableDataset[SampleBlock]):
     """This rank's blocks of a stream, in whole rounds, so that positions mean the same on every rank."""
 
     def __init__(self, dataset: Any, cutting: Cutting, num_workers: int, process: RandomStates) -> None:
@@ -128,7 +128,7 @@ class StreamShard(Forwarding, IterableDataset[Block]):
         self.hasten_dataset = dataset
         self.hasten_memory = Memory(dataset, attributes=not is_hub_stream(dataset))
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[SampleBlock]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch, serial, seed = self.hasten_control.tolist()
@@ -185,12 +185,12 @@ class _Cutter:
         self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
         self._drawn_from = None if self._watched is None else self._watched.capture()
 
-    def blocks(self, stand: Stand, had_turn: bool, end: Memory | None) -> Iterator[Block]:
+    def blocks(self, stand: Stand, had_turn: bool, end: Memory | None) -> Iterator[SampleBlock]:
         """Yield the blocks from a position on; a worker reports its position before the user gets any of them."""
         if end is not None:
-            yield Block((), self._worker, stand, blank="begin")
+            yield SampleBlock((), self._worker, stand, blank="begin")
         if had_turn:
-            yield Block((), self._worker, stand, blank="turn")
+            yield SampleBlock((), self._worker, stand, blank="turn")
         with self._rng.entered():
             head, elements = self._seek(stand)
         if stand.state is not None:
@@ -216,12 +216,12 @@ class _Cutter:
                     if self._shows and position == round_.taken
                     else None
                 )
-                yield Block(lumps, self._worker, Stand(position, state, rng, stand.origin), shown)
+                yield SampleBlock(lumps, self._worker, Stand(position, state, rng, stand.origin), shown)
             if not full:
                 break
         memory = None if end is None else end.capture()
         if memory is not None:
-            yield Block((), self._worker, Stand(position, origin=memory), blank="end")
+            yield SampleBlock((), self._worker, Stand(position, origin=memory), blank="end")
 
     def _lump(self, round_: _Round, head: list[Any], shard: int, position: int) -> Lump | None:
         """Return the samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
@@ -269,7 +269,7 @@ class BlockCollate:
         self.cutting = cutting
         self.process = process
 
-    def __call__(self, block: Block) -> tuple[Any, Padding | None, Block]:
+    def __call__(self, block: SampleBlock) -> tuple[Any, Padding | None, SampleBlock]:
         """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
         parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
         batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)

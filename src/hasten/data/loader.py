@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from hasten.data import epoch_position as standing
 from hasten.data.plan import derive_seed
 from hasten.data.position import Position, decode, encode
-from hasten.data.source import Item, Source, engine_of
+from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
@@ -77,7 +77,7 @@ class Track:
             self.place(self.start.begin(epoch))
 
 
-class Place(NamedTuple):
+class LoaderPlace(NamedTuple):
     """A batch of one pass: the start of the pass, and the number of batches returned so far, this one included."""
 
     start: Position
@@ -87,10 +87,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LoaderParts:
     """Components of a prepared loader."""
 
-    source: Source
+    source: BatchSource
     clock: StepClock
     track: Track
     move: Move | None
@@ -112,13 +112,13 @@ class Loader(DataLoader[Any]):
     counts as consumed.
     """
 
-    parts: Parts
+    parts: LoaderParts
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("a Loader is made by prepare(), not by hand: call accelerator.prepare(DataLoader(...))")
 
     @classmethod
-    def made(cls, user: DataLoader[Any], parts: Parts, **shown: Any) -> Loader:
+    def made(cls, user: DataLoader[Any], parts: LoaderParts, **shown: Any) -> Loader:
         """Return a loader with the user's attributes, except those in `shown`."""
         loader = cls.__new__(cls)
         loader.__dict__.update(user.__dict__)
@@ -263,12 +263,12 @@ class Loader(DataLoader[Any]):
         finally:
             generator.set_state(state)
 
-    def place(self) -> Place:
+    def place(self) -> LoaderPlace:
         """Return the place of the batch in use."""
         track = self.parts.track
-        return Place(track.start, track.steps, track.begun)
+        return LoaderPlace(track.start, track.steps, track.begun)
 
-    def extent(self, place: Place | None = None) -> Extent:
+    def extent(self, place: LoaderPlace | None = None) -> Extent:
         """Return the global batch that contains the batch at `place`, or the one in use."""
         start, steps, begun = place or self.place()
         if self.parts.source.unit == "stream":
@@ -276,7 +276,7 @@ class Loader(DataLoader[Any]):
         first, end = (self.parts.source.skipped(start, number).consumed for number in (steps - 1, steps))
         return (start.epoch, first, end)
 
-    def number(self, place: Place | None = None) -> int | None:
+    def number(self, place: LoaderPlace | None = None) -> int | None:
         """Return the number of that batch in its epoch, from 1; None if unknown, as after a resume with other ranks."""
         total = self.parts.total_batch_size
         if total is None or self.parts.source.unit != "samples":
@@ -292,7 +292,7 @@ class Loader(DataLoader[Any]):
         epoch, first, end = self.extent()
         return any(one[0] == epoch and one[1] < end and first < one[2] for one in self.parts.track.left_out)
 
-    def samples(self, place: Place | None = None) -> list[int] | None:
+    def samples(self, place: LoaderPlace | None = None) -> list[int] | None:
         """Return the dataset indices of a batch of this rank: of the one in use, or of the one at `place`.
 
         None when they cannot be computed: for a stream, or a custom sampler. Padding is excluded.

@@ -26,7 +26,7 @@ from hasten.data.foreign import length_of, plainly
 from hasten.data.memory import Memory, decode_value, encode_value
 from hasten.data.plan import Indices, Shuffle, derive_seed
 from hasten.data.position import Position, Witness
-from hasten.data.sampler_draws import NUM_UNITS, Trial, plain_unit
+from hasten.data.sampler_draws import NUM_UNITS, DrawTrial, plain_unit
 from hasten.data.workers import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
@@ -34,7 +34,7 @@ _SHARED_CHUNK: Final = 1024
 _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Protocol of the order of a loader's units: dataset indices, or lists of them from a batch sampler."""
 
     @property
@@ -274,12 +274,12 @@ class SharedOrder:
             f"state_dict() and load_state_dict(), or draw from a generator that it keeps as an attribute."
         )
 
-    def _trial(self, at: Position) -> Trial:
+    def _trial(self, at: Position) -> DrawTrial:
         """Return a trial that draws from this rank's sampler as the first rank draws from its sampler."""
         process = encode_states(self._process.read()) if self.as_torch and self._again is None else None
         start = {"generators": Memory(self._sampler, attributes=False).capture(), "process": process}
         start = self._comm.broadcast_object(start)
-        return Trial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
+        return DrawTrial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
 
     def _kept(self) -> Callable[[], None]:
         """Return a function that restores the sampler's current state."""
@@ -292,7 +292,7 @@ class SharedOrder:
         else:
             self._memory.restore(remembered)
 
-    def _compared(self, chunk: list[Any], error: Exception | None, trial: Trial) -> list[Any]:
+    def _compared(self, chunk: list[Any], error: Exception | None, trial: DrawTrial) -> list[Any]:
         """Return the first rank's chunk after checking, once, that the samplers of all ranks yield the same."""
         self._checks = False
         mine: list[Any] | None = None
@@ -339,7 +339,7 @@ def order_of(
     comm: Comm,
     as_torch: bool = False,
     checks: bool = False,
-) -> Order:
+) -> SampleOrder:
     """Return the order for a user's sampler or batch sampler."""
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)

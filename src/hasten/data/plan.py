@@ -117,7 +117,7 @@ def _mix(x: int) -> int:
 How = Literal["shard", "split", "dispatch"]
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """A contiguous piece of the global order; positions past the epoch's size are padding."""
 
     first: int
@@ -171,7 +171,7 @@ class LoaderPlan:
         full, tail = divmod(max(size - start, 0), self.global_batch)
         return full + int(self.tail(size, start) is not None if tail else 0)
 
-    def tail(self, size: int, start: int = 0) -> Share | None:
+    def tail(self, size: int, start: int = 0) -> RankShare | None:
         """Return this rank's share of the last, short step of the epoch, if there is one."""
         left = max(size - start, 0) % self.global_batch
         if left == 0 or self.drop_last:
@@ -179,7 +179,7 @@ class LoaderPlan:
         share = self.part(left, size - left)
         return share if share.rows else None
 
-    def share(self, size: int, step: int, start: int = 0) -> Share:
+    def share(self, size: int, step: int, start: int = 0) -> RankShare:
         """Return this rank's share of the `step`-th step after position `start`."""
         first = start + step * self.global_batch
         if first + self.global_batch <= size:
@@ -209,7 +209,7 @@ class LoaderPlan:
         if tail is not None:
             yield (np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size)[None, :]
 
-    def part(self, left: int, first: int = 0, shard: int | None = None) -> Share:
+    def part(self, left: int, first: int = 0, shard: int | None = None) -> RankShare:
         """Return the share of this rank, or of `shard`, in a step of `left` units that starts at `first`."""
         share = cut(left, self.num_shards, self.shard if shard is None else shard, self.even, self.whole)
         return share._replace(first=first + share.first)
@@ -267,7 +267,7 @@ def plan_batches(
     )
 
 
-def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> Share:
+def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> RankShare:
     """Return the share of `shard` in `size` units, or in the `whole` units of a full step if given.
 
     An even share may extend past the end, into padding.
@@ -275,17 +275,17 @@ def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = 
     if whole is not None:
         rows = -(-whole // num_shards)
         real = min(max(size - shard * rows, 0), rows)
-        return Share(shard * rows, rows if even else real, real)
+        return RankShare(shard * rows, rows if even else real, real)
     if even:
         rows = -(-size // num_shards)
-        return Share(shard * rows, rows, min(max(size - shard * rows, 0), rows))
+        return RankShare(shard * rows, rows, min(max(size - shard * rows, 0), rows))
     rows, longer = divmod(size, num_shards)
     mine = rows + (shard < longer)
-    return Share(shard * rows + min(shard, longer), mine, mine)
+    return RankShare(shard * rows + min(shard, longer), mine, mine)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSample:
     """A batch of one rank."""
 
     epoch: int
@@ -313,7 +313,7 @@ def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None) -> Found:
+def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None) -> FoundSample:
     """Return batch number `batch` (from 1) of data-parallel rank `shard` in an epoch, by default the epoch of `state`.
 
     Raises: DataError when the state lacks the settings, or there is no such batch.
@@ -351,4 +351,4 @@ def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = N
     first, end = plan.consumed(size, batch - 1), plan.consumed(size, batch)
     given = (at, end) <= (int(state["epoch"]), int(state["consumed"]))
     out = any(one[0] == at and one[1] < end and first < one[2] for one in state.get("left_out", ()))
-    return Found(at, batch, steps, tuple(int(index) for index in indices), given, out)
+    return FoundSample(at, batch, steps, tuple(int(index) for index in indices), given, out)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSamp
 
 from hasten.comm.base import Comm
 from hasten.data.first_samples import read_head
-from hasten.data.foreign import Split, length_of, plainly, split_by_itself
+from hasten.data.foreign import ForeignSplit, length_of, plainly, split_by_itself
 from hasten.data.hub_parts import ItemsPart, are_parts, part_of
 from hasten.data.plan import derive_seed
 from hasten.data.rank_differences import asks_for_rank, decoded, description, different_data, samples_differ
@@ -25,13 +25,13 @@ _LENGTH: Final = "the dataset's length"
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class LoaderAgreement:
     """Facts that hold on all ranks."""
 
     seed: int
     sharded: bool
     """True if every rank's loader holds that rank's shard of the data."""
-    split: Split | None = None
+    split: ForeignSplit | None = None
     """The split that the dataset performs itself, if one was recognised."""
     checks: bool = False
     """True if ranks that read the same data compare it, because `already_sharded` was not given."""
@@ -39,7 +39,7 @@ class Agreement:
 
 def agree_on_loader(
     loader: DataLoader[Any], facts: Mapping[str, Any], given: bool | None, seed: int, comm: Comm, compares: bool
-) -> Agreement:
+) -> LoaderAgreement:
     """Compare the ranks' loaders, and detect whether they are sharded already unless `given` says so.
 
     With `compares`, the first samples of datasets that look different are read and compared.
@@ -47,7 +47,7 @@ def agree_on_loader(
     Ranks: every rank. Raises: DataError on every rank, with the values of each rank.
     """
     if comm.size == 1:
-        return Agreement(seed, False)
+        return LoaderAgreement(seed, False)
     length = length_of(loader.dataset)
     finding = _finding(loader) if given is None else {}
     told = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))
@@ -55,25 +55,25 @@ def agree_on_loader(
         _refuse_difference(name, [others[0].get(name) for others in told], comm)
     seed = told[0][3]
     if given:
-        return Agreement(seed, True)
+        return LoaderAgreement(seed, True)
     found = [others[2] for others in told]
     splits = [one.get("split") for one in found]
     if given is None and all(splits):
-        split = Split(*finding["split"])
+        split = ForeignSplit(*finding["split"])
         log.info(
             "the dataset is split over the ranks by %s already, so each rank reads its own part as it is", split.by
         )
-        return Agreement(seed, True, split)
+        return LoaderAgreement(seed, True, split)
     if given is None and are_parts([_part(one.get("part")) for one in found]):
         log.info(
             "the ranks hold disjoint parts of a dataset of the package datasets, so each reads its own part as it is; "
             "already_sharded=False would split the parts again"
         )
-        return Agreement(seed, True)
+        return LoaderAgreement(seed, True)
     _refuse_difference(_LENGTH, ["unknown" if others[1] is None else others[1] for others in told], comm)
     if given is None:
         _compare(loader, found, seed, comm, compares)
-    return Agreement(seed, False, checks=given is None)
+    return LoaderAgreement(seed, False, checks=given is None)
 
 
 def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:

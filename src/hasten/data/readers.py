@@ -17,7 +17,7 @@ from hasten.data.plan import Padding, cut
 from hasten.data.position import Position
 from hasten.data.prefetch import with_next
 from hasten.data.sampler import Lot
-from hasten.data.source import IndexedSource, Item, Source
+from hasten.data.source import BatchSource, IndexedSource, Item
 
 # Any in this file: batches are objects of the user.
 SliceFn = Callable[..., Any]
@@ -32,10 +32,10 @@ class IndexedReader:
     def evened(self, even: bool | None) -> IndexedReader:
         return self
 
-    def steps(self, source: Source) -> int | None:
+    def steps(self, source: BatchSource) -> int | None:
         return source.steps()
 
-    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
         assert isinstance(source, IndexedSource), "indices are cut for indexed data only"
         lots = with_next(source.assignment.rounds(at))
         plans: deque[tuple[list[Lot | None], bool]] = deque()
@@ -61,10 +61,10 @@ class StreamReader:
     def evened(self, even: bool | None) -> StreamReader:
         return self
 
-    def steps(self, source: Source) -> int | None:
+    def steps(self, source: BatchSource) -> int | None:
         return source.steps()
 
-    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
         for (parts, _, _, mark), following in with_next(source.open(at)):
             left = [None] * len(parts) if following is None else following[0]
             items = [
@@ -90,14 +90,14 @@ class BatchReader:
     def per_round(self) -> int:
         return 1 if self.split else self.num_shards
 
-    def steps(self, source: Source) -> int | None:
+    def steps(self, source: BatchSource) -> int | None:
         batches = source.steps()
         if batches is None:
             return None
         full, tail = divmod(batches, self.per_round)
         return full + int(tail > 0 and not self.drop_last)
 
-    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
         pads = self.even and self.num_shards > 1 and not (self.split and self.slice_fn is None)
         first: Any = source.first(at) if pads and at.consumed else None
         items = source.open(at)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from hasten.data.order import DistributedOrder, Order, SequentialOrder, ShuffledOrder
+from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from hasten.data.plan import Indices, LoaderPlan, cut, reading_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, fit_of
@@ -30,7 +30,7 @@ all), and whether it is the rank's last of the epoch. A plain tuple, because one
 class Assignment:
     """Settings that determine the indices this rank reads, and their order."""
 
-    order: Order
+    order: SampleOrder
     plan: LoaderPlan
     form: Form
     """Meaning of a unit of the order: one row of a batch, a whole batch, or an item that is not batched at all."""

@@ -28,7 +28,7 @@ def plain_unit(unit: Any) -> Any:
     return operator.index(unit)
 
 
-class Trial:
+class DrawTrial:
     """Trial draw from this rank's sampler under the first rank's random states; the sampler's state is restored."""
 
     def __init__(

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 import torch
 
 from hasten.comm.base import Comm
-from hasten.data.foreign import Split
-from hasten.data.order import Order, SharedOrder
+from hasten.data.foreign import ForeignSplit
+from hasten.data.order import SampleOrder, SharedOrder
 from hasten.data.plan import Indices
 from hasten.data.position import Part, Position
 from hasten.errors import ConfigError, DataError, PeerFailedError
@@ -30,7 +30,7 @@ class PartOrder:
     exchange their counts after every 1024 units, because a sampler may yield more or fewer than its length says.
     """
 
-    def __init__(self, order: Order, comm: Comm, sizes: list[int | None], fit: Fit) -> None:
+    def __init__(self, order: SampleOrder, comm: Comm, sizes: list[int | None], fit: Fit) -> None:
         self.inner = order
         self._comm = comm
         self._sizes = sizes
@@ -141,7 +141,7 @@ def fit_of(even: bool, drop_last: bool) -> Fit:
     return "own" if not even else "shortest" if drop_last else "longest"
 
 
-def check_split(split: Split, shard: int, num_shards: int, world_size: int, rank: int) -> None:
+def check_split(split: ForeignSplit, shard: int, num_shards: int, world_size: int, rank: int) -> None:
     """Raise unless a dataset splits itself as the mesh does."""
     by_rank = (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
     if by_rank != (num_shards, shard):

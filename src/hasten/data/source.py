@@ -40,7 +40,7 @@ _SHOWN_INDICES: Final = 32
 _END: Final = object()
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Protocol of a source: the batches of one rank from a position on."""
 
     @property
@@ -83,7 +83,7 @@ class Source(Protocol):
         """Change a setting of the reading DataLoader, from its next iteration on."""
         ...
 
-    def copied(self, even: bool | None = None) -> Source:
+    def copied(self, even: bool | None = None) -> BatchSource:
         """Return an independently iterable source over the same data, with another `even_batches` when given."""
         ...
 
@@ -91,7 +91,7 @@ class Source(Protocol):
 class OuterSource:
     """Base of sources that transform the batches of another source, to which they delegate the rest."""
 
-    def __init__(self, inner: Source) -> None:
+    def __init__(self, inner: BatchSource) -> None:
         self._inner = inner
 
     @property

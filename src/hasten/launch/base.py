@@ -33,7 +33,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LaunchRequest:
     """A launch request: resolved settings and the program to start."""
 
     config: Config

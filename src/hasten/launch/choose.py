@@ -7,21 +7,21 @@ from typing import Literal, assert_never, cast
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import deepspeed, mpi, single, slurm, torchrun, xla
-from hasten.launch.base import Host, LaunchPlan, Request
-from hasten.launch.shape import Shape, decide
-from hasten.runtime.tpu_hosts import Slice
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest
+from hasten.launch.shape import JobShape, decide
+from hasten.runtime.tpu_hosts import TpuSlice
 
 OwnLauncher = Literal["single", "torchrun", "task", "xla"]
 
 
 def make_plan(
-    request: Request,
+    request: LaunchRequest,
     host: Host,
     *,
     flags: tuple[str, ...] = (),
     folder: str = ".",
     installed_mpi: mpi.Mpi | None = None,
-    tpu: Slice | None = None,
+    tpu: TpuSlice | None = None,
 ) -> LaunchPlan:
     """Return the plan for `request` on `host`.
 
@@ -54,19 +54,19 @@ def make_plan(
             assert_never(other)
 
 
-def uses_mpi(request: Request) -> bool:
+def uses_mpi(request: LaunchRequest) -> bool:
     """Return whether the plan is an mpirun command, in which case the installed MPI must be detected."""
     launch = request.config.launch
     return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
 
 
-def _uses_deepspeed(request: Request) -> bool:
+def _uses_deepspeed(request: LaunchRequest) -> bool:
     launch, config = request.config.launch, request.config
     named = config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard"
     return launch.launcher == "deepspeed" or (launch.launcher == "auto" and named)
 
 
-def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
+def _launcher(request: LaunchRequest, host: Host, shape: JobShape) -> OwnLauncher:
     config, launch = request.config, request.config.launch
     if launch.launcher == "slurm" and shape.allocation.rank is None:
         if not shape.allocation.source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc, Request
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc
 from hasten.launch.shape import elsewhere
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
@@ -11,7 +11,7 @@ from hasten.runtime.topology import DEFAULT_PORT
 _ENV_FILE = ".hasten_deepspeed_env"
 
 
-def plan(request: Request, host: Host) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan with one `deepspeed` command on the first machine, which starts the others from the hostfile.
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.

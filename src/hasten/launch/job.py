@@ -14,10 +14,10 @@ from hasten.config import absent, handoff
 from hasten.config.handoff import effective
 from hasten.config.resolve import Resolved
 from hasten.config.root import Config
-from hasten.config.source import Entry
+from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.launch import xla as tpu_slice
-from hasten.launch.base import Host, LaunchPlan, Request, Target, look
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target, look
 from hasten.launch.choose import make_plan, uses_mpi
 from hasten.launch.mpi import Mpi, kind_of, read_hostfile
 from hasten.launch.run import complete, execute
@@ -33,7 +33,7 @@ _ENGINES: Final = MappingProxyType({"deepspeed": "deepspeed", "megatron": "megat
 class Job:
     """A prepared launch: request, resolved settings, host and plan."""
 
-    request: Request
+    request: LaunchRequest
     resolved: Resolved
     host: Host
     plan: LaunchPlan
@@ -68,7 +68,7 @@ class Job:
 def prepare(
     words: Sequence[str],
     *,
-    settings: Sequence[Entry] = (),
+    settings: Sequence[SettingEntry] = (),
     config_file: str | None = None,
     typed: Sequence[str] = (),
     host: Host | None = None,
@@ -94,7 +94,7 @@ def prepare(
         )
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     _check_script(target)
-    request = Request(resolved.config, target, handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
     plan = make_plan(
         request,
         host,
@@ -148,7 +148,7 @@ def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _installed_mpi(request: Request) -> Mpi:
+def _installed_mpi(request: LaunchRequest) -> Mpi:
     """Return the installed MPI implementation and the hosts in the hostfile."""
     hostfile = request.config.launch.mpirun_hostfile
     try:

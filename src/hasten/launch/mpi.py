@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, Proc, Request
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
 from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
@@ -21,7 +21,7 @@ class Mpi:
     hosts: tuple[str, ...] = ()
 
 
-def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
     """Return a plan with one mpirun command that starts every rank; each rank reads its position from MPI's variables.
 
     Raises: ConfigError without a number of processes or a rendezvous address.

@@ -203,7 +203,7 @@ def agreed_code(codes: Sequence[int]) -> int:
     return PREEMPTED if PREEMPTED in codes else 0
 
 
-class Watch:
+class PeerWatch:
     """Background thread that polls the other machines, because a store call blocks forever once the network is down."""
 
     def __init__(self, peers: Peers, lost: str) -> None:

@@ -20,7 +20,7 @@ from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
-from hasten.launch.peers import MachineLost, Peers, Watch
+from hasten.launch.peers import MachineLost, Peers, PeerWatch
 from hasten.runtime.store import join, serve
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
@@ -84,7 +84,7 @@ class FixedRendezvous(RendezvousHandler):
         self._index = meeting.machine_rank
         self._hosting = False
         self._peers: Peers | None = None
-        self._watch: Watch | None = None
+        self._watch: PeerWatch | None = None
 
     @property
     def peers(self) -> Peers | None:
@@ -200,7 +200,7 @@ class FixedRendezvous(RendezvousHandler):
             f"cannot go on without it"
         )
         own = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection used only by the watch
-        self._watch = Watch(replace(peers, store=own), lost)
+        self._watch = PeerWatch(replace(peers, store=own), lost)
 
     def _stop_watch(self) -> None:
         if self._watch is not None:

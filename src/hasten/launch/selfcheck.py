@@ -35,7 +35,7 @@ class CheckFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Dataset[tuple[Tensor, Tensor]]):
+class CheckRows(Dataset[tuple[Tensor, Tensor]]):
     """Samples of a fixed linear map with a little noise, identical on every rank."""
 
     inputs: Tensor
@@ -210,13 +210,13 @@ def _model() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
 
 
-def _data(length: int) -> Rows:
+def _data(length: int) -> CheckRows:
     generator = torch.Generator().manual_seed(11)
     inputs = torch.randn(length, 16, generator=generator)
-    return Rows(inputs, inputs.flip(1) + 0.1 * torch.randn(length, 16, generator=generator))
+    return CheckRows(inputs, inputs.flip(1) + 0.1 * torch.randn(length, 16, generator=generator))
 
 
-def _trained_alone(data: Rows, batch_size: int) -> dict[str, Tensor]:
+def _trained_alone(data: CheckRows, batch_size: int) -> dict[str, Tensor]:
     """Return the weights after the same steps in plain torch, in this process only, on the CPU, in full precision."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

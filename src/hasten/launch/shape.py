@@ -8,7 +8,7 @@ from typing import Final
 from hasten.config.base import given
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, Request, Target
+from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.cluster import Allocation, read_allocation, split_range
 from hasten.runtime.env import CONFIG
 
@@ -17,7 +17,7 @@ _LEAST_PROCESS_BYTES: Final = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class JobShape:
     """The size of the job, and this machine's processes and rank."""
 
     num_processes: int
@@ -33,7 +33,7 @@ class Shape:
     allocation: Allocation = field(default_factory=Allocation)
 
 
-def decide(request: Request, host: Host) -> Shape:
+def decide(request: LaunchRequest, host: Host) -> JobShape:
     """Return the shape determined by the settings, the cluster and the machine.
 
     Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables contradict each other.
@@ -56,7 +56,7 @@ def decide(request: Request, host: Host) -> Shape:
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     notes += [thread_note] if thread_note else []
-    return Shape(
+    return JobShape(
         num_processes=count,
         min_machines=low,
         max_machines=high,
@@ -69,13 +69,13 @@ def decide(request: Request, host: Host) -> Shape:
     )
 
 
-def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
+def elsewhere(request: LaunchRequest, host: Host, per_machine: int | None) -> JobShape:
     """Return the shape of a job that another launcher starts on its machines; this host's devices are not counted."""
     threads, note = _threads(request.config.launch, host, per_machine or 1)
     env = {CONFIG: request.handoff} if request.handoff else {}
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    return Shape(num_processes=per_machine or 1, env=tuple(sorted(env.items())), notes=(note,) if note else ())
+    return JobShape(num_processes=per_machine or 1, env=tuple(sorted(env.items())), notes=(note,) if note else ())
 
 
 def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.worker") -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -
     return rank
 
 
-def _check_devices(request: Request, host: Host) -> None:
+def _check_devices(request: LaunchRequest, host: Host) -> None:
     launch, config = request.config.launch, request.config
     if config.cpu and launch.multi_gpu:
         raise ConfigError("cpu and multi_gpu contradict each other. Remove one of them.")
@@ -151,7 +151,7 @@ def _check_devices(request: Request, host: Host) -> None:
 
 
 def _processes(
-    request: Request, host: Host, allocation: Allocation, machines: int, *, elastic: bool
+    request: LaunchRequest, host: Host, allocation: Allocation, machines: int, *, elastic: bool
 ) -> tuple[int, int | None, str]:
     """Return the processes on this machine, the total if a number was given, and the reason."""
     launch = request.config.launch
@@ -182,7 +182,7 @@ def _processes(
     return count, None, f"{count} on this machine: one for each device ({host.device_words})"
 
 
-def _fits(request: Request, host: Host, count: int) -> int:
+def _fits(request: LaunchRequest, host: Host, count: int) -> int:
     """Return `count` if there is a device for each process, or enough memory on the CPU."""
     launch = request.config.launch
     if request.config.cpu or host.device == "cpu":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hasten.launch.base import Host, LaunchPlan, Proc, Request
-from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.shape import JobShape, worker_argv
 from hasten.launch.torchrun import supervision
 
 
-def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     """Return a plan with one command and the settings in its environment."""
     return LaunchPlan(
         launcher="single",

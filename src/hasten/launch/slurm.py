@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc, Request
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.shape import JobShape, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 
@@ -47,7 +47,7 @@ esac
 """
 
 
-def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     """Return the plan of one rank started by srun, mpirun or jsrun, which runs the program after the check-in."""
     topology = shape.allocation.rank
     assert topology is not None, "the cluster started one command per rank"
@@ -87,7 +87,7 @@ def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     )
 
 
-def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
+def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch = request.config.launch
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
@@ -112,7 +112,7 @@ def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: st
         procs=(Proc(("sbatch", path)),),
         notes=("the script asks for one task per machine; hasten starts one process per device there",),
         files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
-        supervision=supervision(request, Shape(num_processes=1)),
+        supervision=supervision(request, JobShape(num_processes=1)),
         target=request.target,
     )
 

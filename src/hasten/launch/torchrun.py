@@ -7,14 +7,14 @@ from typing import Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, Meeting, MeetingKind, Proc, Request, Supervision
-from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Meeting, MeetingKind, Proc, Supervision
+from hasten.launch.shape import JobShape, worker_argv
 from hasten.runtime.topology import DEFAULT_PORT
 
 _JOIN_TIMEOUT_S: Final = 120.0
 
 
-def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     """Return the processes of this machine and the rendezvous with the others.
 
     Raises: ConfigError if the machines could not find each other with these settings.
@@ -36,7 +36,7 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     )
 
 
-def supervision(request: Request, shape: Shape) -> Supervision:
+def supervision(request: LaunchRequest, shape: JobShape) -> Supervision:
     """Return the agent's settings for the processes of this request."""
     launch = request.config.launch
     return Supervision(
@@ -53,7 +53,7 @@ def supervision(request: Request, shape: Shape) -> Supervision:
     )
 
 
-def _meeting(request: Request, host: Host, shape: Shape, notes: list[str]) -> Meeting:
+def _meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: list[str]) -> Meeting:
     launch = request.config.launch
     options = parse_options(launch.rdzv_conf)
     timeout_s = _seconds(options.pop("join_timeout", None) or options.pop("timeout", None))
@@ -82,7 +82,7 @@ def _meeting(request: Request, host: Host, shape: Shape, notes: list[str]) -> Me
     )
 
 
-def _kind(launch: LaunchConfig, shape: Shape, notes: list[str]) -> MeetingKind:
+def _kind(launch: LaunchConfig, shape: JobShape, notes: list[str]) -> MeetingKind:
     match launch.rdzv_backend:
         case "c10d" | "etcd" | "etcd-v2" as named:
             return named
@@ -93,7 +93,7 @@ def _kind(launch: LaunchConfig, shape: Shape, notes: list[str]) -> MeetingKind:
             return "c10d"
 
 
-def _endpoint(launch: LaunchConfig, shape: Shape) -> tuple[str, int]:
+def _endpoint(launch: LaunchConfig, shape: JobShape) -> tuple[str, int]:
     """Return the address and port of machine 0."""
     host, _, port_text = (launch.rdzv_endpoint or "").rpartition(":")
     if launch.rdzv_endpoint and not (host and port_text.isdecimal()):

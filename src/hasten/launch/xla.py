@@ -14,18 +14,18 @@ from typing import Final
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import torchrun
-from hasten.launch.base import Host, LaunchPlan, Proc, Request
-from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.shape import JobShape, worker_argv
 from hasten.launch.slurm import without_submit
 from hasten.runtime import tpu_hosts
-from hasten.runtime.tpu_hosts import Slice
+from hasten.runtime.tpu_hosts import TpuSlice
 
 _ONE_VM: Final = re.compile(r"(?!all$)(?!\d+-\d+$)[^,]+")
 _PAIR: Final = re.compile(r"[A-Za-z_]\w*=")
 _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--tpu-use-cluster")
 
 
-def plan(request: Request, host: Host, shape: Shape, tpu: Slice | None = None) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host, shape: JobShape, tpu: TpuSlice | None = None) -> LaunchPlan:
     """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines.
 
     Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or `tpu` has
@@ -66,7 +66,7 @@ def plan(request: Request, host: Host, shape: Shape, tpu: Slice | None = None) -
     )
 
 
-def _rank(shape: Shape, tpu: Slice | None) -> int | None:
+def _rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
     """Return this machine's rank: the given one, else its worker index; None if the rendezvous assigns it."""
     if shape.machine_rank is not None or tpu is None or tpu.worker is None:
         return shape.machine_rank
@@ -78,7 +78,7 @@ def _rank(shape: Shape, tpu: Slice | None) -> int | None:
     return tpu.worker
 
 
-def plan_pod(request: Request, flags: tuple[str, ...], tpu: Slice | None = None) -> LaunchPlan:
+def plan_pod(request: LaunchRequest, flags: tuple[str, ...], tpu: TpuSlice | None = None) -> LaunchPlan:
     """Return a plan that runs the same hasten command on the VMs of a named TPU through gcloud.
 
     `tpu` gives the number of hosts and the rendezvous address, if known.
@@ -111,14 +111,14 @@ def plan_pod(request: Request, flags: tuple[str, ...], tpu: Slice | None = None)
     )
 
 
-def _known(name: str, worker: str, tpu: Slice | None) -> str:
+def _known(name: str, worker: str, tpu: TpuSlice | None) -> str:
     if tpu is None:
         return "gcloud could not tell how many hosts it has; several are refused there, before training"
     number = "; each takes its own number there" if tpu.hosts > 1 and worker == "all" else ""
     return f"{name} has {tpu.hosts} host(s), as gcloud says{number}"
 
 
-def _meeting(launch: LaunchConfig, name: str, tpu: Slice) -> list[str]:
+def _meeting(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[str]:
     """Return the rendezvous flags of the VMs.
 
     Raises: ConfigError for flags that contradict the TPU, or if the address of the first VM is unknown.
@@ -142,7 +142,7 @@ def _meeting(launch: LaunchConfig, name: str, tpu: Slice) -> list[str]:
     return [*counted, *(["--main_process_ip", tpu.first] if launch.main_process_ip is None and tpu.first else [])]
 
 
-def _refuse_some(name: str, worker: str, tpu: Slice | None, alone: bool) -> None:
+def _refuse_some(name: str, worker: str, tpu: TpuSlice | None, alone: bool) -> None:
     """Raise if a subset of a TPU's VMs was selected, which would wait for the others."""
     if _ONE_VM.fullmatch(worker) is None and worker != "all":
         raise ConfigError(
@@ -189,7 +189,7 @@ def _lines(command_file: str | None) -> list[str]:
 _LIMIT_S: Final = 60.0
 
 
-def ask(request: Request, host: Host) -> Slice | None:
+def ask(request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = request.config.launch, request.config.xla
     if launch.tpu and xla.tpu_use_cluster:
@@ -198,18 +198,18 @@ def ask(request: Request, host: Host) -> Slice | None:
     if device != "TPU" or request.config.cpu:
         return None
     if launch.num_machines > 1:  # this machine's worker index is only needed if no rank was given
-        return Slice(launch.num_machines, worker=tpu_hosts.worker(host.env) if launch.machine_rank is None else None)
+        return TpuSlice(launch.num_machines, worker=tpu_hosts.worker(host.env) if launch.machine_rank is None else None)
     hosts = tpu_hosts.count(host.env)
-    return None if hosts is None else Slice(hosts)
+    return None if hosts is None else TpuSlice(hosts)
 
 
-def _ask_gcloud(name: str, zone: str | None) -> Slice | None:
+def _ask_gcloud(name: str, zone: str | None) -> TpuSlice | None:
     """Return the network endpoints of a TPU, one per host; None if gcloud fails (running the plan shows its error)."""
     command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--format", "json(networkEndpoints)", "--quiet"]
     command += ["--zone", zone] if zone else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
         endpoints = json.loads(done.stdout)["networkEndpoints"]
-        return Slice(len(endpoints), endpoints[0].get("ipAddress")) if endpoints else None
+        return TpuSlice(len(endpoints), endpoints[0].get("ipAddress")) if endpoints else None
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hasten.errors import StepError
 from hasten.optim.gradients import Unowned
-from hasten.optim.loader_progress import Cursors, LoaderCursor, StepMarks, Watch
+from hasten.optim.loader_progress import Cursors, LoaderCursor, StepMarks, StepObserver
 from hasten.optim.window import (
     Holder,
     Key,
-    Lanes,
+    LossLanes,
+    LossPart,
     Number,
-    Part,
     Window,
     agree_on_factors,
     agree_on_unit,
@@ -59,7 +59,7 @@ class StepClock:
     """Rounded first weight of the run: weights are divided by it to keep scaled losses in fp16's range."""
     share: Tensor | None = None
     """Weight of a loss without a weight among the ranks of one sequence; None for equal weights."""
-    part: Part | None = None
+    part: LossPart | None = None
     """The part of a batch that the losses belong to, while a step runs in parts."""
     joined: bool = False
     """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
@@ -144,9 +144,9 @@ class StepClock:
             if (holder := known()) is not None:
                 yield holder
 
-    def watching(self, cursor: LoaderCursor) -> Watch:
+    def watching(self, cursor: LoaderCursor) -> StepObserver:
         """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
-        return Watch(self.cursors, cursor, self)
+        return StepObserver(self.cursors, cursor, self)
 
     def tick(self, key: Key = ()) -> bool:
         """Start a micro-step of the window named by `key`; return True if it is the window's last.
@@ -226,7 +226,7 @@ class StepClock:
         """Weigh the following losses as those of a part of the batch, which holds `share` of its rows."""
         if not first:
             self._current.turn = 0  # the losses of all parts are the same loss
-        self.part = Part(share)
+        self.part = LossPart(share)
 
     def weight_of(self, weight: Number | None) -> Number | None:
         """Return the effective weight of a loss given this weight; None for equal weights."""
@@ -375,14 +375,14 @@ class StepClock:
             )
             return times(share, window.factors[place] / window.factors[0])
         if window.lanes is None:
-            window.lanes = Lanes()
+            window.lanes = LossLanes()
         loose = [] if self.unowned is None else self.unowned.parameters()
         held = (p for holder in self.holders() if not holder.spent for p in holder.parameters)
         window.lanes.switch(place, [*held, *loose])
         return share
 
     @property
-    def lanes(self) -> Lanes | None:
+    def lanes(self) -> LossLanes | None:
         """Gradients that the current window accumulates separately, if any."""
         return self._current.lanes
 

@@ -52,7 +52,7 @@ class CountsPasses(Protocol):
 
 
 @dataclass(slots=True)
-class Watch:
+class StepObserver:
     """Context manager that marks a loader as being iterated, also when loaders end out of order."""
 
     cursors: Cursors

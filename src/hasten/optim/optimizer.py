@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hasten.optim.clock import StepClock
 
 
-class Share:
+class SharedWindow:
     """Record of one optimizer's gradients in a shared window, to clear exactly those that a plain loop would clear.
 
     In a plain loop, gradients that arrive between `step` and `zero_grad` are discarded: a generator's loss also
@@ -134,7 +134,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         """The clock's number of updates when `step` or `zero_grad` was last called."""
         self._settled = 0
-        self._share = Share()
+        self._share = SharedWindow()
         clock.join(self)
 
     # -- attributes of the inner optimizer ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hasten.comm.base import Comm
 
 
-class Lanes:
+class LossLanes:
     """Separate gradients for each loss of a micro-step; those of the current lane are in the parameters' .grad."""
 
     __slots__ = ("_current", "_kept")
@@ -152,7 +152,7 @@ class Window:
     """Total weight of the first, second, ... loss of the micro-steps, on this rank."""
     factors: dict[int, float | Tensor] = field(default_factory=dict)
     """Corrections of these losses, once the ranks have agreed on them."""
-    lanes: Lanes | None = None
+    lanes: LossLanes | None = None
     """Gradients of the second and further weighted losses, separate until the window's end."""
 
     def copy(self) -> Window:
@@ -260,7 +260,7 @@ def check_every(every: object) -> None:
 
 
 @dataclass(slots=True)
-class Part:
+class LossPart:
     """One part of a batch that is run in several passes; a pass with a share of zero does not count."""
 
     share: float

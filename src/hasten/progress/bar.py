@@ -14,7 +14,7 @@ from torch import Tensor
 from hasten import trees
 from hasten.errors import ConfigError
 from hasten.progress.display import Display, LineDisplay
-from hasten.progress.meter import MemoryGauge, Meter, Reading
+from hasten.progress.meter import MemoryGauge, Meter, MeterReading
 from hasten.progress.scalars import LateScalars
 from hasten.progress.straggler import Pulse, StragglerWatch
 
@@ -144,7 +144,7 @@ class Progress(Generic[T]):
             self._next_draw_s = now + here.display.every_s
             here.display.draw(self._complete(self._meter.read(now, self._desc)))
 
-    def _complete(self, reading: Reading, wait: bool = False) -> Reading:
+    def _complete(self, reading: MeterReading, wait: bool = False) -> MeterReading:
         memory, watch = self._here.memory, self._here.watch
         return replace(
             reading,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hasten.optional import available, need
 from hasten.progress import text
-from hasten.progress.meter import Reading
+from hasten.progress.meter import MeterReading
 
 _WIDTH = 16  # characters of a full bar
 
@@ -23,9 +23,9 @@ class Display(Protocol):
     every_s: float
     in_place: bool
 
-    def draw(self, reading: Reading) -> None: ...
+    def draw(self, reading: MeterReading) -> None: ...
     def note(self, line: str) -> None: ...
-    def close(self, reading: Reading) -> None: ...
+    def close(self, reading: MeterReading) -> None: ...
 
 
 class TerminalDisplay:
@@ -38,7 +38,7 @@ class TerminalDisplay:
         self._console = console
         self._live: Live | None = None
 
-    def draw(self, reading: Reading) -> None:
+    def draw(self, reading: MeterReading) -> None:
         """Redraw the bar, and create it the first time."""
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -49,7 +49,7 @@ class TerminalDisplay:
         """Print a line above the bar."""
         self._console.print(Text(line))
 
-    def close(self, reading: Reading) -> None:
+    def close(self, reading: MeterReading) -> None:
         """Draw the last state and restore the terminal."""
         self.draw(reading)
         if self._live is not None:
@@ -57,7 +57,7 @@ class TerminalDisplay:
             self._live = None
 
 
-def rendered(reading: Reading, ascii_only: bool = False) -> Text:
+def rendered(reading: MeterReading, ascii_only: bool = False) -> Text:
     """Return the bar of a terminal with the hint under it: one text, which rich draws three times faster than a table."""
     mark = "-" if ascii_only else "━"
     done = _WIDTH if reading.total is None else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
@@ -80,7 +80,7 @@ class LineDisplay:
         self.every_s = every_s
         self._console = console
 
-    def draw(self, reading: Reading) -> None:
+    def draw(self, reading: MeterReading) -> None:
         """Write one line."""
         self.note(text.line(reading))
 
@@ -89,7 +89,7 @@ class LineDisplay:
         self._console.file.write(line + "\n")
         self._console.file.flush()
 
-    def close(self, reading: Reading) -> None:
+    def close(self, reading: MeterReading) -> None:
         """Write the last line."""
         self.draw(reading)
 
@@ -103,7 +103,7 @@ class NotebookDisplay:
         self.every_s = every_s
         self._handle: Any = None  # Any: IPython is an optional package
 
-    def draw(self, reading: Reading) -> None:
+    def draw(self, reading: MeterReading) -> None:
         """Show or update the output."""
         content = {"text/plain": text.line(reading), "text/html": _markup(reading)}
         if self._handle is None:
@@ -115,12 +115,12 @@ class NotebookDisplay:
         """Show a line as a separate output."""
         need("IPython.display").display({"text/plain": line}, raw=True)
 
-    def close(self, reading: Reading) -> None:
+    def close(self, reading: MeterReading) -> None:
         """Show the last state."""
         self.draw(reading)
 
 
-def _markup(reading: Reading) -> str:
+def _markup(reading: MeterReading) -> str:
     bar = "" if reading.total is None else f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
     hint = f"<br><b>{html.escape(reading.hint)}</b>" if reading.hint else ""
     details = html.escape(" · ".join(text.parts(reading)))
@@ -133,13 +133,13 @@ class NoDisplay:
     every_s = float("inf")
     in_place = True
 
-    def draw(self, reading: Reading) -> None:
+    def draw(self, reading: MeterReading) -> None:
         """Do nothing."""
 
     def note(self, line: str) -> None:
         """Do nothing."""
 
-    def close(self, reading: Reading) -> None:
+    def close(self, reading: MeterReading) -> None:
         """Do nothing."""
 
 

@@ -17,7 +17,7 @@ _WINDOW = 30  # number of draws over which a rate is averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MeterReading:
     """Values of a display at one moment."""
 
     desc: str = ""
@@ -50,14 +50,14 @@ class Meter:
         self._marks.clear()
         self._marks.append((self._began_s, step, 0, 0))
 
-    def read(self, now_s: float, desc: str = "") -> Reading:
+    def read(self, now_s: float, desc: str = "") -> MeterReading:
         """Return the rates since the oldest mark of the window and the time left, and add a mark."""
         then_s, steps, samples, tokens = self._marks[0]
         seconds = max(now_s - then_s, 1e-9)
         rate = (self.step - steps) / seconds
         left = None if self.total is None else max(self.total - self.step, 0)
         self._marks.append((now_s, self.step, self.samples, self.tokens))
-        return Reading(
+        return MeterReading(
             desc=desc,
             step=self.step,
             total=self.total,
@@ -68,7 +68,7 @@ class Meter:
             tokens_per_s=(self.tokens - tokens) / seconds,
         )
 
-    def read_all(self, now_s: float, desc: str = "") -> Reading:
+    def read_all(self, now_s: float, desc: str = "") -> MeterReading:
         """Return the rates over the whole time, for the last line."""
         self._marks.clear()
         self._marks.append((self._began_s, self._initial, 0, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hasten.progress.meter import Reading
+from hasten.progress.meter import MeterReading
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -35,7 +35,7 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.3g}"
 
 
-def parts(reading: Reading) -> list[str]:
+def parts(reading: MeterReading) -> list[str]:
     """Return the fields of a progress line after its bar."""
     shown = [f"{name} {value_text(value)}" for name, value in reading.values.items()]
     if reading.samples_per_s > 0:
@@ -54,7 +54,7 @@ def parts(reading: Reading) -> list[str]:
     return shown
 
 
-def count(reading: Reading) -> str:
+def count(reading: MeterReading) -> str:
     """Return the number of steps, with the total and the percentage if known."""
     if reading.total is None:
         return str(reading.step)
@@ -62,7 +62,7 @@ def count(reading: Reading) -> str:
     return f"{reading.step}/{reading.total} {percent}%"
 
 
-def line(reading: Reading) -> str:
+def line(reading: MeterReading) -> str:
     """Return the whole reading as one line of plain text."""
     head = f"{reading.desc} " if reading.desc else ""
     tail = f" | {reading.hint}" if reading.hint else ""

@@ -17,7 +17,7 @@ _CHIPS: Final = MappingProxyType({1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TpuSlice:
     """Facts about a TPU that are known before a job is planned."""
 
     hosts: int

@@ -10,7 +10,7 @@ from hasten.data.epoch_position import leave, midway
 from hasten.optim.clock import StepClock
 
 
-class Objects(Protocol):
+class LoopObjects(Protocol):
     """The loaders and optimizers that an Accelerator has prepared."""
 
     @property
@@ -68,7 +68,7 @@ class EpochLoops:
     Loops are identified by the order in which they start, inside the body of another loop or outside of any.
     """
 
-    def __init__(self, objects: Objects, clock: StepClock) -> None:
+    def __init__(self, objects: LoopObjects, clock: StepClock) -> None:
         self._objects = objects
         self._clock = clock
         self._outermost = _Level()

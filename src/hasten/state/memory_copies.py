@@ -15,7 +15,7 @@ from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import numbered
 from hasten.checkpoint.store.memory_folder import (
     Choice,
-    Copy,
+    MemoryCopy,
     MemoryFolder,
     group_by_folder,
     neighbour,
@@ -37,7 +37,7 @@ Write = Callable[[LocalStore, str, "Machine", Agreement, Callable[[int], None]],
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class CopyHolder:
     """This rank's machine among the machines of the job."""
 
     index: int
@@ -56,12 +56,12 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CopyOrder:
     """Transfer of a state from one machine to another; files `alike` are there already."""
 
     source: int
     target: int
-    copy: Copy
+    copy: MemoryCopy
     raw: bytes
     manifest: Manifest
     alike: tuple[FileRecord, ...] = ()
@@ -83,7 +83,7 @@ class MemoryCopies:
         self._updates = updates
         self._write = write
         self._arrival_s = arrival_s
-        self._machine: Machine | None = None
+        self._machine: CopyHolder | None = None
         self._kept: int | None = None
         """The newest step of which every machine has a copy, and its neighbour another."""
         self._told_room = False
@@ -120,13 +120,13 @@ class MemoryCopies:
             log.info("the state is kept in memory every %d updates%s", self._every, _reach(machine))
         self._kept = step
 
-    def _meet(self, together: Agreement) -> Machine:
+    def _meet(self, together: Agreement) -> CopyHolder:
         if self._machine is None:
             machines = tuple(group_by_folder(together.share(str(self._folder.root))))
-            self._machine = Machine(next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks), machines)
+            self._machine = CopyHolder(next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks), machines)
         return self._machine
 
-    def _first(self, machine: Machine) -> bool:
+    def _first(self, machine: CopyHolder) -> bool:
         return self._ctx.rank == machine.ranks[0]
 
     def _room(self, size: int, together: Agreement) -> None:
@@ -147,8 +147,8 @@ class MemoryCopies:
         log.info("checkpoint_in_memory uses up to %.1f MB of memory on this machine", needed / 1e6)
         self._told_room = True
 
-    def _send_all(self, machine: Machine, step: int, together: Agreement) -> None:
-        own = Copy(machine.ranks, self._ctx.world.size, step)
+    def _send_all(self, machine: CopyHolder, step: int, together: Agreement) -> None:
+        own = MemoryCopy(machine.ranks, self._ctx.world.size, step)
         shared: list[bytes | None] = together.share(self._folder.manifest(own) if self._first(machine) else None)
         raws = [raw for ranks in machine.all if (raw := shared[ranks[0]]) is not None]
         manifests = [decode(raw, "the neighbour's manifest") for raw in raws]
@@ -157,12 +157,12 @@ class MemoryCopies:
             target = neighbour(source, len(machine.all))
             there = {(file.name, file.size, file.sums) for file in manifests[target].files}
             alike = tuple(f for f in manifests[source].files if f.size and (f.name, f.size, f.sums) in there)
-            copy = Copy(ranks, self._ctx.world.size, step)
-            orders.append(Order(source, target, copy, raws[source], manifests[source], alike))
+            copy = MemoryCopy(ranks, self._ctx.world.size, step)
+            orders.append(CopyOrder(source, target, copy, raws[source], manifests[source], alike))
         self._carry_out(orders, machine, together, like=self._folder.folder(own))
 
     # -- moving -----------------------------------------------------------------------------------------------------
-    def _carry_out(self, orders: Sequence[Order], machine: Machine, together: Agreement, like: Path) -> None:
+    def _carry_out(self, orders: Sequence[CopyOrder], machine: CopyHolder, together: Agreement, like: Path) -> None:
         """Transfer states between machines. Ranks: every rank."""
         mine = [order for order in orders if order.target == machine.index] if self._first(machine) else []
         with ExitStack() as arriving:
@@ -177,7 +177,7 @@ class MemoryCopies:
         together.share()
 
     def _parcels(
-        self, orders: Sequence[Order], machine: Machine
+        self, orders: Sequence[CopyOrder], machine: CopyHolder
     ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
         """Return the files this rank sends and receives; files of a state are distributed over a machine's ranks."""
         sends: list[tuple[int, Tensor]] = []
@@ -196,7 +196,7 @@ class MemoryCopies:
     def newest(self, together: Agreement) -> Choice | None:
         """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
         machine = self._meet(together)
-        found: list[list[Copy]] = together.share(self._folder.held() if self._first(machine) else [])
+        found: list[list[MemoryCopy]] = together.share(self._folder.held() if self._first(machine) else [])
         held = [found[ranks[0]] for ranks in machine.all]
         choice = newest_common(held, machine.all)
         if choice is None and (any(held) or self._ctx.topology.restart_count):
@@ -214,7 +214,7 @@ class MemoryCopies:
         if moves:
             mine: Mapping[int, bytes] = (
                 {
-                    t: self._folder.manifest(Copy(machine.all[t], size, choice.step))
+                    t: self._folder.manifest(MemoryCopy(machine.all[t], size, choice.step))
                     for s, t in moves
                     if s == machine.index
                 }
@@ -225,8 +225,8 @@ class MemoryCopies:
             orders = []
             for source, target in moves:
                 raw = shared[machine.all[source][0]][target]
-                copy = Copy(machine.all[target], size, choice.step)
-                orders.append(Order(source, target, copy, raw, decode(raw, "the neighbour's manifest")))
+                copy = MemoryCopy(machine.all[target], size, choice.step)
+                orders.append(CopyOrder(source, target, copy, raw, decode(raw, "the neighbour's manifest")))
             self._carry_out(orders, machine, together, like=Path())
             log.info("machine %s got its state from a neighbour", ", ".join(str(target) for _, target in moves))
         return self._folder.store(machine.ranks), numbered(choice.step)
@@ -268,7 +268,7 @@ def _mapped(path: Path, size: int, writes: bool) -> Tensor:
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
 
 
-def _reach(machine: Machine) -> str:
+def _reach(machine: CopyHolder) -> str:
     if machine.alone:
         return ", on this machine only: the job has no other, so a copy survives lost processes but not a lost machine"
     return f", on each of {len(machine.all)} machines and at its neighbour"

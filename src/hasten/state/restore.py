@@ -23,8 +23,8 @@ from hasten.state.rank_state import plan_options
 from hasten.state.run_state import RunParts, load_packed, named_buffers, numbered_name, settle_loops
 from hasten.state.undo import Stateful, Undo
 from hasten.state.window_state import (
+    GradientLayout,
     Gradients,
-    Layout,
     loss_ranks,
     plan_gradients,
     put_gradients,
@@ -211,7 +211,7 @@ def plan_restore(
     `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
-    here = Layout(rank, world_size, mesh or checkpoint.manifest.mesh, {})
+    here = GradientLayout(rank, world_size, mesh or checkpoint.manifest.mesh, {})
     plan = Restore(parts, same_world=same_data(checkpoint, here))
     names = parameter_names(parts.plain_models())
     elsewhere = names_elsewhere(parts.plain_models(), names)
@@ -305,7 +305,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
     return source
 
 
-def _plan_window(plan: Restore, checkpoint: Checkpoint, here: Layout, strict: bool) -> None:
+def _plan_window(plan: Restore, checkpoint: Checkpoint, here: GradientLayout, strict: bool) -> None:
     """Plan the gradients of the window in progress, and the clock that counts them."""
     parts = plan.parts
     models = parts.plain_models()
@@ -321,7 +321,7 @@ def _plan_window(plan: Restore, checkpoint: Checkpoint, here: Layout, strict: bo
     groups: dict[str, list[str]] = {}
     for model in parts.objects.models:
         groups |= parts.loops.loop_state(model, names, False).notes.get("groups", {})
-    here = Layout(here.rank, here.world_size, here.mesh, groups)
+    here = GradientLayout(here.rank, here.world_size, here.mesh, groups)
     weighted = any(window["weighted"] for window in plan.progress["clock"]["windows"])
     plan.gradients = plan_gradients(checkpoint, models, names, here, weighted=weighted, strict=strict)
     if not plan.same_world:
@@ -365,7 +365,7 @@ def _checked_loop(notes: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _mean_clock(checkpoint: Checkpoint, here: Layout, clock: dict[str, Any]) -> dict[str, Any]:
+def _mean_clock(checkpoint: Checkpoint, here: GradientLayout, clock: dict[str, Any]) -> dict[str, Any]:
     """Return the clock with the window's total weight split evenly over the ranks that average their losses."""
     manifest = checkpoint.manifest
     others = [load_packed(checkpoint, "progress", other)["clock"]["windows"] for other in range(manifest.world_size)]

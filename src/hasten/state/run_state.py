@@ -90,7 +90,7 @@ def _try_out(state: RngState) -> None:
         ) from error
 
 
-class Objects(Protocol):
+class RunObjects(Protocol):
     """The objects that an Accelerator has prepared."""
 
     @property
@@ -107,7 +107,7 @@ class Objects(Protocol):
 class RunParts:
     """All objects that a checkpoint is made from. The lists grow during the run."""
 
-    objects: Objects
+    objects: RunObjects
     unwrap: Callable[[nn.Module], nn.Module]
     clock: StepClock
     precision: Precision

@@ -17,7 +17,7 @@ from hasten.checkpoint.inspect import find as find_checkpoint
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.comm.local import LocalComm
 from hasten.data import plan as lookup
-from hasten.data.plan import Found
+from hasten.data.plan import FoundSample
 from hasten.errors import ConfigError, DataError
 from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec
 from hasten.state.run_state import load_packed, numbered_name
@@ -49,7 +49,7 @@ def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the use
 _SHOWN: Final = 200
 
 
-def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> Found:
+def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> FoundSample:
     """Return a batch that this rank of the saved run read.
 
     Raises: CheckpointError when there is no such checkpoint; DataError when there is no such loader, rank or batch.
@@ -70,7 +70,7 @@ def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> F
     return lookup.find(state, mesh.index(rank, *BATCH), batch, epoch)
 
 
-def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's samples
+def fetch(factory: str, found: FoundSample) -> list[Any]:  # Any: the user's samples
     """Return the samples of the batch, from the dataset that `module:function` returns.
 
     Raises: ConfigError when there is no such function.
@@ -79,12 +79,12 @@ def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's samples
     return [dataset[index] for index in found.samples]
 
 
-def as_json(found: Found, samples: list[Any] | None) -> dict[str, Any]:  # Any: JSON values
+def as_json(found: FoundSample, samples: list[Any] | None) -> dict[str, Any]:  # Any: JSON values
     """Return the batch as JSON values; samples as text."""
     return {**asdict(found), **({} if samples is None else {"shown": [list(describe(one)) for one in samples]})}
 
 
-def in_words(found: Found, rank: int, samples: list[Any] | None) -> Iterator[str]:
+def in_words(found: FoundSample, rank: int, samples: list[Any] | None) -> Iterator[str]:
     """Yield the lines that describe the batch for a terminal."""
     notes = [
         "" if found.given else "not yet given when the checkpoint was saved",

@@ -34,7 +34,7 @@ from hasten.checkpoint.store.locate import (
     open_store,
 )
 from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
+from hasten.checkpoint.writer import DiskGroup, PreparedSave, SaveOutcome, finish, prepare, retire_expired, start
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
@@ -43,7 +43,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import AXES, Axis
-from hasten.state.memory_copies import Machine, MemoryCopies, memory_root
+from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst, Preemption
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
@@ -229,7 +229,7 @@ class Saving:
         self.memory.follow(self._parts.clock.cursors)
 
     def _write_copy(
-        self, store: LocalStore, name: str, machine: Machine, together: Agreement, told: Callable[[int], None]
+        self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, told: Callable[[int], None]
     ) -> None:
         """Write the state of this machine's ranks; `told` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
@@ -268,14 +268,14 @@ class Saving:
         group: DiskGroup,
         header: Manifest,
         retain: Callable[[], Sequence[str]],
-        prepared: Prepared,
+        prepared: PreparedSave,
         comm: Comm,
         place: str,
-    ) -> Outcome:
+    ) -> SaveOutcome:
         return self._done(finish(prepared, group, comm, header, retain), place)
 
     def _write_in_background(
-        self, tree: StateTree, group: DiskGroup, work: Callable[..., Outcome], place: str, together: Agreement
+        self, tree: StateTree, group: DiskGroup, work: Callable[..., SaveOutcome], place: str, together: Agreement
     ) -> None:
         prepared = prepare(tree, group, self._ctx.world, self._sizes, self._writer.begin)
         prepared = replace(prepared, blobs=self._writer.stage(prepared.blobs))
@@ -288,7 +288,7 @@ class Saving:
             raise
         go.set()
 
-    def _done(self, outcome: Outcome, place: str) -> Outcome:
+    def _done(self, outcome: SaveOutcome, place: str) -> SaveOutcome:
         self._newest = place
         number = outcome.info.manifest.number
         if number is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Json, Slice
 from hasten.checkpoint.format.formats import Piece
-from hasten.checkpoint.reader import Checkpoint, Found
+from hasten.checkpoint.reader import Checkpoint, FoundComponent
 from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
 from hasten.errors import CheckpointError
 from hasten.modules.names import is_dtensor
@@ -54,7 +54,7 @@ def _component(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GradientLayout:
     """Layout of the loading run, which decides whether saved gradients fit unchanged."""
 
     rank: int
@@ -68,7 +68,7 @@ def loss_ranks(mesh: Mapping[str, int], world_size: int) -> int:
     return math.prod(mesh.get(str(axis), 1) for axis in LOSS) if mesh else world_size
 
 
-def same_data(checkpoint: Checkpoint, here: Layout) -> bool:
+def same_data(checkpoint: Checkpoint, here: GradientLayout) -> bool:
     """Return True if each rank reads the samples that the same rank read in the saved run."""
     saved = checkpoint.manifest.mesh
     apart = [str(axis) for axis in AXES if axis not in BATCH]
@@ -88,7 +88,7 @@ def plan_gradients(
     checkpoint: Checkpoint,
     models: Sequence[nn.Module],
     names: Mapping[int, str],
-    here: Layout,
+    here: GradientLayout,
     *,
     weighted: bool,
     strict: bool,
@@ -128,14 +128,14 @@ def _plain(key: str) -> str:
     return key
 
 
-def _as_they_are(mine: Found) -> Gradients:
+def _as_they_are(mine: FoundComponent) -> Gradients:
     tensors = {key: pieces[0].data.clone() for key, pieces in mine.pieces.items()}
     tensors |= {alias: tensors[key] for alias, key in mine.aliases.items()}
     held = {key: value for key, value in tensors.items() if key.startswith((PARTIAL, UNSHARDED))}
     return Gradients({_plain(key): value for key, value in tensors.items() if key not in held}, held)
 
 
-def _fits(mine: Found, live: Mapping[str, Tensor], checkpoint: Checkpoint, here: Layout) -> bool:
+def _fits(mine: FoundComponent, live: Mapping[str, Tensor], checkpoint: Checkpoint, here: GradientLayout) -> bool:
     """Return True if this rank's gradients can be restored unchanged."""
     notes: Mapping[str, Any] = mine.data if isinstance(mine.data, dict) else {}
     for key in mine.keys():  # noqa: SIM118 - names of the same tensor count too
@@ -175,7 +175,7 @@ def _refuse_other_stages(saved: Mapping[str, int], here: Mapping[str, int]) -> N
         )
 
 
-def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
+def _refuse_unmovable(everyone: Sequence[FoundComponent], here: GradientLayout) -> None:
     if any(key.startswith(PARTIAL) for found in everyone for key in found.pieces):
         raise CheckpointError(
             f"the checkpoint was saved inside an accumulation window of {len(everyone)} processes that shard and replicate, "
@@ -185,7 +185,7 @@ def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
         )
 
 
-def _moved(name: str, parameter: Tensor, everyone: Sequence[Found], strict: bool) -> Tensor | None:
+def _moved(name: str, parameter: Tensor, everyone: Sequence[FoundComponent], strict: bool) -> Tensor | None:
     """Return this rank's shard of the mean gradient of one parameter; None when no rank had one."""
     own = as_stored(parameter)
     target = own if isinstance(own, Slice) else Slice(own, tuple(own.shape), (0,) * own.dim())

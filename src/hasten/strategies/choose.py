@@ -25,7 +25,7 @@ from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp.strategy import Replicate
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.strategies.native import Alone, NativeStrategy
-from hasten.strategies.placing import Convert, Place
+from hasten.strategies.placing import Convert, PlaceOnDevice
 from hasten.strategies.recompute import Recompute
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             f"strategy={config.strategy!r} keeps whole models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks "
             "to shard them; use strategy='fsdp', or set dp_shard_size=1."
         )
-    transforms: list[Transform] = [Place(), Convert(config.master_weights), *_common(config)]
+    transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
     if chooses and config.performance.compile and config.dynamo.backend == "no" and config.mixed_precision != "fp8":
         ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
@@ -170,7 +170,7 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
         fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor
         within = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     else:
-        transforms.append(Place())
+        transforms.append(PlaceOnDevice())
     if ctx.mesh.size(Axis.TP) > 1:
         tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))

@@ -17,7 +17,7 @@ from hasten.strategies.base import Stage, Wish
 log = logging.getLogger(__name__)
 
 
-class Place:
+class PlaceOnDevice:
     """Transform that moves parameters and buffers to the device; optimizers keep pointing to the same parameters."""
 
     stage = Stage.PLACE

@@ -30,7 +30,7 @@ STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (5 if h
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PoolJob:
     """One call on one rank."""
 
     payload: bytes
@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PoolReport:
     """Result of the call on a rank that survived it."""
 
     returned: bool
@@ -78,7 +78,7 @@ Status = Literal["returned", "raised", "died", "hung", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """Result of the call on one rank, as seen by the caller."""
 
     rank: int

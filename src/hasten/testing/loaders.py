@@ -20,7 +20,7 @@ from hasten.runtime.topology import Topology
 # Any in this file: batches and collate functions of the caller.
 
 
-class Seen(NamedTuple):
+class SeenBatches(NamedTuple):
     """One batch as seen by a user."""
 
     values: list[Any]
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     last: bool
 
 
-class Numbers(IterableDataset[int]):
+class CountingStream(IterableDataset[int]):
     """Iterable dataset of `range(size)` that splits itself over DataLoader workers, as torch's documentation recommends."""
 
     def __init__(self, size: int) -> None:
@@ -71,20 +71,20 @@ def prepared(
     return prepare_loader(loader, ctx=context, config=config, clock=clock, device=device, seed=seed, slice_fn=slice_fn)
 
 
-def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
+def seen(loader: Loader, limit: int | None = None) -> list[SeenBatches]:
     """Return the batches of one pass, or of its first `limit` steps, as seen by a user."""
-    out: list[Seen] = []
+    out: list[SeenBatches] = []
     for batch in loader:
         values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
         real = len(values) if loader.cursor.num_real is None else loader.cursor.num_real
         assert loader.cursor.num_rows in (None, len(values)), "the cursor knows the rows it says are padded"
-        out.append(Seen(values, real, loader.cursor.at_end))
+        out.append(SeenBatches(values, real, loader.cursor.at_end))
         if limit is not None and len(out) == limit:
             break
     return out
 
 
-def global_order(shares: list[list[Seen]]) -> list[Any]:
+def global_order(shares: list[list[SeenBatches]]) -> list[Any]:
     """Return the real rows of all ranks in the global order: step by step, rank by rank."""
     order: list[Any] = []
     for step in range(max(map(len, shares), default=0)):

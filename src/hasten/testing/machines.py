@@ -58,7 +58,7 @@ def enter(network: str, name: str = "") -> None:
 
 
 @dataclass(slots=True)
-class Host:
+class NamespaceHost:
     """Network namespace that simulates a host."""
 
     namespace: str
@@ -100,11 +100,14 @@ def _memory_of(pid: int) -> str:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
+def hosts(count: int) -> Iterator[list[NamespaceHost]]:
     """Context manager with `count` connected hosts; all their processes are killed at the end."""
     tag = f"hst{os.getpid()}"
     switch = f"{tag}-switch"
-    made = [Host(f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}", (switch, f"port{i}")) for i in range(count)]
+    made = [
+        NamespaceHost(f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}", (switch, f"port{i}"))
+        for i in range(count)
+    ]
     try:
         for space in (switch, *(host.namespace for host in made)):
             ip("netns", "add", space)
@@ -125,11 +128,11 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 @dataclass(slots=True)
-class Machine:
+class NamespaceMachine:
     """Host with its launcher."""
 
     zygote: Zygote
-    host: Host
+    host: NamespaceHost
     output: Path = Path()
     launcher: int = 0
     """The process that runs `hasten launch` on this host."""
@@ -190,10 +193,10 @@ class Machine:
 
 
 @contextmanager
-def machines(zygote: Zygote, count: int) -> Iterator[list[Machine]]:
+def machines(zygote: Zygote, count: int) -> Iterator[list[NamespaceMachine]]:
     """Context manager with `count` hosts on which launchers can be started."""
     with hosts(count) as made:
-        yield [Machine(zygote, host) for host in made]
+        yield [NamespaceMachine(zygote, host) for host in made]
 
 
 @contextmanager

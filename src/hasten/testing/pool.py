@@ -31,7 +31,7 @@ from typing import Any, Final, Self, TypeVar
 from hasten.errors import ConfigError, RanksFailedError
 from hasten.optional import need
 from hasten.runtime import env, secret
-from hasten.testing.job import STACK_SIGNAL, Job, Outcome, Report, Status, pack
+from hasten.testing.job import STACK_SIGNAL, PoolJob, PoolReport, RankOutcome, Status, pack
 from hasten.testing.processes import Worker, Zygote
 from hasten.testing.processors import Limit
 
@@ -62,11 +62,11 @@ class _Call:
     device: str
     folder: Path
 
-    def job(self, rank: int, variables: Mapping[str, str]) -> Job:
+    def job(self, rank: int, variables: Mapping[str, str]) -> PoolJob:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
         if self.device == "cpu":  # an Accelerator created in the call must not use an available accelerator
             place["HASTEN_CPU"] = "1"
-        return Job(
+        return PoolJob(
             payload=self.payload,
             rank=rank,
             world_size=self.num_ranks,
@@ -146,7 +146,7 @@ class Pool:
         timeout_s: float = TIMEOUT_S,
         mesh: Mapping[str, int] = _NO_MESH,
         device: str = "cpu",
-    ) -> list[Outcome]:
+    ) -> list[RankOutcome]:
         """Return the outcome of `fn(ctx, *args)` on each rank, in order of rank. Does not raise for a rank that failed."""
         payload = pack(fn, args)
         team = self._take(num_ranks)
@@ -241,10 +241,10 @@ class _Watch:
         self._call = call
         self._zygote = zygote
         self._pending = dict(enumerate(team))
-        self._done: dict[int, Outcome] = {}
+        self._done: dict[int, RankOutcome] = {}
         """In order of arrival: the first failure is the cause of the others."""
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RankOutcome]:
         self._collect(self._call.timeout_s, patience_s=GRACE_S)
         if self._pending:
             self._stop()
@@ -266,16 +266,16 @@ class _Watch:
                     if self._done[rank].status != "returned":
                         limits.append(Limit(patience_s, most_s=patience_s))
 
-    def _outcome(self, rank: int, worker: Worker) -> Outcome:
+    def _outcome(self, rank: int, worker: Worker) -> RankOutcome:
         try:
-            report: Report = worker.pipe.recv()
+            report: PoolReport = worker.pipe.recv()
         except (EOFError, ConnectionError):
             worker.kill()
-            return Outcome(rank, "died", details=_exit_text(self._zygote.exit_code(worker)))
+            return RankOutcome(rank, "died", details=_exit_text(self._zygote.exit_code(worker)))
         if report.returned:
-            return Outcome(rank, "returned", value=pickle.loads(report.value or b""))
+            return RankOutcome(rank, "returned", value=pickle.loads(report.value or b""))
         error = _exception(report.value) if report.value is not None else None
-        return Outcome(rank, "raised", error=error, details=report.traceback, skipped=report.skipped)
+        return RankOutcome(rank, "raised", error=error, details=report.traceback, skipped=report.skipped)
 
     def _stop(self) -> None:
         """Record the stacks of the remaining ranks and interrupt them; the pool kills those that do not stop."""
@@ -292,7 +292,7 @@ class _Watch:
         self._collect(INTERRUPT_S, patience_s=INTERRUPT_S)
         for rank in stopped:
             died = rank in self._done and self._done[rank].status == "died"
-            self._done[rank] = Outcome(
+            self._done[rank] = RankOutcome(
                 rank, "died" if died else status, details=stacks[rank] or "(no stack: busy in C)"
             )
 
@@ -314,7 +314,7 @@ def _own_frames(dump: str) -> str:
     return "\n".join(line for line in dump.splitlines() if not any(word in line for word in _WORKER_FRAMES))
 
 
-def check(outcomes: Sequence[Outcome], name: str) -> None:
+def check(outcomes: Sequence[RankOutcome], name: str) -> None:
     """Raise RanksFailedError with all details if any rank failed."""
     __tracebackhide__ = True
     failed = [o for o in outcomes if o.status != "returned"]

@@ -23,7 +23,7 @@ Layouts = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ReshardTrial:
     """Model and training of a resharding check."""
 
     begin: Callable[[str, int], Run]
@@ -52,7 +52,7 @@ def joined(states: Iterable[State]) -> State:
     return whole
 
 
-def _save(ctx: ProcessContext, trial: Trial, layout: str, folder: Path) -> State:
+def _save(ctx: ProcessContext, trial: ReshardTrial, layout: str, folder: Path) -> State:
     accelerator, net, optimizer = trial.begin(layout, 1)
     for _ in range(2):
         trial.step(accelerator, net, optimizer)
@@ -60,7 +60,7 @@ def _save(ctx: ProcessContext, trial: Trial, layout: str, folder: Path) -> State
     return held(accelerator, net, optimizer)
 
 
-def _load(ctx: ProcessContext, trial: Trial, layout: str, folders: list[Path]) -> list[State]:
+def _load(ctx: ProcessContext, trial: ReshardTrial, layout: str, folders: list[Path]) -> list[State]:
     found = []
     accelerator, net, optimizer = trial.begin(layout, 2)
     for folder in folders:
@@ -70,7 +70,7 @@ def _load(ctx: ProcessContext, trial: Trial, layout: str, folders: list[Path]) -
     return found
 
 
-def check_pairs(pool: Pool, folder: Path, trial: Trial, layouts: Layouts, among: str = "") -> None:
+def check_pairs(pool: Pool, folder: Path, trial: ReshardTrial, layouts: Layouts, among: str = "") -> None:
     """Save on every layout and load on every other; pairs without `among` in a name are skipped.
 
     Raises: AssertionError that names the tensor and both layouts.

@@ -34,12 +34,12 @@ from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh import stop
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
-from hasten.testing.job import STACK_SIGNAL, Job, Report
+from hasten.testing.job import STACK_SIGNAL, PoolJob, PoolReport
 
 SEED: Final = 0
 
 
-class Interrupted(BaseException):
+class WorkerInterrupted(BaseException):
     """Raised in a rank when another rank failed or the time is up. Not an Exception, so that `except Exception` ignores it."""
 
 
@@ -49,7 +49,7 @@ def serve(pool: Connection) -> None:
     interrupt = _Interrupt()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            job: Job = pool.recv()
+            job: PoolJob = pool.recv()
             interrupt.install()
             pool.send(_run(job, interrupt))
             pool.recv()  # every rank has reported, so the group is no longer needed
@@ -76,10 +76,10 @@ class _Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._running:
             self._running = False
-            raise Interrupted("stopped by the pool")
+            raise WorkerInterrupted("stopped by the pool")
 
 
-def _run(job: Job, interrupt: _Interrupt) -> Report:
+def _run(job: PoolJob, interrupt: _Interrupt) -> PoolReport:
     """Call the function of the job; an exception becomes a report."""
     with _redirected(job), warnings.catch_warnings():
         try:
@@ -90,12 +90,12 @@ def _run(job: Job, interrupt: _Interrupt) -> Report:
                 fn, args, filters = pickle.loads(job.payload)
                 warnings.filters[:] = filters  # type: ignore[index]  # typeshed calls the list a sequence
                 value = fn(_context(job), *args)
-            return Report(returned=True, value=_pickled_result(value, fn))
+            return PoolReport(returned=True, value=_pickled_result(value, fn))
         except BaseException as error:  # the function is arbitrary, and SystemExit must not end the worker
             return _failure(error)
 
 
-def _failure(error: BaseException) -> Report:
+def _failure(error: BaseException) -> PoolReport:
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of _run
     text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     try:
@@ -105,7 +105,7 @@ def _failure(error: BaseException) -> Report:
         pickled = None
     # Detected by name, because pytest need not be installed where workers run.
     skipped = str(error) if type(error).__name__ == "Skipped" else None
-    return Report(returned=False, value=pickled, traceback=text, skipped=skipped)
+    return PoolReport(returned=False, value=pickled, traceback=text, skipped=skipped)
 
 
 def _pickled_result(value: object, fn: object) -> bytes:
@@ -118,7 +118,7 @@ def _pickled_result(value: object, fn: object) -> bytes:
         ) from error
 
 
-def _context(job: Job) -> ProcessContext:
+def _context(job: PoolJob) -> ProcessContext:
     """Return a fresh context with a fresh group and seeds for this rank. A single rank gets no group, as in a plain script."""
     random.seed(SEED)
     np.random.seed(SEED)
@@ -137,20 +137,20 @@ def _context(job: Job) -> ProcessContext:
     return bootstrap.start(topology, device, lambda world_size: MeshSpec.build(world_size, **job.mesh))
 
 
-def _device(job: Job) -> torch.device:
+def _device(job: PoolJob) -> torch.device:
     if job.device == "cpu":
         return torch.device("cpu")
     return torch.device(job.device, job.rank % torch.accelerator.device_count())
 
 
-def _backend(job: Job) -> str:
+def _backend(job: PoolJob) -> str:
     """Return gloo, combined with the device's backend if every rank has a separate device."""
     own = None if job.device == "cpu" else kind_of(job.device).backend
     return f"cpu:gloo,{job.device}:{own}" if own and torch.accelerator.device_count() >= job.world_size else "gloo"
 
 
 @contextmanager
-def _redirected(job: Job) -> Iterator[None]:
+def _redirected(job: PoolJob) -> Iterator[None]:
     """Context manager that sends all output of this process to the job's output file, and its stacks to the stack file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     output, stack = os.open(job.output, flags, 0o600), os.open(job.stack, flags, 0o600)

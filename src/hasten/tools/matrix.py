@@ -129,7 +129,7 @@ def devices_of(kind: str, count: int, cpu: bool) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CellOutcome:
     """Result of a cell."""
 
     cell: Cell
@@ -176,7 +176,7 @@ def run(only: str | None, as_json: bool, cpu: bool) -> int:
     devices = devices_of(host.device, host.num_devices, cpu)
     wanted = chosen(only)
     told = Console(stderr=True)
-    outcomes: list[Outcome] = []
+    outcomes: list[CellOutcome] = []
     for number, cell in enumerate(wanted, 1):
         outcome = _left_out(cell, devices) or _try(cell, cpu or devices is None, f"[{number}/{len(wanted)}]", told)
         outcomes.append(outcome)
@@ -188,12 +188,12 @@ def run(only: str | None, as_json: bool, cpu: bool) -> int:
     return 1 if any(outcome.bad for outcome in outcomes) else 0
 
 
-def _left_out(cell: Cell, devices: int | None) -> Outcome | None:
+def _left_out(cell: Cell, devices: int | None) -> CellOutcome | None:
     lacking = cell.missing(devices)
-    return None if lacking is None else Outcome(cell, "left out", note=lacking)
+    return None if lacking is None else CellOutcome(cell, "left out", note=lacking)
 
 
-def _try(cell: Cell, cpu: bool, place: str, told: Console) -> Outcome:
+def _try(cell: Cell, cpu: bool, place: str, told: Console) -> CellOutcome:
     told.print(f"{place} {cell.name}: {cell.processes} processes …", markup=False, highlight=False)
     with tempfile.TemporaryDirectory(prefix="hasten-matrix-") as folder:
         out = Path(folder) / "found.json"
@@ -203,26 +203,26 @@ def _try(cell: Cell, cpu: bool, place: str, told: Console) -> Outcome:
             variables = {**env.snapshot(), **dict([cell.cpu_variable] if cpu and cell.cpu_variable else [])}
             done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, env=variables)
         except subprocess.TimeoutExpired:
-            return Outcome(cell, "FAILED", seconds=_LIMIT_S, note=f"did not end within {_LIMIT_S:.0f} s")
+            return CellOutcome(cell, "FAILED", seconds=_LIMIT_S, note=f"did not end within {_LIMIT_S:.0f} s")
         if done.returncode or not out.exists():
             spent = time.perf_counter() - began
-            return Outcome(cell, "FAILED", seconds=spent, note=last_words(done.stdout + done.stderr))
+            return CellOutcome(cell, "FAILED", seconds=spent, note=last_words(done.stdout + done.stderr))
         found = json.loads(out.read_text())
     equal = found["difference"] <= found["tolerance"]  # False for NaN
     note = "" if equal else f"more than {found['tolerance']:g}"
-    return Outcome(
+    return CellOutcome(
         cell, "equal" if equal else "DIFFERS", found["difference"], found["seconds"], found["megabytes"], note
     )
 
 
-def _show(outcomes: Sequence[Outcome]) -> None:
+def _show(outcomes: Sequence[CellOutcome]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a file or pipe has no width at which lines break
     console.print(table(outcomes))
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[CellOutcome]) -> Table:
     """Return a table with one row per cell, narrow enough for a terminal of 80 columns."""
     shown = Table(title="the same training in one plain process, and here", box=box.SIMPLE_HEAD, pad_edge=False)
     for title, side in (

@@ -31,7 +31,7 @@ from hasten.tracking.values import (
     plain_rows,
     snapshot,
 )
-from hasten.tracking.writer import Lane, Record, Silent, Writer
+from hasten.tracking.writer import Record, Silent, Writer, WriterLane
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class TrackerManager:
         """Called with the duration of each logging call on the training thread."""
         self._names = tuple(tracker.name for tracker in trackers)
         self._notices: deque[str] = deque()
-        self._lanes = [Lane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
+        self._lanes = [WriterLane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
         self._shares_id = any(tracker.every_rank for tracker in trackers)
         self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
@@ -282,7 +282,7 @@ class TrackerManager:
                     draft.values[name] = next(numbers)
         self._put(lambda lane: [draft.entry(lane.tracker.name) for draft in drafts], len(drafts))
 
-    def _put(self, records: Callable[[Lane], list[Record]], num: int) -> None:
+    def _put(self, records: Callable[[WriterLane], list[Record]], num: int) -> None:
         def writing() -> None:
             for lane in self._lanes:
                 lane.write(records(lane))

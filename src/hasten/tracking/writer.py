@@ -63,7 +63,7 @@ Record = Entry | ImageEntry | TableEntry
 Notify = Callable[[str], None]
 
 
-class Lane:
+class WriterLane:
     """Delivery of records to one tracker, which never raises."""
 
     def __init__(self, tracker: Tracker, notify: Notify) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
-from hasten.trainer.planning import Plan
+from hasten.trainer.planning import TrainingPlan
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -31,7 +31,7 @@ class TrainOutput(NamedTuple):
 class TrainingLoop:
     """One training from its first step, or the step of a checkpoint, to its end."""
 
-    def __init__(self, trainer: Trainer, plan: Plan) -> None:
+    def __init__(self, trainer: Trainer, plan: TrainingPlan) -> None:
         self._trainer = trainer
         self._plan = plan
         self._losses: list[tuple[Tensor, Tensor | None]] = []

@@ -10,7 +10,7 @@ from hasten.trainer.arguments import TrainingArguments
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """Numbers of steps and epochs of a training, computed before its first step."""
 
     max_steps: int
@@ -25,7 +25,7 @@ class Plan:
         return when == "steps" and step % every == 0
 
 
-def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> Plan:
+def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> TrainingPlan:
     """Return the plan for a loader of this length (None for streams) and accumulation windows of `window` batches.
 
     Raises: ConfigError if the number of updates cannot be determined, or there is no batch.
@@ -43,7 +43,7 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
     per_epoch = None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * (per_epoch or 0))
     epochs = math.ceil(steps / per_epoch) if per_epoch else 0
-    return Plan(
+    return TrainingPlan(
         max_steps=steps,
         num_epochs=epochs,
         batches_per_epoch=batches_per_epoch,

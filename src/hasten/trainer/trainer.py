@@ -43,7 +43,7 @@ from hasten.trainer.loss import (
     smoothed_loss,
 )
 from hasten.trainer.needs import check_given_optimizers
-from hasten.trainer.planning import Plan, plan_training
+from hasten.trainer.planning import TrainingPlan, plan_training
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
@@ -256,14 +256,14 @@ class Trainer:
             self.push_to_hub()
         return output
 
-    def _plan(self, loader: Loader) -> Plan:
+    def _plan(self, loader: Loader) -> TrainingPlan:
         try:
             length: int | None = len(loader)
         except TypeError:  # an iterable dataset
             length = None
         return plan_training(self.args, length, self.accelerator.gradient_accumulation_steps)
 
-    def _prepare(self) -> Plan:
+    def _prepare(self) -> TrainingPlan:
         """Prepare loader, model, optimizer and schedule. Ranks: every rank."""
         accelerator, args = self.accelerator, self.args
         set_seed(args.seed, device_specific=True, deterministic=args.full_determinism, rank=accelerator.process_index)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hasten import Accelerator, Trainer, TrainingArguments
-from hasten.checkpoint.store.memory_folder import Copy, group_by_folder, neighbour, newest_common, why_none
+from hasten.checkpoint.store.memory_folder import MemoryCopy, group_by_folder, neighbour, newest_common, why_none
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, StepError
 from hasten.runtime import env
@@ -23,14 +23,14 @@ def machines(count: int, each: int) -> list[tuple[int, ...]]:
     return [tuple(range(i * each, (i + 1) * each)) for i in range(count)]
 
 
-def after_copy(layout: list[tuple[int, ...]], steps: list[int]) -> list[set[Copy]]:
+def after_copy(layout: list[tuple[int, ...]], steps: list[int]) -> list[set[MemoryCopy]]:
     """What every machine holds when the states of these steps are copied everywhere."""
     world = sum(map(len, layout))
-    held: list[set[Copy]] = [set() for _ in layout]
+    held: list[set[MemoryCopy]] = [set() for _ in layout]
     for machine, ranks in enumerate(layout):
         for step in steps:
-            held[machine].add(Copy(ranks, world, step))
-            held[neighbour(machine, len(layout))].add(Copy(ranks, world, step))
+            held[machine].add(MemoryCopy(ranks, world, step))
+            held[neighbour(machine, len(layout))].add(MemoryCopy(ranks, world, step))
     return held
 
 
@@ -63,8 +63,8 @@ def test_a_copy_that_is_not_everywhere_does_not_count() -> None:
     """Killed in the middle of copying step 6: some machines have it, some neighbours too."""
     layout = machines(3, 1)
     whole = after_copy(layout, [5])
-    newer = [(m, Copy(ranks, 3, 6)) for m, ranks in enumerate(layout)] + [
-        (neighbour(m, 3), Copy(ranks, 3, 6)) for m, ranks in enumerate(layout)
+    newer = [(m, MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)] + [
+        (neighbour(m, 3), MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)
     ]
     for size in range(len(newer) + 1):
         for there in itertools.combinations(newer, size):
@@ -73,7 +73,7 @@ def test_a_copy_that_is_not_everywhere_does_not_count() -> None:
             assert choice is not None
             assert choice.step == (6 if {copy.ranks for _, copy in there} == set(layout) else 5)
             for machine, source in enumerate(choice.sources):
-                assert Copy(layout[machine], 3, choice.step) in held[source]
+                assert MemoryCopy(layout[machine], 3, choice.step) in held[source]
 
 
 def test_another_layout_is_not_taken_for_this_one() -> None:
@@ -91,7 +91,7 @@ def test_machines_that_swap_their_ranks_swap_their_states() -> None:
     choice = newest_common(swapped, layout)
     assert choice is not None
     for machine, source in enumerate(choice.sources):
-        assert Copy(layout[machine], 4, 3) in swapped[source]
+        assert MemoryCopy(layout[machine], 4, 3) in swapped[source]
 
 
 def test_ranks_are_grouped_by_their_folder() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from hasten.checkpoint import parts
 from hasten.checkpoint.format.torch_folder import whole_tensors
 from hasten.checkpoint.inspect import merge
-from hasten.checkpoint.parts import Part
+from hasten.checkpoint.parts import SavedPart
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 
@@ -37,8 +37,8 @@ def saved_dcp(folder: Path, state: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path, whole: bool) -> None:
     world = LocalComm()
-    weights = Part("model", tmp_path / "weights_0", tmp_path / "weights.bin")
-    states = Part("optimizer", tmp_path / "states_0", tmp_path / "states.bin")
+    weights = SavedPart("model", tmp_path / "weights_0", tmp_path / "weights.bin")
+    states = SavedPart("optimizer", tmp_path / "states_0", tmp_path / "states.bin")
     model, optimizer = trained(0)
     parts.save_model(model, weights, world, whole)
     parts.save_optimizer(optimizer, model, states, world, whole)
@@ -56,7 +56,7 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path, whole: 
 
 
 def test_some_tensors_can_be_saved_alone_and_must_be_all_there_is(tmp_path: Path) -> None:
-    world, part = LocalComm(), Part("model", tmp_path / "some", tmp_path / "some.bin")
+    world, part = LocalComm(), SavedPart("model", tmp_path / "some", tmp_path / "some.bin")
     model, _ = trained(0)
     names = {"1.weight", "1.bias"}
     parts.save_model(model, part, world, False, names)
@@ -70,7 +70,7 @@ def test_some_tensors_can_be_saved_alone_and_must_be_all_there_is(tmp_path: Path
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    part = Part("model", tmp_path / "weights_0", tmp_path / "weights.bin")
+    part = SavedPart("model", tmp_path / "weights_0", tmp_path / "weights.bin")
     with pytest.raises(IncompleteCheckpointError, match=r"neither weights_0 nor weights.bin"):
         parts.load_model(trained(0)[0], part, LocalComm())
 
@@ -80,7 +80,7 @@ def test_folders_of_torch_are_loaded_and_merged(tmp_path: Path, prefix: str) -> 
     model, _ = trained(0)
     saved_dcp(tmp_path / "torch", {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()})
     other, _ = trained(1)
-    parts.load_model(other, Part("model", tmp_path / "torch", tmp_path / "none.bin"), LocalComm())
+    parts.load_model(other, SavedPart("model", tmp_path / "torch", tmp_path / "none.bin"), LocalComm())
     merge(str(tmp_path / "torch"), tmp_path / "hub")
     merged = load_file(tmp_path / "hub" / "model.safetensors")
     for name, tensor in model.state_dict().items():
@@ -91,7 +91,7 @@ def test_folders_of_torch_are_loaded_and_merged(tmp_path: Path, prefix: str) -> 
 def test_a_folder_of_torch_of_another_model_is_refused(tmp_path: Path) -> None:
     saved_dcp(tmp_path, {"0.weight": torch.zeros(4, 3), "more": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"lacks \['0.bias', .*has \['more'\]"):
-        parts.load_model(trained(0)[0], Part("model", tmp_path, tmp_path / "none.bin"), LocalComm())
+        parts.load_model(trained(0)[0], SavedPart("model", tmp_path, tmp_path / "none.bin"), LocalComm())
 
 
 def test_code_in_a_folder_of_torch_is_never_run(tmp_path: Path) -> None:

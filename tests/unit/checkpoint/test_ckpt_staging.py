@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.async_writer import Staging
+from hasten.checkpoint.async_writer import HostStaging
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.store.disk import as_bytes
 
@@ -23,7 +23,7 @@ def test_copies_do_not_follow_the_originals() -> None:
     """Announced, not announced, or only some; blocks smaller than a tensor; again with the same memory."""
     torch.manual_seed(0)
     for block_bytes in (64, 1000, 1 << 20):
-        staging = Staging(block_bytes)
+        staging = HostStaging(block_bytes)
         for announced in (0, 1, 2, 3):
             tensors = [torch.randn(37), torch.arange(5), torch.randn(8, 3).t().contiguous(), torch.zeros(0)]
             blobs = {"a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]), "b": blob_of(tensors[2])}
@@ -39,7 +39,7 @@ def test_copies_do_not_follow_the_originals() -> None:
 
 def test_one_copy_of_tied_memory() -> None:
     weight = torch.randn(100)
-    staging = Staging()
+    staging = HostStaging()
     staging.begin([weight, weight.detach()])
     staged = staging.end({"a": blob_of(weight), "b": blob_of(weight.detach())})
     assert staging.num_bytes >= 400
@@ -50,7 +50,7 @@ def test_one_copy_of_tied_memory() -> None:
 
 
 def test_a_save_given_up_leaves_nothing_behind() -> None:
-    staging = Staging()
+    staging = HostStaging()
     staging.begin([torch.randn(1000)])
     staging.abandon()
     value = torch.randn(10)

@@ -10,13 +10,13 @@ import pytest
 
 import hasten
 from hasten.cli.config_cmd import basic_config
-from hasten.cli.machine import Machine, cluster_of, examine, parse_devices, parse_links, recommended_precision
+from hasten.cli.machine import MachineFacts, cluster_of, examine, parse_devices, parse_links, recommended_precision
 from hasten.cli.main import main
 from hasten.config import files, handoff
 from hasten.config.resolve import resolve
 
-H200 = Machine(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, memory_bytes=150 << 30)
-V100 = Machine(device="cuda", num_devices=1, device_name="Tesla V100", capability=7.0)
+H200 = MachineFacts(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, memory_bytes=150 << 30)
+V100 = MachineFacts(device="cuda", num_devices=1, device_name="Tesla V100", capability=7.0)
 
 
 @pytest.fixture(autouse=True)
@@ -135,15 +135,15 @@ def test_basic_config_suits_the_machine() -> None:
     assert basic_config(H200).launch.multi_gpu
     assert basic_config(V100).mixed_precision == "fp16"
     assert basic_config(V100).strategy == "auto"
-    assert basic_config(Machine(device="tpu", num_devices=8)).strategy == "xla"
-    assert basic_config(Machine()).cpu
-    assert recommended_precision(Machine(device="rocm"))[0] == "bf16"
-    assert recommended_precision(Machine(device="mps"))[0] == "no"
+    assert basic_config(MachineFacts(device="tpu", num_devices=8)).strategy == "xla"
+    assert basic_config(MachineFacts()).cpu
+    assert recommended_precision(MachineFacts(device="rocm"))[0] == "bf16"
+    assert recommended_precision(MachineFacts(device="mps"))[0] == "no"
 
 
 def test_machine_in_words() -> None:
     assert H200.words == "8 x NVIDIA H200, 150 GiB each; 1 cores, 0 GiB host memory"
-    assert "no accelerator" in Machine().words
+    assert "no accelerator" in MachineFacts().words
     assert examine().cores >= 1
     assert cluster_of({"SLURM_JOB_ID": "1"}) == "SLURM"
     assert cluster_of({}) == ""

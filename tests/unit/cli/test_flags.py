@@ -13,7 +13,7 @@ from hasten.cli.flags import SettingAction, SettingsParser, UsageError, metavar,
 from hasten.cli.main import COMMANDS, main
 from hasten.config import absent
 from hasten.config.schema import SETTABLE
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import UnknownSettingError
 from hasten.version import __version__
 
@@ -122,7 +122,7 @@ def test_help_marks_what_every_value_is_refused_for() -> None:
     shown = {action.path: action.help for action in PARSER._actions if isinstance(action, SettingAction)}
     for info in SETTABLE:
         other = not info.default if isinstance(info.default, bool) else "another"
-        refused = bool(absent.refused({info.path: Entry(info.path, other, Source("code", info.name))}))
+        refused = bool(absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", info.name))}))
         assert ("[not in this version]" in str(shown[info.path])) == refused, info.name
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hasten.cli.main import main
 from hasten.errors import ConfigError, DataError
-from hasten.tools.predict.rows import Parts
+from hasten.tools.predict.rows import RowParts
 
 PLAN = ["plan", "train.py", "--gpu", "h200", "--global-batch", "8"]
 
@@ -64,11 +64,11 @@ def test_a_command_that_makes_no_sense_is_refused_in_words(
 def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
     (folder / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--output=file/out\.jsonl cannot be written"):
-        Parts(Path("file/out.jsonl"), 1, 1).begin({})
+        RowParts(Path("file/out.jsonl"), 1, 1).begin({})
 
 
 def test_a_record_that_was_cut_off_is_another_job(folder: Path) -> None:
-    parts = Parts(folder / "out.jsonl", 1, 1)
+    parts = RowParts(folder / "out.jsonl", 1, 1)
     assert parts.begin({"target": "a"}) == ""
     for record in parts.folder.iterdir():
         record.write_text('{"tar')
@@ -76,7 +76,7 @@ def test_a_record_that_was_cut_off_is_another_job(folder: Path) -> None:
 
 
 def test_a_result_that_json_does_not_know_is_named(folder: Path) -> None:
-    parts = Parts(folder / "out.jsonl", 1, 1)
+    parts = RowParts(folder / "out.jsonl", 1, 1)
     parts.begin({})
     with pytest.raises(DataError, match=r"a result holds a object.*return numbers"):
         parts.finish(0, [object()])

@@ -6,7 +6,7 @@ import pytest
 
 from hasten.cli.test_cmd import main
 from hasten.errors import ConfigError
-from hasten.tools.matrix import Outcome, cells, chosen, devices_of, last_words
+from hasten.tools.matrix import CellOutcome, cells, chosen, devices_of, last_words
 
 
 def test_every_backend_and_precision_is_a_cell_once() -> None:
@@ -55,7 +55,7 @@ def test_a_command_is_what_a_user_would_type() -> None:
 
 def test_a_difference_and_a_failure_are_bad() -> None:
     (cell,) = chosen("ddp-fp32")
-    found = {status: Outcome(cell, status).bad for status in ("equal", "left out", "DIFFERS", "FAILED")}
+    found = {status: CellOutcome(cell, status).bad for status in ("equal", "left out", "DIFFERS", "FAILED")}
     assert found == {"equal": False, "left out": False, "DIFFERS": True, "FAILED": True}
     assert last_words("a\nValueError: no\nbye\n") == "ValueError: no"
 

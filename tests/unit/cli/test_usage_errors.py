@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hasten.cli.main import main
 from hasten.errors import DataError
-from hasten.tools.matrix import Outcome, chosen, table
+from hasten.tools.matrix import CellOutcome, chosen, table
 from hasten.tools.predict.predict import one_batch
 
 
@@ -48,7 +48,7 @@ def test_the_matrix_fits_a_terminal_of_80_columns() -> None:
     note = "needs 4 devices, and this machine has 1"
     written = io.StringIO()
     Console(width=80, file=written).print(
-        table([Outcome(cell, "left out", 2.4e-07, 16.45, 347, note) for cell in cells])
+        table([CellOutcome(cell, "left out", 2.4e-07, 16.45, 347, note) for cell in cells])
     )
     text = written.getvalue()
     assert "\u2026" not in text, "nothing is cut off"

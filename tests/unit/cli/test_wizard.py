@@ -14,7 +14,7 @@ from typing import Any, Final
 import pexpect
 import pytest
 
-from hasten.cli.machine import Machine
+from hasten.cli.machine import MachineFacts
 from hasten.cli.wizard import Question, interview, questions, to_arguments
 from hasten.config import files
 from hasten.config.resolve import resolve
@@ -22,11 +22,11 @@ from hasten.config.root import Config
 from hasten.errors import ContradictionError
 
 MACHINES: Final = (
-    Machine(cores=4),
-    Machine(device="cuda", num_devices=1, device_name="NVIDIA H200", capability=9.0),
-    Machine(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, cluster="SLURM"),
-    Machine(device="tpu", num_devices=8),
-    Machine(device="mps", num_devices=1),
+    MachineFacts(cores=4),
+    MachineFacts(device="cuda", num_devices=1, device_name="NVIDIA H200", capability=9.0),
+    MachineFacts(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, cluster="SLURM"),
+    MachineFacts(device="tpu", num_devices=8),
+    MachineFacts(device="mps", num_devices=1),
 )
 DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
 
@@ -46,7 +46,7 @@ def options(question: Question, deep: frozenset[str]) -> list[Any]:
             return [question.default or "x"]
 
 
-def every_path(machine: Machine, deep: frozenset[str]) -> Iterator[dict[str, Any]]:
+def every_path(machine: MachineFacts, deep: frozenset[str]) -> Iterator[dict[str, Any]]:
     """Yield the complete answers of every path through the questions."""
     open_paths: list[dict[str, Any]] = [{}]
     while open_paths:
@@ -73,7 +73,7 @@ DEEP: Final = {
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: f"{machine.num_devices}{machine.device}")
 @pytest.mark.parametrize("deep", DEEP)
-def test_every_path_ends_in_settings_that_survive_the_file(machine: Machine, deep: str) -> None:
+def test_every_path_ends_in_settings_that_survive_the_file(machine: MachineFacts, deep: str) -> None:
     count = 0
     for answers in every_path(machine, DEEP[deep]):
         count += 1
@@ -95,7 +95,7 @@ def test_only_what_matters_is_asked() -> None:
         asked.append(question.key)
         return question.default
 
-    config = interview(Machine(cores=4), default)
+    config = interview(MachineFacts(cores=4), default)
     assert asked == [
         "?place",
         "launch.num_machines",
@@ -106,7 +106,7 @@ def test_only_what_matters_is_asked() -> None:
     ]
     assert config == resolve(code={"cpu": True, "launch.num_processes": 1}).config
     asked.clear()
-    assert interview(Machine(device="tpu", num_devices=8), default).strategy == "xla"
+    assert interview(MachineFacts(device="tpu", num_devices=8), default).strategy == "xla"
     assert asked == ["?place", "mixed_precision", "?compile", "gradient_accumulation.num_steps"]
 
 
@@ -119,7 +119,7 @@ def test_the_found_number_of_devices_is_not_written_down() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES[:3], ids=lambda machine: f"{machine.num_devices}{machine.device}")
 @pytest.mark.parametrize("deep", DEEP)
-def test_asked_again_the_answers_are_those_of_the_file(machine: Machine, deep: str) -> None:
+def test_asked_again_the_answers_are_those_of_the_file(machine: MachineFacts, deep: str) -> None:
     """Pressing Enter at every question of a second run changes nothing."""
     for answers in islice(every_path(machine, DEEP[deep]), 0, None, 7):
         try:

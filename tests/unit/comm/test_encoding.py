@@ -17,7 +17,7 @@ import torch
 from hasten.checkpoint.format.manifest import FileRecord
 from hasten.comm import encoding
 from hasten.comm.encoding import NotPlain, decode, encode
-from hasten.comm.session import Packed
+from hasten.comm.session import PackedObject
 from hasten.errors import CommError
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.topology import Topology
@@ -29,7 +29,7 @@ LEAVES: tuple[Any, ...] = (
     *(Path("/a/b"), torch.bfloat16, torch.device("cpu"), torch.Size((2, 3)), np.float32(1.5), np.int8(-3), Axis.TP),
     *(np.arange(6).reshape(2, 3), np.array("text"), np.zeros((0, 2)), np.array(["2020-01-01"], dtype="datetime64[D]")),
     FileRecord(name="a", size=1, sums=("x",)),
-    Packed(b"s", b"x"),
+    PackedObject(b"s", b"x"),
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint16, torch.bool, torch.complex64)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.comm.session import Credentials, Packed, Session, agree
+from hasten.comm.session import Credentials, PackedObject, Session, agree
 from hasten.errors import CommError
 
 TOKEN = b"t" * 32
@@ -119,7 +119,7 @@ def test_without_a_shared_token_plain_data_passes_and_pickles_do_not() -> None:
 def test_every_changed_byte_and_every_other_label_is_refused_before_decoding() -> None:
     one, two = sessions(meet(*[Credentials(TOKEN)] * 2)[0])
     other = sessions(meet(*[Credentials(TOKEN)] * 2)[0])[0]
-    sent = one.seal(Packed(b"p", pickle.dumps(Evil())), "1/0")
+    sent = one.seal(PackedObject(b"p", pickle.dumps(Evil())), "1/0")
     for position in range(len(sent)):
         changed = bytearray(sent)
         changed[position] ^= 1

@@ -23,7 +23,7 @@ from hasten.config.layers import Problems, from_code, from_environment
 from hasten.config.resolve import Resolved, build, decode_all, merge, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, FieldInfo, subsection
-from hasten.config.source import PRECEDENCE, Entry, Source, SourceKind
+from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, SourceKind
 from hasten.errors import ConfigError, UnknownSettingError
 
 
@@ -77,7 +77,7 @@ def text_of(value: Any, info: FieldInfo) -> str:
     return str(encode(value))
 
 
-def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> Entry:
+def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> SettingEntry:
     """Return the entry that a source makes when the user sets a field there, through the real readers."""
     match kind:
         case "file":
@@ -89,7 +89,7 @@ def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> Entry:
             return from_environment({info.variable: text_of(value, info)})[0]
         case "flag":
             (entry,) = PARSER.parse_args([f"--{info.flag}={text_of(value, info)}"]).settings
-            assert isinstance(entry, Entry)
+            assert isinstance(entry, SettingEntry)
             return entry
         case _:
             (entry,) = from_code({info.name: value})
@@ -214,7 +214,11 @@ def flag_in_both_spellings(info: FieldInfo) -> None:
         for spelled in (flag, flag.replace("_", "-")):
             for argv in ([f"--{spelled}={value}"], [f"--{spelled}", value]):
                 (entry,) = PARSER.parse_args(argv).settings
-                assert (entry.path, entry.value, entry.source) == (info.path, value, Source("flag", f"--{spelled}"))
+                assert (entry.path, entry.value, entry.source) == (
+                    info.path,
+                    value,
+                    SettingSource("flag", f"--{spelled}"),
+                )
 
 
 def test_names_are_unique() -> None:
@@ -229,7 +233,7 @@ def test_handoff_keeps_every_value_and_source() -> None:
     """Everything that can be handed over arrives as it left, with the source it had."""
     for info in WITH_SAMPLES:
         for kind in PRECEDENCE[1:]:
-            sent = Entry(info.path, samples(info.type)[-1], Source(kind, "somewhere:1"))
+            sent = SettingEntry(info.path, samples(info.type)[-1], SettingSource(kind, "somewhere:1"))
             packed = handoff.pack(Resolved(Config(), {info.path: sent}))
             problems = Problems()
             (arrived,), _ = decode_all(handoff.unpack(packed), problems)

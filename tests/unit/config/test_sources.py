@@ -21,7 +21,7 @@ from hasten.config.sections.parallel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from hasten.config.source import Entry, Marked, Source
+from hasten.config.source import Marked, SettingEntry, SettingSource
 from hasten.config.yaml_text import parse
 from hasten.errors import ConfigError, ConfigFileError, ContradictionError, SettingValueError, UnknownSettingError
 
@@ -90,7 +90,7 @@ def test_enums_are_case_insensitive_everywhere() -> None:
 # --- sources ---------------------------------------------------------------------------------------------------------
 def test_every_value_knows_its_source() -> None:
     file = files.read_text("mixed_precision: fp16\nfsdp:\n  cpu_offload: true\n", Path("c.yaml"))
-    flags = [Entry(("launch", "num_processes"), "4", Source("flag", "--num_processes"), text=True)]
+    flags = [SettingEntry(("launch", "num_processes"), "4", SettingSource("flag", "--num_processes"), text=True)]
     resolved = resolve(
         file=file.entries, flags=flags, env={"HASTEN_DEBUG": "1"}, code={"gradient_accumulation_steps": 2}
     )
@@ -239,7 +239,7 @@ def test_migrations_run_in_order() -> None:
 # --- handoff ---------------------------------------------------------------------------------------------------------
 def test_handoff_stands_for_file_flags_and_variables() -> None:
     file = files.read_text("mixed_precision: fp16\nfsdp: {cpu_offload: true}\n", Path("c.yaml"))
-    flags = [Entry(("mixed_precision",), "bf16", Source("flag", "--mixed_precision"), text=True)]
+    flags = [SettingEntry(("mixed_precision",), "bf16", SettingSource("flag", "--mixed_precision"), text=True)]
     env = {"HASTEN_GRADIENT_ACCUMULATION_STEPS": "2"}
     launcher = resolve(file=file.entries, flags=flags, env=env)
     text = handoff.pack(launcher)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hasten.testing.loaders import Numbers, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, global_order, prepared, seen
 
 
 class Faulty(Dataset[int]):
@@ -33,7 +33,7 @@ def test_an_empty_dataset_is_an_epoch_without_batches() -> None:
             assert len(loader) == 0
             assert seen(loader) == []
             assert loader.epoch == 1
-            assert seen(prepared(DataLoader(Numbers(0), batch_size=2), rank, world)) == []
+            assert seen(prepared(DataLoader(CountingStream(0), batch_size=2), rank, world)) == []
 
 
 def test_a_dataset_smaller_than_the_world() -> None:

@@ -14,7 +14,7 @@ from hasten.data.loader import Loader
 from hasten.errors import DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.mesh_plan import MeshSpec
-from hasten.testing.loaders import Numbers, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, global_order, prepared, seen
 
 
 class Squares(Dataset[int]):
@@ -226,7 +226,7 @@ def test_a_subclass_that_iterates_its_own_way_is_refused_when_it_breaks_the_deal
 
 
 def test_streams_hear_of_the_epoch_and_have_no_length() -> None:
-    data = Numbers(8)
+    data = CountingStream(8)
     loader = prepared(DataLoader(data, batch_size=2))
     with pytest.raises(TypeError, match="no length"):
         len(loader)
@@ -246,7 +246,7 @@ def test_even_batches_can_be_changed_for_a_block() -> None:
 
 
 def test_two_passes_at_once_are_two_epochs() -> None:
-    for user in (DataLoader(range(12), batch_size=3, shuffle=True), DataLoader(Numbers(12), batch_size=3)):  # type: ignore[arg-type]
+    for user in (DataLoader(range(12), batch_size=3, shuffle=True), DataLoader(CountingStream(12), batch_size=3)):  # type: ignore[arg-type]
         expected = [seen(prepared(user))]
         second = prepared(user)
         second.set_epoch(1)
@@ -262,7 +262,7 @@ def test_two_passes_at_once_are_two_epochs() -> None:
 
 
 def test_settings_changed_after_prepare_act_or_are_refused() -> None:
-    for data in (Squares(4), Numbers(4)):
+    for data in (Squares(4), CountingStream(4)):
         loader: Any = prepared(DataLoader(data, batch_size=2))
         loader.collate_fn = collate_list
         assert isinstance(next(iter(loader)), list)

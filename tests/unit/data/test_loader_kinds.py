@@ -26,13 +26,13 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hasten.errors import ConfigError, DataError, PrepareError
-from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 DATA = list(range(23))
 Build = Callable[[], DataLoader[Any]]
 
 
-def shares_of(build: Build, world: int, epochs: int = 1, **settings: Any) -> list[list[Seen]]:
+def shares_of(build: Build, world: int, epochs: int = 1, **settings: Any) -> list[list[SeenBatches]]:
     """What each rank sees in its last of `epochs` passes; every rank builds its own loader, as processes do."""
     shares = []
     for rank in range(world):
@@ -45,7 +45,7 @@ def shares_of(build: Build, world: int, epochs: int = 1, **settings: Any) -> lis
     return shares
 
 
-def check_even(shares: list[list[Seen]]) -> None:
+def check_even(shares: list[list[SeenBatches]]) -> None:
     assert len({len(share) for share in shares}) == 1
     for share in shares:
         assert [row.last for row in share] == [False] * (len(share) - 1) + [True] * bool(share)
@@ -244,7 +244,7 @@ def test_an_endless_sampler_without_length() -> None:
     assert seen(resumed, limit=5) == _after(build, 40, 5)
 
 
-def _after(build: Build, skipped: int, count: int) -> list[Seen]:
+def _after(build: Build, skipped: int, count: int) -> list[SeenBatches]:
     return seen(prepared(build(), 1, 2), limit=skipped + count)[skipped:]
 
 
@@ -335,7 +335,7 @@ def test_streams_follow_their_laws_at_every_size(num_workers: int) -> None:
         for drop_last, even in itertools.product((False, True), repeat=2):
 
             def build(size: int = size, batch: int = batch, drop_last: bool = drop_last) -> DataLoader[Any]:
-                return DataLoader(Numbers(size), batch_size=batch, drop_last=drop_last, num_workers=num_workers)
+                return DataLoader(CountingStream(size), batch_size=batch, drop_last=drop_last, num_workers=num_workers)
 
             shares = shares_of(build, world, even_batches=even)
             order = global_order(shares)
@@ -367,14 +367,14 @@ def test_streams_of_batches_and_split_streams() -> None:
     check_even(split)
     assert global_order(split) == list(range(20))
     assert len(split[0]) == 5
-    rows = shares_of(lambda: DataLoader(Numbers(22), batch_size=4), 2, split_batches=True)
+    rows = shares_of(lambda: DataLoader(CountingStream(22), batch_size=4), 2, split_batches=True)
     check_even(rows)
     assert sorted(global_order(rows)) == list(range(22))
     assert [len(row.values) for row in rows[0]] == [2] * 5 + [1], "the last two are spread over both ranks"
 
 
 def test_a_stream_with_a_length_gives_the_loader_one() -> None:
-    class Sized(Numbers):
+    class Sized(CountingStream):
         def __len__(self) -> int:
             return self.size
 

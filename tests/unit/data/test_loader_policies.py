@@ -27,7 +27,7 @@ from hasten.data.position import Position
 from hasten.data.readers import BatchReader
 from hasten.data.stream import StreamSource
 from hasten.errors import DataError
-from hasten.testing.loaders import Numbers, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, global_order, prepared, seen
 
 
 class Buckets:
@@ -60,7 +60,7 @@ def bucketed(size: int, batch: int) -> DataLoader[Any]:
 
 
 def stream(size: int, batch: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(size), batch_size=batch)
+    return DataLoader(CountingStream(size), batch_size=batch)
 
 
 def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
@@ -113,7 +113,7 @@ def test_full_padding_when_one_rank_reads_for_all(build: Callable[[int, int], Da
 
 
 def test_a_first_batch_that_is_too_short_pads_all_the_same() -> None:
-    source = StreamSource(stream(1, 4), Cutting(1, 0, 4, True, False, True), Numbers(1), LocalComm(), 0)
+    source = StreamSource(stream(1, 4), Cutting(1, 0, 4, True, False, True), CountingStream(1), LocalComm(), 0)
     reader = BatchReader(4, False, True, False, lambda batch, rows, rank, world: batch[rows])
     (step,) = reader.rounds(source, Position())
     assert [None if item is None else item[0].tolist() for item in step.items] == [[0]] * 4
@@ -245,5 +245,5 @@ def test_an_order_of_torchs_that_cannot_be_drawn_again_is_refused() -> None:
 
 
 def test_an_unbatched_stream_is_skipped_by_reading_past() -> None:
-    stream = DataLoader(Numbers(6), batch_size=None)
+    stream = DataLoader(CountingStream(6), batch_size=None)
     assert list(skip_first_batches(stream, 2)) == [2, 3, 4, 5]

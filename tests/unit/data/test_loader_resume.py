@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import ConfigError, DataError
-from hasten.testing.loaders import Numbers, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, global_order, prepared, seen
 
 DATA = list(range(21))
 WORLDS = ((1, 1), (2, 2), (2, 4), (4, 2))  # before and after a crash
@@ -155,7 +155,7 @@ def test_augmentation_in_workers_is_the_same_after_a_resume() -> None:
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_streams_resume_after_every_batch(num_workers: int) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(Numbers(13 if num_workers else 23), batch_size=2, num_workers=num_workers)
+        return DataLoader(CountingStream(13 if num_workers else 23), batch_size=2, num_workers=num_workers)
 
     for world in (1, 2) if not num_workers else (2,):
         whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
@@ -167,7 +167,7 @@ def test_streams_resume_after_every_batch(num_workers: int) -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 2), (2, 1)])
 def test_streams_resume_on_another_world(before: int, after: int) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(Numbers(23), batch_size=2)
+        return DataLoader(CountingStream(23), batch_size=2)
 
     order = global_order([seen(prepared(build(), rank, before)) for rank in range(before)])
     for stop in range(1, 23 // (2 * before) + 1):
@@ -176,9 +176,9 @@ def test_streams_resume_on_another_world(before: int, after: int) -> None:
 
 
 def test_the_position_of_a_stream_belongs_to_its_workers_and_shards() -> None:
-    states = crash(lambda: DataLoader(Numbers(23), batch_size=2, num_workers=2), 1, 2, epoch=0)
+    states = crash(lambda: DataLoader(CountingStream(23), batch_size=2, num_workers=2), 1, 2, epoch=0)
     with pytest.raises(DataError, match="Set num_workers=2"):
-        seen(resumed(lambda: DataLoader(Numbers(23), batch_size=2), 1, states)[0])
+        seen(resumed(lambda: DataLoader(CountingStream(23), batch_size=2), 1, states)[0])
 
     class Asked(IterableDataset[int]):
         def shard(self, num_shards: int, index: int) -> Any:
@@ -221,7 +221,7 @@ def test_hub_streams_resume_by_their_own_state(num_workers: int) -> None:
 
 def test_workers_that_live_on_see_a_loaded_position() -> None:
     def build(persistent: bool) -> DataLoader[Any]:
-        return DataLoader(Numbers(12), batch_size=2, num_workers=2, persistent_workers=persistent)
+        return DataLoader(CountingStream(12), batch_size=2, num_workers=2, persistent_workers=persistent)
 
     loader = prepared(build(True))
     whole = seen(loader)
@@ -278,7 +278,7 @@ def test_states_of_other_data_are_refused() -> None:
     with pytest.raises(DataError, match=r"epoch of 21.*has 30"):
         longer.load_state_dict(state)
     with pytest.raises(DataError, match="counts samples, and this loader counts stream"):
-        prepared(DataLoader(Numbers(21), batch_size=2)).load_state_dict(state)
+        prepared(DataLoader(CountingStream(21), batch_size=2)).load_state_dict(state)
     with pytest.raises(DataError, match="no version"):
         longer.load_state_dict({"step": 3})
     with pytest.raises(DataError, match="version 2"):
@@ -307,7 +307,7 @@ def test_skipping_counts_from_the_beginning_of_the_epoch() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_skipping_in_streams(num_workers: int) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(Numbers(23), batch_size=2, num_workers=num_workers)
+        return DataLoader(CountingStream(23), batch_size=2, num_workers=num_workers)
 
     whole = seen(prepared(build(), 1, 2))
     for count in (1, 2, 3):
@@ -320,7 +320,7 @@ def test_skipping_in_plain_loaders_keeps_every_setting() -> None:
         DataLoader(DATA, batch_size=4, num_workers=2, drop_last=True, timeout=9.0),  # type: ignore[arg-type]
         DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0)),  # type: ignore[arg-type]
         DataLoader(DATA, batch_size=None),  # type: ignore[arg-type]
-        DataLoader(Numbers(21), batch_size=4),
+        DataLoader(CountingStream(21), batch_size=4),
         DataLoader(DATA, batch_sampler=[[1, 2], [3], [4, 5, 6]]),  # type: ignore[arg-type]
     ]
     for loader in plain:

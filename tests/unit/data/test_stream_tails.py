@@ -11,15 +11,17 @@ import torch
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, SequentialSampler
 
 from hasten.errors import ConfigError
-from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen
+from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 
-class Sized(Numbers):
+class Sized(CountingStream):
     def __len__(self) -> int:
         return self.size
 
 
-def shares(data: Any, batch: int, world: int, drop_last: bool, workers: int = 0, **settings: Any) -> list[list[Seen]]:
+def shares(
+    data: Any, batch: int, world: int, drop_last: bool, workers: int = 0, **settings: Any
+) -> list[list[SeenBatches]]:
     options: dict[str, Any] = {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
     made = [
         prepared(DataLoader(data, batch_size=batch, drop_last=drop_last, **options), rank, world, **settings)
@@ -33,9 +35,9 @@ def shares(data: Any, batch: int, world: int, drop_last: bool, workers: int = 0,
 
 
 def test_fifty_samples_in_batches_of_three_on_two_ranks() -> None:
-    for data in (range(50), Numbers(50), Sized(50)):
+    for data in (range(50), CountingStream(50), Sized(50)):
         last = [share[-1] for share in shares(data, 3, 2, False)]
-        assert last == [Seen([48], 1, True), Seen([49], 1, True)]
+        assert last == [SeenBatches([48], 1, True), SeenBatches([49], 1, True)]
 
 
 @pytest.mark.parametrize("world", [2, 3, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4, 5))])
@@ -46,7 +48,7 @@ def test_streams_end_as_map_style_data_does(world: int) -> None:
         for pad in ("least", "full"):
             settings: dict[str, Any] = {"even_batches": even, "split_batches": split, "pad": pad}
             wanted = shares(range(size), rows, world, drop_last, **settings)
-            for stream in (Numbers(size), Sized(size)):
+            for stream in (CountingStream(size), Sized(size)):
                 got = shares(stream, rows, world, drop_last, **settings)
                 assert got == wanted, (type(stream), size, batch, drop_last, settings)
             if even and pad == "least" and not drop_last:
@@ -58,13 +60,13 @@ def test_unequal_shares_of_a_global_batch_are_read_once() -> None:
     """A round is the global batch on every rank, also where ranks have different rows of it."""
     for size in (0, 3, 7, 20, 23):
         wanted = shares(range(size), 7, 3, False, split_batches=True, even_batches=False)
-        assert shares(Numbers(size), 7, 3, False, split_batches=True, even_batches=False) == wanted
+        assert shares(CountingStream(size), 7, 3, False, split_batches=True, even_batches=False) == wanted
 
 
 @pytest.mark.parametrize("size", [9, 14])
 def test_each_worker_of_a_stream_has_an_end_of_its_own(size: int) -> None:
     """As in plain torch, where every worker gives a short batch."""
-    parts = shares(Numbers(size), 3, 2, False, workers=2)
+    parts = shares(CountingStream(size), 3, 2, False, workers=2)
     assert sorted(global_order(parts)) == list(range(size))
     for step in zip(*parts, strict=True):
         assert len({len(row.values) for row in step}) == 1
@@ -74,12 +76,12 @@ def test_each_worker_of_a_stream_has_an_end_of_its_own(size: int) -> None:
 
 def test_a_position_before_the_padding_samples_pads_as_before() -> None:
     """The first step of a larger world may begin before all samples that its padding needs were read."""
-    first = prepared(DataLoader(Numbers(6), batch_size=1), 0, 1)
+    first = prepared(DataLoader(CountingStream(6), batch_size=1), 0, 1)
     assert seen(first, 1)[0].values == [0]
     state = first.state_dict()
     rest = []
     for rank in range(4):
-        loader = prepared(DataLoader(Numbers(6), batch_size=1), rank, 4)
+        loader = prepared(DataLoader(CountingStream(6), batch_size=1), rank, 4)
         loader.load_state_dict(state)
         rest.append(seen(loader))
     assert global_order(rest) == [1, 2, 3, 4, 5]
@@ -88,7 +90,7 @@ def test_a_position_before_the_padding_samples_pads_as_before() -> None:
 
 def test_chained_streams_without_a_length_are_prepared() -> None:
     def chained() -> DataLoader[Any]:
-        return DataLoader(ChainDataset([Numbers(5), Numbers(8)]), batch_size=2)
+        return DataLoader(ChainDataset([CountingStream(5), CountingStream(8)]), batch_size=2)
 
     parts = [seen(prepared(chained(), rank, 3)) for rank in range(3)]
     assert global_order(parts) == [*range(5), *range(8)]
@@ -118,7 +120,7 @@ def test_full_padding_is_refused_where_the_rows_of_a_full_batch_are_unknown(disp
     for loader in (
         DataLoader(data, batch_sampler=OwnBatches(5)),
         DataLoader(data, batch_size=None),
-        DataLoader(Numbers(5), batch_size=None),
+        DataLoader(CountingStream(5), batch_size=None),
     ):
         with pytest.raises(ConfigError, match=r'pad="full" with .* set pad="least"'):
             prepared(loader, pad="full", dispatch_batches=dispatch)

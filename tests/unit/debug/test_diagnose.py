@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from hasten.comm.collective_log import LIBRARIES, Trail, caller
-from hasten.trust.divergence.state import Note, Seen, Spot, State, Status
+from hasten.trust.divergence.state import Note, SeenState, Spot, State, Status
 from hasten.trust.stall import observe as processes
 from hasten.trust.stall import stacks
 from hasten.trust.stall import wording as words
 from hasten.trust.stall.diagnose import diagnose
 from hasten.trust.stall.evidence import Evidence
-from hasten.trust.stall.stacks import Call, place_of
+from hasten.trust.stall.stacks import StackCall, place_of
 
 SIZES = (2, 3, 8, 64)
 
@@ -41,8 +41,8 @@ def state(
     return State(rank=rank, host="h", pid=100 + rank, spot=Spot(site, call, f"{call}(x)"), **{**plain, **changes})
 
 
-def here(*states: State) -> list[Seen]:
-    return [Seen(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1)) for one in states]
+def here(*states: State) -> list[SeenState]:
+    return [SeenState(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1)) for one in states]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -50,7 +50,7 @@ def here(*states: State) -> list[Seen]:
 def test_a_lost_rank_is_the_cause_whatever_the_others_do(size: int, status: Status) -> None:
     for culprit in {0, size // 2, size - 1}:
         world = here(*(state(rank) for rank in range(size)))
-        world[culprit] = Seen(
+        world[culprit] = SeenState(
             culprit, status, None, Note(culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else "")
         )
         found = diagnose(world)
@@ -150,7 +150,7 @@ def test_all_in_the_same_call() -> None:
 
 
 def test_a_silent_rank_is_named_with_its_pid() -> None:
-    world = [*here(state(0)), Seen(1, "silent", None, Note(1, "node7", 4711, 1))]
+    world = [*here(state(0)), SeenState(1, "silent", None, Note(1, "node7", 4711, 1))]
     found = diagnose(world)
     assert found is not None
     assert (found.cause, found.missing) == ("silent", (1,))
@@ -174,7 +174,7 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
 
 
 def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> None:
-    lost = Seen(2, "silent", None, Note(2, "node7", 4711, 1))
+    lost = SeenState(2, "silent", None, Note(2, "node7", 4711, 1))
     for others in (here(state(0), state(1)), here(state(0), state(1, kind="user"))):
         found = diagnose([*others, lost], lost_hosts={"node7"})
         assert found is not None
@@ -183,8 +183,8 @@ def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do
         assert (found := diagnose([*others, lost], lost_hosts={"node8"})) is None or found.cause != "unreachable"
 
 
-def left(rank: int, counts: dict[str, int] | None) -> Seen:
-    return Seen(rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts))
+def left(rank: int, counts: dict[str, int] | None) -> SeenState:
+    return SeenState(rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts))
 
 
 def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
@@ -284,7 +284,7 @@ def test_a_silent_rank_that_uses_the_processor_is_busy_in_native_code() -> None:
             while not (activities := neighbours.look({1: note})[1]).get(1, "").startswith("it uses"):
                 assert time.monotonic() < deadline, activities
                 time.sleep(0.1)
-            found = diagnose([*here(state(0)), Seen(1, "silent", None, note, activities[1])])
+            found = diagnose([*here(state(0)), SeenState(1, "silent", None, note, activities[1])])
             assert found is not None
             assert (found.cause, found.ends) == ("silent", "perhaps")
             assert "busy in native code that lets no other thread of Python run (it uses" in found.sentence
@@ -336,15 +336,20 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
 
 @pytest.mark.parametrize(("inner", "kind", "call"), PLACES)
 def test_the_place_of_a_stack(inner: list[tuple[str, str]], kind: str, call: str) -> None:
-    frames = [Call(file, 1, function) for file, function in inner]
-    place = place_of([*frames, Call("/home/me/train.py", 42, "main"), Call(f"{HASTEN}launch/worker.py", 1, "main")])
+    frames = [StackCall(file, 1, function) for file, function in inner]
+    place = place_of(
+        [*frames, StackCall("/home/me/train.py", 42, "main"), StackCall(f"{HASTEN}launch/worker.py", 1, "main")]
+    )
     assert (place.kind, place.call, place.line, place.function) == (kind, call, 42, "main")
 
 
 def test_users_code_inside_a_loader_or_a_save_is_known_as_such() -> None:
-    dataset = [Call("/home/me/data.py", 9, "__getitem__"), Call(f"{TORCH}/utils/data/_utils/fetch.py", 1, "fetch")]
+    dataset = [
+        StackCall("/home/me/data.py", 9, "__getitem__"),
+        StackCall(f"{TORCH}/utils/data/_utils/fetch.py", 1, "fetch"),
+    ]
     assert place_of(dataset).in_dataset
-    saving = [Call("/home/me/ema.py", 9, "state_dict"), Call(f"{HASTEN}checkpoint/writer.py", 1, "write")]
+    saving = [StackCall("/home/me/ema.py", 9, "state_dict"), StackCall(f"{HASTEN}checkpoint/writer.py", 1, "write")]
     assert place_of(saving).kind == "checkpoint"
 
 

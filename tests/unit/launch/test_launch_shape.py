@@ -11,8 +11,8 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import mpi
-from hasten.launch.base import Host, Request, Target
-from hasten.launch.shape import Shape, decide, worker_argv
+from hasten.launch.base import Host, LaunchRequest, Target
+from hasten.launch.shape import JobShape, decide, worker_argv
 
 
 def shape(
@@ -22,12 +22,12 @@ def shape(
     cores: int = 8,
     env: Mapping[str, str] | None = None,
     **config: Any,
-) -> Shape:
+) -> JobShape:
     """The shape for launch settings on a machine with some devices."""
     device = "cuda" if devices else "cpu"
     host = Host(name="here", cores=cores, device=device, num_devices=devices, env=env or {})  # type: ignore[arg-type]
     return decide(
-        Request(Config(launch=LaunchConfig(**(launch or {})), **config), Target("train.py"), "SETTINGS"), host
+        LaunchRequest(Config(launch=LaunchConfig(**(launch or {})), **config), Target("train.py"), "SETTINGS"), host
     )
 
 
@@ -124,10 +124,13 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         (10**9, LaunchConfig(processes_per_machine=10**9)),
     ):
         with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB cannot hold them.* Ask for at most 16"):
-            decide(Request(Config(launch=launch), Target("train.py")), host)
-    assert decide(Request(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes == 16
+            decide(LaunchRequest(Config(launch=launch), Target("train.py")), host)
+    assert (
+        decide(LaunchRequest(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes
+        == 16
+    )
     with pytest.raises(ConfigError, match="cannot hold them"):
-        mpi.plan(Request(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())
+        mpi.plan(LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:

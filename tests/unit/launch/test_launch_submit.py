@@ -11,7 +11,7 @@ import pytest
 
 from hasten.config import handoff
 from hasten.config.resolve import resolve
-from hasten.launch.base import Host, Request, Target
+from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.slurm import plan_submit
 
 EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatch"
@@ -20,7 +20,7 @@ EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatc
 def planned(folder: Path) -> str:
     """The script that `hasten launch --submit slurm` writes."""
     resolved = resolve()
-    request = Request(resolved.config, Target("train.py", ("--data", "my data")), handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, Target("train.py", ("--data", "my data")), handoff.pack(resolved))
     (script,) = plan_submit(request, Host(name="login"), (), str(folder)).files
     return script.text
 
@@ -85,6 +85,6 @@ def test_a_signal_to_the_shell_alone_reaches_the_step(tmp_path: Path, which: str
 
 def test_no_requeue_is_an_option() -> None:
     config = resolve(code={"launch": {"submit_options": {"requeue": False}}})
-    request = Request(config.config, Target("train.py"), handoff.pack(config))
+    request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config))
     (script,) = plan_submit(request, Host(name="login"), (), "/job").files
     assert "requeue" not in script.text

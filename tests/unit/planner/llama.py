@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from hasten.tools.plan.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
+from hasten.tools.plan.traced import (
+    LinearCost,
+    ModelTrace,
+    Moment,
+    OptimizerFacts,
+    ParameterKind,
+    PrecisionName,
+    Variant,
+)
 
 
 def llama(layers: int = 80, width: int = 8192, sequence: int = 4096) -> ModelTrace:
@@ -53,9 +61,9 @@ def _variant(precision: PrecisionName, recompute: bool, layers: int, width: int,
     return Variant(
         precision=precision,
         recompute=recompute,
-        flops={"fp32" if precision == "no" else precision: Line(0, flops)},
-        moved=Line(0, tokens * 100 * layers),
+        flops={"fp32" if precision == "no" else precision: LinearCost(0, flops)},
+        moved=LinearCost(0, tokens * 100 * layers),
         operations=60 * layers,
-        moments=(Moment(activations=Line(0, kept)), Moment(activations=Line(0, kept / 2), gradients=0.5)),
+        moments=(Moment(activations=LinearCost(0, kept)), Moment(activations=LinearCost(0, kept / 2), gradients=0.5)),
         peak_module="lm_head",
     )

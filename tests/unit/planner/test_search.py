@@ -14,15 +14,15 @@ from hasten.runtime.bytes_plan import data_traffic, held_bytes
 from hasten.runtime.mesh_plan import MeshSpec, divisors
 from hasten.tools.plan import hardware, report
 from hasten.tools.plan.memory import held, local_numel, need
-from hasten.tools.plan.search import SIMPLER, Option, Plan, Request, layouts, search
+from hasten.tools.plan.search import SIMPLER, LayoutPlan, Option, PlanRequest, layouts, search
 from hasten.tools.plan.traced import Candidate, ParameterKind
 from hasten.tools.plan.traffic import sent, weights
 
 SMALL = llama(layers=8, width=1024, sequence=1024)
 
 
-def request(gpus: int, gpu: str = "h200", batch: int | None = None) -> Request:
-    return Request(gpus=gpus, accelerator=hardware.find(gpu), global_batch=batch or 4 * gpus)
+def request(gpus: int, gpu: str = "h200", batch: int | None = None) -> PlanRequest:
+    return PlanRequest(gpus=gpus, accelerator=hardware.find(gpu), global_batch=batch or 4 * gpus)
 
 
 def test_every_layout_has_the_asked_number_of_ranks_and_samples() -> None:
@@ -76,12 +76,12 @@ def _with(layout: Candidate, micro: int) -> Candidate:
 
 
 @pytest.fixture(scope="module")
-def plans() -> list[Plan]:
+def plans() -> list[LayoutPlan]:
     """A small model on few GPUs and many, and a large one."""
     return [search(SMALL, request(gpus)) for gpus in (1, 8, 64)] + [search(llama(), request(512))]
 
 
-def test_the_best_is_the_fastest_that_fits_and_needs_no_change_of_the_loop(plans: list[Plan]) -> None:
+def test_the_best_is_the_fastest_that_fits_and_needs_no_change_of_the_loop(plans: list[LayoutPlan]) -> None:
     for plan in plans:
         usable = [option for option in plan.options if option.usable]
         assert plan.best in usable
@@ -97,7 +97,7 @@ def test_the_best_is_the_fastest_that_fits_and_needs_no_change_of_the_loop(plans
         assert 0 < best.mfu(plan.request.accelerator, plan.best.candidate) < 1
 
 
-def test_copies_are_taken_where_shards_gain_next_to_nothing(plans: list[Plan]) -> None:
+def test_copies_are_taken_where_shards_gain_next_to_nothing(plans: list[LayoutPlan]) -> None:
     for plan in plans:
         copies = [one for one in plan.options if one.usable and _is_plain(one)]
         if copies and min(one.time.total for one in copies) <= plan.fastest.time.total * (1 + SIMPLER):
@@ -118,7 +118,7 @@ def test_a_plan_for_4096_gpus_takes_seconds() -> None:
     assert plan.best.candidate.sharded, "70 billion parameters with their optimizer state fit no GPU"
 
 
-def test_the_best_becomes_settings_that_are_read_back(plans: list[Plan], tmp_path: Path) -> None:
+def test_the_best_becomes_settings_that_are_read_back(plans: list[LayoutPlan], tmp_path: Path) -> None:
     for plan in plans:
         config = report.config_of(plan, plan.best)
         path = files.write(config, tmp_path / "config.yaml")
@@ -130,7 +130,7 @@ def test_the_best_becomes_settings_that_are_read_back(plans: list[Plan], tmp_pat
         assert all([report.why(plan), report.better(plan), report.notes(plan, plan.best)])
 
 
-def test_copies_are_offered_where_they_fit_and_only_there(plans: list[Plan]) -> None:
+def test_copies_are_offered_where_they_fit_and_only_there(plans: list[LayoutPlan]) -> None:
     for plan in plans:
         copies = [option for option in plan.options if option.candidate.strategy in ("none", "ddp")]
         assert any(option.fits for option in copies) == (plan.trace is SMALL)
@@ -140,11 +140,11 @@ def test_what_cannot_be_planned_is_said_in_one_sentence() -> None:
     with pytest.raises(
         ConfigError, match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*use at least [0-9]+ GPUs"
     ):
-        search(llama(), Request(gpus=2, accelerator=hardware.find("l4"), global_batch=2))
+        search(llama(), PlanRequest(gpus=2, accelerator=hardware.find("l4"), global_batch=2))
     with pytest.raises(ConfigError, match="global batch 7 cannot be divided among 4 GPUs"):
         search(
             llama(layers=7, width=1000, sequence=1023),
-            Request(gpus=4, accelerator=hardware.find("h100"), global_batch=7, micro_batch=3),
+            PlanRequest(gpus=4, accelerator=hardware.find("h100"), global_batch=7, micro_batch=3),
         )
     with pytest.raises(ConfigError, match="gpus=0 is not a number to plan for"):
         request(0, batch=1)

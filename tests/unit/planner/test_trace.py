@@ -23,7 +23,7 @@ from hasten.tools.plan import report
 from hasten.tools.plan.auto import choose
 from hasten.tools.plan.gpu_rules import gpu_rules
 from hasten.tools.plan.hardware import KNOWN
-from hasten.tools.plan.search import Request, search
+from hasten.tools.plan.search import PlanRequest, search
 from hasten.tools.plan.trace import trace
 from hasten.tools.plan.traced import ModelTrace
 from hasten.tools.tune.watch import StepWatch
@@ -170,7 +170,7 @@ def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
 
 def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
     assert dict(traced.own) == {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}
-    plan = search(traced, Request(gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
+    plan = search(traced, PlanRequest(gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
     notes = "\n".join(report.notes(plan, plan.best))
     assert "take mixed_precision='bf16' out of the script's Accelerator()" in notes
     assert "take gradient_accumulation_steps=4 out" in notes
@@ -179,7 +179,7 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
 
 
 def test_a_plan_that_changes_the_loop_says_why(traced: ModelTrace) -> None:
-    plan = search(traced, Request(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
+    plan = search(traced, PlanRequest(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
     assert "cannot divide 8 samples among 3 GPUs evenly" in "\n".join(report.why(plan))
 
 

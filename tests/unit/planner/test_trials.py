@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hasten.tools.tune.tuning import HALF, SAME, Outcome, difference
+from hasten.tools.tune.tuning import HALF, SAME, TrialOutcome, difference
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(310)]
 
@@ -32,7 +32,7 @@ ALONE: tuple[tuple[dict[str, Any], float], ...] = (  # Any: numbers, names and f
 )
 
 
-def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> Outcome:
+def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> TrialOutcome:
     """What a trial with these values measures."""
     told, result = folder / "spec.json", folder / "result.json"
     spec = {"values": values, "result": str(result), "warmup": WARM_UP, "updates": UPDATES}
@@ -43,16 +43,16 @@ def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> Outcome:
         command = [sys.executable, "-m", *launch, "hasten.tools.tune.trial"]
     done = subprocess.run([*command, str(told), str(SCRIPT)], capture_output=True, text=True, timeout=300, cwd=folder)
     assert result.is_file(), done.stderr
-    return msgspec.json.decode(result.read_bytes(), type=Outcome)
+    return msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrialOutcome:
     """The script as it is."""
     return tried({}, tmp_path_factory.mktemp("base"))
 
 
-def test_the_script_as_it_is(base: Outcome) -> None:
+def test_the_script_as_it_is(base: TrialOutcome) -> None:
     assert not base.error
     assert len(base.losses) == WARM_UP + UPDATES + 1
     assert (base.batch_size, base.convolutions, base.whole_step, base.precision) == (4, True, True, "no")
@@ -62,7 +62,7 @@ def test_the_script_as_it_is(base: Outcome) -> None:
 
 @pytest.mark.parametrize(("values", "tolerance"), ALONE, ids=lambda value: str(value))
 def test_a_value_trains_to_the_same_losses(
-    values: dict[str, Any], tolerance: float, base: Outcome, tmp_path: Path
+    values: dict[str, Any], tolerance: float, base: TrialOutcome, tmp_path: Path
 ) -> None:
     found = tried(values, tmp_path)
     assert not found.error
@@ -71,7 +71,7 @@ def test_a_value_trains_to_the_same_losses(
     assert not (tmp_path / "must_not_be_there").exists()
 
 
-def test_another_batch_size_is_measured(base: Outcome, tmp_path: Path) -> None:
+def test_another_batch_size_is_measured(base: TrialOutcome, tmp_path: Path) -> None:
     found = tried({"batch_size": 8}, tmp_path)
     assert (found.error, found.batch_size) == ("", 8)
 

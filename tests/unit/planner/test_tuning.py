@@ -15,19 +15,19 @@ from hasten.cli.tune_cmd import conclusion
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.tools.tune import tuning
-from hasten.tools.tune.tuning import HOPELESS, Knob, Machine, Outcome, Tuning, Values
+from hasten.tools.tune.tuning import HOPELESS, Knob, TrialOutcome, TunedMachine, Tuning, Values
 
-BASE = Outcome(
+BASE = TrialOutcome(
     step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, block_classes=("Block",), convolutions=True
 )
 
 
-def course(results: dict[str, Outcome], *knobs: Knob, trials: int = 99) -> Tuning:
+def course(results: dict[str, TrialOutcome], *knobs: Knob, trials: int = 99) -> Tuning:
     """A tuning of a script that behaves as told, by the knob that was turned last."""
     made = Tuning(knobs)
     left = [trials]
 
-    def measure(values: Values, hopeless: float | None) -> Outcome:
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
         left[0] -= 1
         return results[list(values)[-1]] if values else BASE
 
@@ -37,7 +37,7 @@ def course(results: dict[str, Outcome], *knobs: Knob, trials: int = 99) -> Tunin
 
 def test_faster_values_are_taken_on_top_of_each_other() -> None:
     found = course(
-        {"a": Outcome(step_s=0.8, losses=(2.0, 1.0)), "b": Outcome(step_s=0.5, losses=(2.0, 1.0005))},
+        {"a": TrialOutcome(step_s=0.8, losses=(2.0, 1.0)), "b": TrialOutcome(step_s=0.5, losses=(2.0, 1.0005))},
         Knob("a", (1,)),
         Knob("b", (True,)),
     )
@@ -47,10 +47,10 @@ def test_faster_values_are_taken_on_top_of_each_other() -> None:
 
 
 def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
-    plain = [Outcome(step_s=1.0, losses=(2.0,)), Outcome(step_s=0.7, losses=(2.0,))]
+    plain = [TrialOutcome(step_s=1.0, losses=(2.0,)), TrialOutcome(step_s=0.7, losses=(2.0,))]
 
-    def measure(values: Values, hopeless: float | None) -> Outcome:
-        return Outcome(step_s=0.7, losses=(2.0,)) if values else plain.pop(0)
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
+        return TrialOutcome(step_s=0.7, losses=(2.0,)) if values else plain.pop(0)
 
     busy = Tuning([Knob("a", (1,))])
     busy.run(measure, lambda: True)
@@ -61,14 +61,14 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (Outcome(step_s=0.5, losses=(2.0, 1.1)), "losses differ by 10.0%"),
-        (Outcome(step_s=0.5, losses=(2.0, float("nan"))), "losses differ"),
-        (Outcome(step_s=0.99, losses=(2.0, 1.0)), "not faster"),
-        (Outcome(step_s=2.0, gave_up=True), "ended early"),
-        (Outcome(error="out of memory"), "failed: out of memory"),
+        (TrialOutcome(step_s=0.5, losses=(2.0, 1.1)), "losses differ by 10.0%"),
+        (TrialOutcome(step_s=0.5, losses=(2.0, float("nan"))), "losses differ"),
+        (TrialOutcome(step_s=0.99, losses=(2.0, 1.0)), "not faster"),
+        (TrialOutcome(step_s=2.0, gave_up=True), "ended early"),
+        (TrialOutcome(error="out of memory"), "failed: out of memory"),
     ],
 )
-def test_everything_else_is_marked_and_left_out(outcome: Outcome, said: str) -> None:
+def test_everything_else_is_marked_and_left_out(outcome: TrialOutcome, said: str) -> None:
     found = course({"a": outcome}, Knob("a", (1,)))
     assert found.best is found.trials[0]
     assert said in found.trials[1].verdict
@@ -76,11 +76,11 @@ def test_everything_else_is_marked_and_left_out(outcome: Outcome, said: str) -> 
 
 def test_a_captured_step_is_never_tried_around_the_compilers_own_graphs() -> None:
     """Whatever comes first: the model is compiled without them, or the table says why it is left out."""
-    faster = Outcome(step_s=0.5, losses=(2.0, 1.0))
+    faster = TrialOutcome(step_s=0.5, losses=(2.0, 1.0))
     compiling, capturing = Knob("compile", ("whole", "cuda graph")), Knob("step_graph", (True,))
     seen: list[Values] = []
 
-    def measure(values: Values, hopeless: float | None) -> Outcome:
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
         seen.append(values)
         return replace(faster, step_s=1 / len(seen)) if values else BASE
 
@@ -99,11 +99,11 @@ def test_a_captured_step_is_never_tried_around_the_compilers_own_graphs() -> Non
 
 def test_a_script_without_losses_is_not_tuned() -> None:
     with pytest.raises(ConfigError, match=r"no loss of the script went through accelerator.backward\(\)"):
-        Tuning([]).run(lambda values, hopeless: Outcome(step_s=1.0), lambda: True)
+        Tuning([]).run(lambda values, hopeless: TrialOutcome(step_s=1.0), lambda: True)
 
 
 def test_a_batch_size_is_reported_and_never_taken() -> None:
-    larger = Outcome(step_s=0.5, samples_per_s=128, losses=(2.0, 1.0), batch_size=64)
+    larger = TrialOutcome(step_s=0.5, samples_per_s=128, losses=(2.0, 1.0), batch_size=64)
     found = course({"batch_size": larger}, Knob("batch_size", (64,)))
     assert found.best is found.trials[0]
     assert "batch size 64 is the largest that ran" in tuning.batch_advice(found.trials)[0]
@@ -120,10 +120,10 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
         "written: c.yaml, which leaves every setting as it is",
     ]
     with pytest.raises(ConfigError, match="no data"):
-        Tuning([]).run(lambda values, hopeless: Outcome(error="no data"), lambda: True)
+        Tuning([]).run(lambda values, hopeless: TrialOutcome(error="no data"), lambda: True)
     limits: list[float | None] = []
 
-    def measure(values: Values, hopeless: float | None) -> Outcome:
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
         limits.append(hopeless)
         return BASE
 
@@ -173,20 +173,22 @@ def test_a_script_that_trains_nothing_is_named(
 
 
 def test_knobs_are_those_that_make_sense() -> None:
-    on_cpu = {knob.name for knob in tuning.knobs(Machine(cores=2), BASE)}
+    on_cpu = {knob.name for knob in tuning.knobs(TunedMachine(cores=2), BASE)}
     assert on_cpu == {"num_workers", "fused", "channels_last", "batch_size"}
-    on_gpu = {knob.name for knob in tuning.knobs(Machine(cuda=True, cores=16, processes=2), BASE)}
+    on_gpu = {knob.name for knob in tuning.knobs(TunedMachine(cuda=True, cores=16, processes=2), BASE)}
     assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb", "recompute"}
-    assert "mixed_precision" not in {k.name for k in tuning.knobs(Machine(cuda=True), replace(BASE, precision="bf16"))}
+    assert "mixed_precision" not in {
+        k.name for k in tuning.knobs(TunedMachine(cuda=True), replace(BASE, precision="bf16"))
+    }
 
 
 def test_names_of_knobs_are_checked_before_anything_runs() -> None:
-    everywhere = Machine(cuda=True, cores=16, processes=2, has_compiler=True)
+    everywhere = TunedMachine(cuda=True, cores=16, processes=2, has_compiler=True)
     assert {knob.name for knob in tuning.knobs(everywhere, replace(BASE, whole_step=True))} == set(tuning.NAMES)
     with pytest.raises(ConfigError, match=r"--only fusd: there is no such thing to try; did you mean fused\?"):
         tuning.check_names(["compile", "fusd"])
     with pytest.raises(ConfigError, match="--only tf32: it makes no sense for this script on this machine"):
-        tuning.chosen(tuning.knobs(Machine(), BASE), ["tf32"])
+        tuning.chosen(tuning.knobs(TunedMachine(), BASE), ["tf32"])
 
 
 def test_values_become_settings_or_advice() -> None:
@@ -195,7 +197,7 @@ def test_values_become_settings_or_advice() -> None:
     assert config.dynamo.use_regional_compilation
     assert config.dataloader.prefetch == 4
     assert tuning.config_of({"recompute": True}, Config(), ("Block",)).recompute == ("Block",)
-    lines = tuning.advice({"num_workers": 4}, tuning.knobs(Machine(cores=8), BASE))
+    lines = tuning.advice({"num_workers": 4}, tuning.knobs(TunedMachine(cores=8), BASE))
     assert lines == ["DataLoader(..., num_workers=4)"]
 
 

@@ -19,7 +19,7 @@ from hasten.errors import ConfigError
 from hasten.progress import text
 from hasten.progress.bar import Progress, Surroundings
 from hasten.progress.display import LineDisplay, NoDisplay, NotebookDisplay, TerminalDisplay, choose_display
-from hasten.progress.meter import Meter, Reading
+from hasten.progress.meter import Meter, MeterReading
 from hasten.progress.scalars import LateScalars, fetch_scalars
 from hasten.progress.straggler import Pulse, StragglerWatch, find_straggler
 from hasten.runtime.topology import Topology
@@ -32,16 +32,16 @@ class Sheet:
     in_place = True
 
     def __init__(self) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[MeterReading] = []
         self.closed = 0
 
-    def draw(self, reading: Reading) -> None:
+    def draw(self, reading: MeterReading) -> None:
         self.readings.append(reading)
 
     def note(self, line: str) -> None:
         """Not kept."""
 
-    def close(self, reading: Reading) -> None:
+    def close(self, reading: MeterReading) -> None:
         self.readings.append(reading)
         self.closed += 1
 

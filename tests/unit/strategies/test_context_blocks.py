@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hasten.strategies.context import attention as context_blocks
-from hasten.strategies.context.attention import Block, attend, attend_backward, merge
+from hasten.strategies.context.attention import AttentionBlock, attend, attend_backward, merge
 
 
-def block(queries: int, keys: int, causal: bool, dtype: torch.dtype = torch.float32, width: int = 8) -> Block:
+def block(queries: int, keys: int, causal: bool, dtype: torch.dtype = torch.float32, width: int = 8) -> AttentionBlock:
     g = torch.Generator().manual_seed(queries + keys)
     q, k, v = (torch.randn(2, 3, n, width, generator=g).to(dtype) for n in (queries, keys, keys))
-    return Block(q, k, v, causal, 1 / math.sqrt(width))
+    return AttentionBlock(q, k, v, causal, 1 / math.sqrt(width))
 
 
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(4, 4, True), (5, 7, False), (1, 3, False), (600, 600, True)])
@@ -44,7 +44,7 @@ def test_parts_merge_in_any_order() -> None:
     whole = block(4, 12, False)
     expected, total = attend(whole)
     parts = [
-        Block(whole.query, k, v, False, whole.scale)
+        AttentionBlock(whole.query, k, v, False, whole.scale)
         for k, v in zip(whole.key.chunk(3, 2), whole.value.chunk(3, 2), strict=True)
     ]
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
@@ -59,7 +59,7 @@ def test_values_of_another_width_and_half_precision_are_computed_in_float32() ->
     for dtype, width in product((torch.float32, torch.bfloat16), (8, 5)):
         given = block(4, 6, False, dtype)
         value = torch.randn(2, 3, 6, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-        other = Block(given.query, given.key, value, False, given.scale)
+        other = AttentionBlock(given.query, given.key, value, False, given.scale)
         out, lse = attend(other)
         fused = width == given.query.shape[-1]  # a fused kernel writes what it was given, and is merged in float32
         assert (out.dtype, lse.dtype, out.shape[-1]) == (dtype if fused else torch.float32, torch.float32, width)

@@ -13,7 +13,7 @@ from hasten.config import absent, checks
 from hasten.config.root import Config
 from hasten.config.schema import FIELDS
 from hasten.config.sections.engines import MegatronLMPlugin
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import Axis, mesh_of
 from hasten.strategies.engines.megatron.config import translate
@@ -145,7 +145,7 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
             assert made(model, **given)[keyword] != made(model, **without)[keyword]
         return
     other: Any = {bool: not info.default}.get(type(info.default), 7)
-    (complaint,) = absent.refused({info.path: Entry(info.path, other, Source("code", name))})
+    (complaint,) = absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", name))})
     assert str(complaint).startswith(f"megatron.{name}=")
     assert "is not in this version; " in str(complaint)
 

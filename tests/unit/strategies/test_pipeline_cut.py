@@ -8,13 +8,13 @@ from torch import nn
 
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.pipeline.cut import Cut, decide, part_of, shared
-from hasten.strategies.pipeline.split import Placement
+from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared
+from hasten.strategies.pipeline.split import StagePlacement
 from hasten.testing.toys import TinyLM
 
 
-def cut(model: nn.Module, stages: int = 2, **settings: tuple[str, ...]) -> Cut:
-    return decide(model, PipelineParallelConfig(**settings), Placement(stages))  # type: ignore[arg-type]  # tuples of names
+def cut(model: nn.Module, stages: int = 2, **settings: tuple[str, ...]) -> StageCut:
+    return decide(model, PipelineParallelConfig(**settings), StagePlacement(stages))  # type: ignore[arg-type]  # tuples of names
 
 
 def lm(depth: int = 4, tied: bool = False) -> TinyLM:

@@ -10,7 +10,7 @@ import pytest
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
 from hasten.strategies.pipeline.split import (
-    Placement,
+    StagePlacement,
     balanced,
     bubble,
     check_microbatches,
@@ -75,7 +75,7 @@ def test_every_stage_lies_on_one_rank(schedule: PipelineSchedule) -> None:
         assert all(len(place.stages_of(rank)) == place.per_rank for rank in range(ranks))
         check_microbatches(schedule, ranks, default_microbatches(schedule, ranks))
     assert placement("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), "the V ends where it began"
-    assert Placement(2, 3).stages_of(1) == (1, 3, 5)
+    assert StagePlacement(2, 3).stages_of(1) == (1, 3, 5)
 
 
 def test_numbers_that_do_not_fit_are_refused_with_numbers_that_do() -> None:

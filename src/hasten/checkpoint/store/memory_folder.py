@@ -19,7 +19,7 @@ from hasten.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class MemoryCopy:
     """The state of the ranks of one machine after an update."""
 
     ranks: tuple[int, ...]
@@ -53,13 +53,13 @@ def neighbour(machine: int, count: int) -> int:
     return (machine + 1) % count
 
 
-def newest_common(held: Sequence[Collection[Copy]], machines: Machines) -> Choice | None:
+def newest_common(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> Choice | None:
     """Return the step to resume from, given the copies that each machine holds; None when some state is lost."""
     world_size = sum(map(len, machines))
     for step in sorted({copy.step for copies in held for copy in copies}, reverse=True):
         sources = []
         for machine, ranks in enumerate(machines):
-            wanted = Copy(ranks, world_size, step)
+            wanted = MemoryCopy(ranks, world_size, step)
             own_first = sorted(range(len(held)), key=lambda other: other != machine)
             sources.append(next((other for other in own_first if wanted in held[other]), None))
         if None not in sources:
@@ -67,7 +67,7 @@ def newest_common(held: Sequence[Collection[Copy]], machines: Machines) -> Choic
     return None
 
 
-def why_none(held: Sequence[Collection[Copy]], machines: Machines) -> str:
+def why_none(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> str:
     """Return the reason why no step is available to resume from, as text."""
     everything = {copy for copies in held for copy in copies}
     if not everything:
@@ -118,11 +118,11 @@ class MemoryFolder:
     def _of(self, ranks: Sequence[int]) -> Path:
         return self.root / f"ranks_{ranks[0]}-{ranks[-1]}"
 
-    def folder(self, copy: Copy) -> Path:
+    def folder(self, copy: MemoryCopy) -> Path:
         """Return the folder of one state."""
         return self._of(copy.ranks) / numbered(copy.step)
 
-    def held(self) -> list[Copy]:
+    def held(self) -> list[MemoryCopy]:
         """Return the states that are complete and undamaged: every file is read and its checksums are verified."""
         found = []
         for place in sorted(self.root.glob("ranks_*")):
@@ -135,10 +135,10 @@ class MemoryFolder:
                     continue
                 step = number_of(name)
                 if sound and step is not None:
-                    found.append(Copy(manifest.ranks, manifest.world_size, step))
+                    found.append(MemoryCopy(manifest.ranks, manifest.world_size, step))
         return found
 
-    def manifest(self, copy: Copy) -> bytes:
+    def manifest(self, copy: MemoryCopy) -> bytes:
         """Return the encoded manifest of a state."""
         return (self.folder(copy) / MANIFEST_NAME).read_bytes()
 
@@ -155,12 +155,12 @@ class MemoryFolder:
         return shutil.disk_usage(self.root).free
 
     # -- states of other machines ---------------------------------------------------------------------------------
-    def arriving(self, copy: Copy) -> Path:
+    def arriving(self, copy: MemoryCopy) -> Path:
         """Return the folder with the files of a state that is being received."""
         return self._of(copy.ranks) / _ARRIVING / numbered(copy.step)
 
     @contextmanager
-    def receive(self, copy: Copy, raw: bytes, alike: Sequence[FileRecord], like: Path) -> Iterator[Manifest]:
+    def receive(self, copy: MemoryCopy, raw: bytes, alike: Sequence[FileRecord], like: Path) -> Iterator[Manifest]:
         """Context manager for receiving a state: files arrive in the block, except `alike`, linked from `like`.
 
         It becomes visible at the end, if every file matches the manifest. Ranks: the first of the machine.

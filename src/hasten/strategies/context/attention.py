@@ -19,7 +19,7 @@ _HALF: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """Queries (batch, heads, length, width), keys and values with as many heads, and the mask and scale of attention."""
 
     query: Tensor
@@ -30,14 +30,14 @@ class Block:
     scale: float
 
 
-def attend(block: Block) -> tuple[Tensor, Tensor]:
+def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp (batch, heads, length) in float32, without gradients."""
     forward, _ = _kernel(block)
     out, lse = forward(block)
     return out, lse.float()
 
 
-def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's contributions to the gradients of its queries, keys and values.
 
     `out` and `lse` belong to attention over all keys, not over this block's keys alone.
@@ -53,11 +53,11 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     return out * kept + more * added, total
 
 
-_Forward = Callable[[Block], tuple[Tensor, Tensor]]
-_Backward = Callable[[Block, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+_Forward = Callable[[AttentionBlock], tuple[Tensor, Tensor]]
+_Backward = Callable[[AttentionBlock, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _kernel(block: Block) -> tuple[_Forward, _Backward]:
+def _kernel(block: AttentionBlock) -> tuple[_Forward, _Backward]:
     q, width = block.query, block.query.shape[-1]
     if block.value.shape[-1] == width:
         if q.device.type == "cpu":
@@ -67,26 +67,28 @@ def _kernel(block: Block) -> tuple[_Forward, _Backward]:
     return _plain, _plain_backward
 
 
-def _flash_cpu(block: Block) -> tuple[Tensor, Tensor]:
+def _flash_cpu(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(block.query, block.key, block.value, 0.0, block.causal, scale=block.scale)
     return out, lse
 
 
-def _flash_cpu_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_cpu_backward(block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = (grad, block.query, block.key, block.value, out.to(block.query.dtype), lse)
     dq, dk, dv = op(*given, 0.0, block.causal, scale=block.scale)
     return dq, dk, dv
 
 
-def _flash_cuda(block: Block) -> tuple[Tensor, Tensor]:
+def _flash_cuda(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention
     made: Any = op(block.query, block.key, block.value, 0.0, block.causal, False, scale=block.scale)  # Any: nine values
     return made[0], made[1][..., : block.query.shape[-2]]
 
 
-def _flash_cuda_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_cuda_backward(
+    block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     q, k, v = block.query, block.key, block.value
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # for packed sequences and dropout, which are not used
@@ -98,7 +100,7 @@ def _flash_cuda_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -
     return dq, dk, dv
 
 
-def _tiles(block: Block) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(block: AttentionBlock) -> Iterator[tuple[slice, Tensor]]:
     """Yield the scores of one tile of queries at a time, in float32, minus infinity where masked."""
     key = block.key.float().transpose(-2, -1)
     columns = torch.arange(block.key.shape[-2], device=key.device)
@@ -111,7 +113,7 @@ def _tiles(block: Block) -> Iterator[tuple[slice, Tensor]]:
         yield rows, scores
 
 
-def _plain(block: Block) -> tuple[Tensor, Tensor]:
+def _plain(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     with torch.autocast(block.query.device.type, enabled=False):
         value, outs, sums = block.value.float(), [], []
         for _, scores in _tiles(block):
@@ -121,7 +123,7 @@ def _plain(block: Block) -> tuple[Tensor, Tensor]:
         return torch.cat(outs, -2), torch.cat(sums, -1)
 
 
-def _plain_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(block.query.device.type, enabled=False):
         key, value, grad = block.key.float(), block.value.float(), grad.float()
         inner = (grad * out.float()).sum(-1, keepdim=True)
@@ -206,7 +208,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BlockPlace:
     """A chunk of queries and a chunk of keys to attend to, as indices and as slices."""
 
     row: int
@@ -219,15 +221,15 @@ class _Place:
 
 def _places(
     layout: SequenceLayout, rank: int, other: int, causal: bool, query: Tensor, key: Tensor
-) -> Iterator[_Place]:
+) -> Iterator[_BlockPlace]:
     """Yield the blocks of this rank's queries with the keys of rank `other`."""
     if not causal:
-        yield _Place(0, slice(None), 0, slice(None), False)
+        yield _BlockPlace(0, slice(None), 0, slice(None), False)
         return
     row, column = query.shape[-2] // layout.chunks_per_rank, key.shape[-2] // layout.chunks_per_rank
     for pair in layout.pairs(rank, other, causal):
         rows = slice(pair.query * row, (pair.query + 1) * row)
-        yield _Place(pair.query, rows, pair.key, slice(pair.key * column, (pair.key + 1) * column), pair.diagonal)
+        yield _BlockPlace(pair.query, rows, pair.key, slice(pair.key * column, (pair.key + 1) * column), pair.diagonal)
 
 
 class _Chunks:
@@ -251,12 +253,12 @@ def _joined(chunks: Sequence[Tensor], dim: int = -2) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), dim)
 
 
-def _block(query: Tensor, key: Tensor, value: Tensor, place: _Place, manner: Manner) -> Block:
+def _block(query: Tensor, key: Tensor, value: Tensor, place: _BlockPlace, manner: Manner) -> AttentionBlock:
     query, key, value = query[..., place.rows, :], key[..., place.columns, :], value[..., place.columns, :]
     repeats = query.shape[-3] // key.shape[-3]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    return Block(_strided(query), _strided(key), _strided(value), place.causal, manner.scale)
+    return AttentionBlock(_strided(query), _strided(key), _strided(value), place.causal, manner.scale)
 
 
 def _strided(x: Tensor) -> Tensor:

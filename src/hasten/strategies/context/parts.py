@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasten.comm.base import Comm
 from hasten.data.position import Position
-from hasten.data.source import Item, OuterSource, Source
+from hasten.data.source import BatchSource, Item, OuterSource
 from hasten.errors import DataError
 from hasten.strategies.context.masks import IGNORED, look
 
@@ -21,7 +21,7 @@ _TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift
 
 
 @dataclass(slots=True)
-class Cut:
+class SequenceCut:
     """Splitter of batches into sequence shards, one for each process of a group."""
 
     comm: Comm
@@ -101,7 +101,7 @@ def _check_padding(mask: Any) -> None:
 class PartedSource(OuterSource):
     """Shards of the sequences of every process of a group, in turn; a position counts shards."""
 
-    def __init__(self, inner: Source, cut: Cut) -> None:
+    def __init__(self, inner: BatchSource, cut: SequenceCut) -> None:
         super().__init__(inner)
         self._cut = cut
 

@@ -25,7 +25,7 @@ from hasten.runtime.mesh_plan import EXPERTS, MeshSpec
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.experts.ops import route, share
 from hasten.strategies.experts.plan import decide
-from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class DivideExperts:
             for name in found:
                 _check_shards(name, model.get_submodule(name), ctx.mesh.ep, shards)
         source = source_of(model, self._fsdp, ctx)
-        if source is Source.RANK_0:
+        if source is WeightSource.RANK_0:
             raise PrepareError(
                 f"only rank 0 built {type(model).__name__} with weights, and its experts would have to be sent to ranks that "
                 "hold others. Build the model with weights on every rank, or on the meta device everywhere."

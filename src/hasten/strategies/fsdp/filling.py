@@ -19,7 +19,7 @@ from hasten.runtime.context import ProcessContext
 log = logging.getLogger(__name__)
 
 
-class Source(StrEnum):
+class WeightSource(StrEnum):
     """Ranks that hold a model's weights before it is sharded."""
 
     EVERYONE = "everyone"
@@ -29,7 +29,7 @@ class Source(StrEnum):
 
 def source_of(
     model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext, *, buffers: bool = True
-) -> Source:
+) -> WeightSource:
     """Return the ranks that have the weights, after a check that every rank built the same model.
 
     `buffers=False` skips the check of meta buffers, which an engine does not need.
@@ -42,7 +42,7 @@ def source_of(
     else:
         everyone = [meta]
     if not any(everyone):
-        return Source.EVERYONE
+        return WeightSource.EVERYONE
     if everyone[0] and any(other != everyone[0] for other in everyone):
         rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
         raise PrepareError(
@@ -53,13 +53,13 @@ def source_of(
     if everyone[0]:
         if buffers:
             _refuse_lost_buffers(model, config)
-        return Source.NOBODY
+        return WeightSource.NOBODY
     if not config.sync_module_states:
         raise PrepareError(
             f"only some ranks built {type(model).__name__} with weights, and fsdp.sync_module_states=False keeps "
             "rank 0 from handing them out. Set sync_module_states=True, or build the weights on every rank."
         )
-    return Source.RANK_0
+    return WeightSource.RANK_0
 
 
 def _compare(model: nn.Module, ctx: ProcessContext) -> None:

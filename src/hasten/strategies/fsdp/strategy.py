@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Placed
+from torch.distributed.tensor import ShardModel as Placed
 
 from hasten.comm.agreement import agree
 from hasten.config.sections.loop import PrecisionType
@@ -35,7 +35,7 @@ from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
 from hasten.strategies.base import LoopState, Retry, Stage, Whole, Wish
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
 from hasten.strategies.fsdp.filling import (
-    Source,
+    WeightSource,
     allocate_meta,
     copy_from_rank_0,
     fill_by_function,
@@ -67,7 +67,7 @@ _DTYPES: Final = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", to
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """Sharding of one model, decided before the model is changed."""
 
     name: str
@@ -81,7 +81,7 @@ class Layout:
     """Blocks without a shard group in this run, which would have one with more processes."""
 
 
-class Shard:
+class ShardModel:
     """Transform that shards parameters, gradients and optimizer state, and replicates over the replicate axis."""
 
     stage = Stage.SPREAD
@@ -108,15 +108,17 @@ class Shard:
         self._remember(model)
         hooks = hooks_to_carry(model, layout.whole)
         _make_dense(model, layout.whole)
-        if source is not Source.RANK_0 and self._config.sync_module_states:
+        if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
-        wholes = {name: t.data for name, t in named_tensors(model)} if source is Source.RANK_0 and ctx.is_main else {}
+        wholes = (
+            {name: t.data for name, t in named_tensors(model)} if source is WeightSource.RANK_0 and ctx.is_main else {}
+        )
         self._shard(model, layout, mesh, ctx)
         allocate_meta(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
         keep_rest_on_device(model, ctx)
-        if source is Source.RANK_0:
+        if source is WeightSource.RANK_0:
             scatter_from_rank_0(model, wholes, ctx)
-        elif source is Source.NOBODY:
+        elif source is WeightSource.NOBODY:
             fill_by_function(model, self._config)
         self._remember(model)
         carry_hooks(model, hooks)
@@ -132,7 +134,7 @@ class Shard:
         """Record the parameters before and after sharding, to recognise them if another model shares them."""
         self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
 
-    def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> Layout:
+    def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> ShardLayout:
         """Return the layout of a model. Raises: ConfigError or PrepareError for a model that cannot be sharded."""
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
@@ -156,7 +158,7 @@ class Shard:
         if zero_dims:
             notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
-        return Layout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
+        return ShardLayout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
 
     def _better_in_one_group(self, model: nn.Module, whole: set[nn.Parameter], ctx: ProcessContext) -> bool:
         """Return whether one group is best: a single process gains nothing from several, unless parameters are offloaded."""
@@ -167,7 +169,7 @@ class Shard:
         trained = [p for p in model.parameters() if p.requires_grad and p not in whole]
         return len({parameter.dtype for parameter in trained}) <= 1
 
-    def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
+    def _shard(self, model: nn.Module, layout: ShardLayout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
         inside = replace(layout.policy, output_dtype=None)  # between blocks, activations stay in the compute dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": mesh,
@@ -339,7 +341,11 @@ def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: 
 
 
 def _banner(
-    model: nn.Module, mesh: DeviceMesh, layout: Layout, config: FullyShardedDataParallelPlugin, source: Source
+    model: nn.Module,
+    mesh: DeviceMesh,
+    layout: ShardLayout,
+    config: FullyShardedDataParallelPlugin,
+    source: WeightSource,
 ) -> str:
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     compute = layout.policy.param_dtype or "the same"
@@ -351,6 +357,6 @@ def _banner(
         f"{str(compute).removeprefix('torch.')}, reducing in "
         f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
     )
-    if config.cpu_ram_efficient_loading and source is Source.EVERYONE:
+    if config.cpu_ram_efficient_loading and source is WeightSource.EVERYONE:
         text += "; cpu_ram_efficient_loading saved nothing, because every rank built the model with weights"
     return text

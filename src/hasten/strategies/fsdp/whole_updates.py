@@ -31,12 +31,12 @@ def update_wholes(optimizer: Optimizer) -> None:
     and column statistics are whole on every rank.
     """
     if _MARK not in vars(optimizer):
-        gather = vars(optimizer)[_MARK] = _Gather()
+        gather = vars(optimizer)[_MARK] = _GatherShards()
         optimizer.register_step_pre_hook(gather)
         optimizer.register_step_post_hook(gather.put_back)
 
 
-class _Gather:
+class _GatherShards:
     """Step hooks that update the parameters one by one, and leave none to the step itself."""
 
     def __init__(self) -> None:

@@ -15,14 +15,14 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.modules.names import StagePart
 from hasten.strategies.base import parameter_device
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.pipeline.split import Placement, Range, balanced
+from hasten.strategies.pipeline.split import Range, StagePlacement, balanced
 from hasten.trees import Tree
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """Partition of one model, decided before the model is changed."""
 
     container: str
@@ -35,7 +35,7 @@ class Cut:
     """Modules with state that run before the blocks."""
     last: tuple[str, ...]
     """Modules with state that run after the blocks."""
-    place: Placement
+    place: StagePlacement
 
     def stage_of(self, name: str) -> int | None:
         """Return the stage of a parameter, buffer or module; None for one that every stage has."""
@@ -53,7 +53,7 @@ class Cut:
         return tuple(range(self.place.ranks)) if stage is None else (self.place.rank_of(stage),)
 
 
-def decide(model: nn.Module, config: PipelineParallelConfig, place: Placement) -> Cut:
+def decide(model: nn.Module, config: PipelineParallelConfig, place: StagePlacement) -> StageCut:
     """Return the partition of the model. Raises: ConfigError or PrepareError, with advice, if it cannot be partitioned."""
     container = _container(model, config, place.stages)
     blocks = dict(model.get_submodule(container).named_children())
@@ -62,7 +62,7 @@ def decide(model: nn.Module, config: PipelineParallelConfig, place: Placement) -
     ranges = _given(config.split_points, list(blocks), place.stages) or _even(
         model, list(blocks.values()), first, last, place
     )
-    return Cut(container, tuple(blocks), ranges, first, last, place)
+    return StageCut(container, tuple(blocks), ranges, first, last, place)
 
 
 def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) -> str:
@@ -96,7 +96,7 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
     )
 
 
-def _check_length(container: str, number: int, place: Placement) -> None:
+def _check_length(container: str, number: int, place: StagePlacement) -> None:
     if number < place.stages:
         raise ConfigError(
             f"{container or 'the model'!r} has {number} blocks, fewer than the {place.stages} stages that pp_size="
@@ -152,7 +152,7 @@ def _given(points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> 
 
 
 def _even(
-    model: nn.Module, blocks: Sequence[nn.Module], first: Sequence[str], last: Sequence[str], place: Placement
+    model: nn.Module, blocks: Sequence[nn.Module], first: Sequence[str], last: Sequence[str], place: StagePlacement
 ) -> tuple[Range, ...]:
     before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (first, last))
     costs = [work(block) for block in blocks]
@@ -170,7 +170,7 @@ def work(module: nn.Module) -> float:
     return own
 
 
-def part_of(model: nn.Module, cut: Cut, rank: int) -> StagePart:
+def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
     """Return the part of the whole model on the rank at a pipeline position. Call before the model is partitioned."""
     keys = list(model.state_dict())
     names: dict[int, list[str]] = {}
@@ -196,7 +196,7 @@ def part_of(model: nn.Module, cut: Cut, rank: int) -> StagePart:
     )
 
 
-def shared(model: nn.Module, cut: Cut) -> dict[str, tuple[int, ...]]:
+def shared(model: nn.Module, cut: StageCut) -> dict[str, tuple[int, ...]]:
     """Return the parameters (by first name) that several ranks hold, with the positions of those ranks."""
     found: dict[int, tuple[str, dict[int, None]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -232,7 +232,7 @@ def balanced_split_points(
     The blocks are timed in `loss_of(model, batch)` on this process, without gradients, before the model is prepared. Ranks
     may measure differently: measure on one and broadcast, or write the names into the configuration.
     """
-    cut = decide(model, PipelineParallelConfig(), Placement(num_stages))
+    cut = decide(model, PipelineParallelConfig(), StagePlacement(num_stages))
     blocks = list(model.get_submodule(cut.container).children())
     rounds = [_round(model, blocks, lambda: loss_of(model, batch)) for _ in range(_ROUNDS)]
     best = [min(times) for times in zip(*rounds, strict=True)]

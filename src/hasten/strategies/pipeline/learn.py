@@ -13,10 +13,10 @@ from hasten import trees
 from hasten.comm.agreement import vote
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError
-from hasten.strategies.pipeline.passes import Line, Pass, Seen, as_plain, from_plain
+from hasten.strategies.pipeline.passes import BlockLine, Pass, SeenCall, as_plain, from_plain
 from hasten.strategies.pipeline.schedule import Learnt
-from hasten.strategies.pipeline.split import Placement
-from hasten.strategies.pipeline.travel import Wire
+from hasten.strategies.pipeline.split import StagePlacement
+from hasten.strategies.pipeline.travel import StageWire
 from hasten.trees import Tree
 
 Signature = tuple[Any, ...]  # Any: shapes and dtypes
@@ -25,13 +25,13 @@ Signature = tuple[Any, ...]  # Any: shapes and dtypes
 class Learner:
     """Cache of the shapes of each kind of batch of each model, inferred on first use."""
 
-    def __init__(self, comm: ProcessGroupComm, place: Placement, device: torch.device) -> None:
+    def __init__(self, comm: ProcessGroupComm, place: StagePlacement, device: torch.device) -> None:
         self._comm = comm
         self._place = place
         self._device = device
         self._known = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
 
-    def learn(self, model: nn.Module, line: Line, kind: Signature, call: Callable[[], Any]) -> Learnt:
+    def learn(self, model: nn.Module, line: BlockLine, kind: Signature, call: Callable[[], Any]) -> Learnt:
         """Return the shapes of this kind of micro-batch, inferred by running `call` once. Ranks: the whole pipeline.
 
         An error here is raised on every rank of the pipeline. Buffers and random state are restored.
@@ -48,11 +48,11 @@ class Learner:
         known[kind] = learnt
         return learnt
 
-    def _first_pass(self, line: Line, call: Callable[[], Any]) -> Learnt:
-        rank_of, here, wire = self._place.rank_of, self._comm.rank, Wire(self._comm)
+    def _first_pass(self, line: BlockLine, call: Callable[[], Any]) -> Learnt:
+        rank_of, here, wire = self._place.rank_of, self._comm.rank, StageWire(self._comm)
         error: Exception | None = None
         hidden: Tensor | None = None
-        learnt = Learnt(Seen())
+        learnt = Learnt(SeenCall())
         if 0 in line.stages:
             line.recording = True
             try:
@@ -77,7 +77,7 @@ class Learner:
 
     def _try_stage(
         self,
-        line: Line,
+        line: BlockLine,
         stage: int,
         received: Tensor | None,
         learnt: Learnt,
@@ -94,7 +94,7 @@ class Learner:
         learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
         return None, out
 
-    def _checked(self, line: Line, at: Pass, call: Callable[[], Any]) -> Any:
+    def _checked(self, line: BlockLine, at: Pass, call: Callable[[], Any]) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
         out = line.run(at, call)
         if at.stage and _has_nan(out):

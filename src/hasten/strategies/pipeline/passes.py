@@ -22,7 +22,7 @@ from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, StagePart
 from hasten.modules.surgery import swap
-from hasten.strategies.pipeline.cut import Cut
+from hasten.strategies.pipeline.cut import StageCut
 from hasten.strategies.tensor.ops import ApartStream
 
 
@@ -41,7 +41,7 @@ class StageDone(BaseException):
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenCall:
     """Shapes that the first stage recorded for a kind of batch, for the stand-ins of the other stages."""
 
     units: dict[str, list[Any]] = field(default_factory=dict)  # Any: nested containers of shapes
@@ -59,7 +59,7 @@ class Pass:
     stop: int
     final: bool
     received: Tensor | None = None
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenCall = field(default_factory=SeenCall)
     fill: float = math.nan
     """Value of placeholders: NaN, so that a placeholder that reaches an output is detected."""
     entered: bool = False
@@ -70,7 +70,7 @@ class Pass:
 class Elsewhere(nn.Module):
     """Stand-in for a module of another stage, with its plain attributes and meta tensors for its parameters."""
 
-    def __init__(self, name: str, index: int | None, original: nn.Module, line: Line) -> None:
+    def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockLine) -> None:
         super().__init__()
         kept = {key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"}
         kept |= {key: _without_memory(p) for key, p in original.named_parameters(recurse=False)}
@@ -116,7 +116,7 @@ class Elsewhere(nn.Module):
         return trees.map_leaves(lambda leaf: _filled(leaf, at.fill, device), calls[number])
 
 
-class _Hole:
+class _OutputHole:
     """Shape of a tensor that another stage computed; not a dataclass, which `trees` would traverse."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
@@ -125,7 +125,7 @@ class _Hole:
 
 
 def _filled(leaf: Any, value: float, device: torch.device) -> Any:
-    if not isinstance(leaf, _Hole):
+    if not isinstance(leaf, _OutputHole):
         return leaf
     dtype: torch.dtype = getattr(torch, leaf.dtype)
     made = torch.empty(leaf.shape, dtype=dtype, device=device)
@@ -135,7 +135,7 @@ def _filled(leaf: Any, value: float, device: torch.device) -> Any:
 def holes(tree: Any) -> Any:  # Any: output of a module
     """Return the tree with shapes in place of tensors. Raises: PrepareError for containers that cannot be sent."""
     if isinstance(tree, Tensor):
-        return _Hole(tuple(tree.shape), str(tree.dtype).removeprefix("torch."))
+        return _OutputHole(tuple(tree.shape), str(tree.dtype).removeprefix("torch."))
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if type(tree) in (list, tuple):
@@ -148,11 +148,11 @@ def holes(tree: Any) -> Any:  # Any: output of a module
     )
 
 
-def as_plain(seen: Seen) -> dict[str, Any]:
+def as_plain(seen: SeenCall) -> dict[str, Any]:
     """Return the recorded shapes as serialisable values."""
 
     def plain(tree: Any) -> Any:
-        if isinstance(tree, _Hole):
+        if isinstance(tree, _OutputHole):
             return {"$": "hole", "of": [list(tree.shape), tree.dtype]}
         if isinstance(tree, (list, tuple)):
             return {"$": type(tree).__name__, "of": [plain(part) for part in tree]}
@@ -164,7 +164,7 @@ def as_plain(seen: Seen) -> dict[str, Any]:
     }
 
 
-def from_plain(data: dict[str, Any]) -> Seen:
+def from_plain(data: dict[str, Any]) -> SeenCall:
     """Return the recorded shapes from the output of `as_plain`."""
 
     def tree(value: Any) -> Any:
@@ -173,7 +173,7 @@ def from_plain(data: dict[str, Any]) -> Seen:
         of = value["of"]
         match value["$"]:
             case "hole":
-                return _Hole(tuple(of[0]), of[1])
+                return _OutputHole(tuple(of[0]), of[1])
             case "tuple":
                 return tuple(tree(part) for part in of)
             case "list":
@@ -181,7 +181,7 @@ def from_plain(data: dict[str, Any]) -> Seen:
         return {key: tree(part) for key, part in of.items()}
 
     units = {name: [tree(call) for call in calls] for name, calls in data["units"].items()}
-    return Seen(units, int(data["returns"]))
+    return SeenCall(units, int(data["returns"]))
 
 
 class StageForward(forwarding.Forward):
@@ -189,7 +189,7 @@ class StageForward(forwarding.Forward):
 
     tag = TAG
 
-    def __init__(self, line: Line, call: Callable[..., Any]) -> None:
+    def __init__(self, line: BlockLine, call: Callable[..., Any]) -> None:
         self.line = line
         self.call = call
         self.gathers_output = True
@@ -221,10 +221,10 @@ class StageForward(forwarding.Forward):
         return out
 
 
-class Line:
+class BlockLine:
     """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the running pass."""
 
-    def __init__(self, model: nn.Module, cut: Cut, part: StagePart, rank: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, cut: StageCut, part: StagePart, rank: int, device: torch.device) -> None:
         self.cut = cut
         self.part = part
         self.device = device
@@ -256,8 +256,8 @@ class Line:
         """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
         for stage in self.stages:
             start, stop = self.cut.ranges[stage]
-            self._blocks[start].register_forward_pre_hook(_Enter(self, start), prepend=True, with_kwargs=True)
-            self._blocks[stop - 1].register_forward_hook(_Leave(self, stop - 1))
+            self._blocks[start].register_forward_pre_hook(_EnterStage(self, start), prepend=True, with_kwargs=True)
+            self._blocks[stop - 1].register_forward_hook(_LeaveStage(self, stop - 1))
         for name in self.cut.first:
             unit = model.get_submodule(name)
             if not isinstance(unit, Elsewhere):
@@ -282,7 +282,7 @@ class Line:
             for index in hidden:
                 self._container.register_module(names[index], self._blocks[index])
 
-    def begin(self, stage: int, received: Tensor | None, seen: Seen) -> Pass:
+    def begin(self, stage: int, received: Tensor | None, seen: SeenCall) -> Pass:
         """Create a pass over a stage."""
         start, stop = self.cut.ranges[stage]
         return Pass(stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen)
@@ -291,14 +291,14 @@ class Line:
 class _Hook:
     """Hook on a module of the line."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: BlockLine) -> None:
         self.line = line
 
 
-class _Enter(_Hook):
+class _EnterStage(_Hook):
     """Hook that passes the hidden state of the previous stage to the first block of a stage."""
 
-    def __init__(self, line: Line, index: int) -> None:
+    def __init__(self, line: BlockLine, index: int) -> None:
         super().__init__(line)
         self.index = index
 
@@ -310,10 +310,10 @@ class _Enter(_Hook):
         return None if at.received is None else _with_hidden(args, kwargs, at.received)
 
 
-class _Leave(_Hook):
+class _LeaveStage(_Hook):
     """Hook that ends the forward after the last block of a stage."""
 
-    def __init__(self, line: Line, index: int) -> None:
+    def __init__(self, line: BlockLine, index: int) -> None:
         super().__init__(line)
         self.index = index
 
@@ -337,7 +337,7 @@ class _Leave(_Hook):
 class _Record(_Hook):
     """Hook that records the shapes of the outputs of a module before the blocks."""
 
-    def __init__(self, line: Line, name: str) -> None:
+    def __init__(self, line: BlockLine, name: str) -> None:
         super().__init__(line)
         self.name = name
 

@@ -22,7 +22,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import HastenError, StepError
 from hasten.optim.gradients import leave_if_weightless
-from hasten.strategies.pipeline.passes import Line, Seen
+from hasten.strategies.pipeline.passes import BlockLine, SeenCall
 from hasten.trees import Tree
 
 LossOf = Callable[[nn.Module, Tree], Tensor]
@@ -32,7 +32,7 @@ LossOf = Callable[[nn.Module, Tree], Tensor]
 class Learnt:
     """Shapes of one kind of micro-batch, from one pass through the pipeline."""
 
-    seen: Seen
+    seen: SeenCall
     inputs: dict[int, Tensor] = field(default_factory=dict)
     """Input of each stage of this rank, as a meta tensor."""
     outputs: dict[int, Tensor] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Work:
 class _StageModule(nn.Module):
     """A stage for torch's schedules: maps the previous stage's hidden state to the next hidden state, or to the loss."""
 
-    def __init__(self, model: nn.Module, line: Line, stage: int, seen: Seen, work: Work) -> None:
+    def __init__(self, model: nn.Module, line: BlockLine, stage: int, seen: SeenCall, work: Work) -> None:
         super().__init__()
         self.model = model
         self.line = line
@@ -97,7 +97,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        line: Line,
+        line: BlockLine,
         learnt: Learnt,
         count: int,
         schedule: PipelineSchedule,

@@ -47,7 +47,7 @@ def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: flo
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StagePlacement:
     """Assignment of stages to the ranks of a pipeline."""
 
     ranks: int
@@ -69,7 +69,7 @@ class Placement:
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
 
-def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> Placement:
+def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> StagePlacement:
     """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""
     wanted = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
     per_rank = stages_per_rank or (wanted[0] if wanted else 2)
@@ -78,7 +78,7 @@ def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | Non
             f"pp_handler.stages_per_rank={per_rank} was asked for with schedule {schedule!r}, which has {wanted[0]} "
             f"stage{'s' if wanted[0] > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
         )
-    return Placement(ranks, per_rank, schedule == IN_A_V)
+    return StagePlacement(ranks, per_rank, schedule == IN_A_V)
 
 
 def default_microbatches(schedule: PipelineSchedule, ranks: int) -> int:

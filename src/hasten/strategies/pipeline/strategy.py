@@ -26,15 +26,15 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import LoopState, Retry, Spread, Stage, Weigh, Wish
-from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
-from hasten.strategies.pipeline.cut import Cut, decide, part_of, shared, work
+from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
+from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
 from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
-from hasten.strategies.pipeline.passes import Line, Seen, StageForward
+from hasten.strategies.pipeline.passes import BlockLine, SeenCall, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
 from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
-from hasten.strategies.pipeline.travel import Wire, share
+from hasten.strategies.pipeline.travel import StageWire, share
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -84,16 +84,16 @@ class Pipeline:
             cut = decide(model, self._config, self._place)
             _refuse(model)
         source = source_of(model, self._fsdp, ctx)
-        if source is Source.RANK_0:
+        if source is WeightSource.RANK_0:
             _materialise(model, ctx.device)
-        if source is not Source.NOBODY:
+        if source is not WeightSource.NOBODY:
             copy_from_rank_0(model, ctx)
         ties = shared(model, cut)
         held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}
         groups = groups_of(list(held.values()))
         if ctx.is_main:
             log.info(_account(model, cut, ties))
-        line = Line(model, cut, part_of(model, cut, rank), rank, ctx.device)
+        line = BlockLine(model, cut, part_of(model, cut, rank), rank, ctx.device)
         forwarding.replace(model, StageForward(line, self._call))
         self._ties[model] = {name: groups[ranks] for name, ranks in held.items()}
         return model
@@ -123,7 +123,7 @@ class Pipeline:
             parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
         )
 
-    def _line(self, model: nn.Module) -> Line:
+    def _line(self, model: nn.Module) -> BlockLine:
         forward = forwarding.find(model, TAG)
         if not isinstance(forward, StageForward):
             raise PrepareError(
@@ -160,7 +160,7 @@ class Pipeline:
         return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
 
     def _stepper(
-        self, model: nn.Module, line: Line, micro: Tree, loss_of: LossOf, counts: bool
+        self, model: nn.Module, line: BlockLine, micro: Tree, loss_of: LossOf, counts: bool
     ) -> tuple[Stepper, Counted | None]:
         """Return the schedule for this kind of micro-batch, and the labels that its loss averages over."""
         kind = ("train", model.training, counts, *signature(micro))
@@ -214,7 +214,7 @@ class Pipeline:
         size = max(1, -(-(rows or 1) // self._count))
         cuts = [slice(start, start + size) for start in range(0, rows or 1, size)]
         micros = [trees.slice_rows((args, kwargs), cut, rows) for cut in cuts] if rows else [(args, kwargs)]
-        seen: list[Seen] = []
+        seen: list[SeenCall] = []
         for micro in micros:
             kind = ("forward", model.training, *signature(micro))
             call = partial(forward.through, *micro)
@@ -229,10 +229,10 @@ class Pipeline:
         return share(result, self._comm, last) if forward.gathers_output else result
 
     def _run_through(
-        self, line: Line, forward: StageForward, micros: list[Any], seen: list[Seen]
+        self, line: BlockLine, forward: StageForward, micros: list[Any], seen: list[SeenCall]
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
-        wire, rank_of, here = Wire(self._comm), self._place.rank_of, self._comm.rank
+        wire, rank_of, here = StageWire(self._comm), self._place.rank_of, self._comm.rank
         local: dict[tuple[int, int], Tensor | None] = {}
         outputs: list[Any] = []
         for stage in line.stages:
@@ -359,7 +359,7 @@ def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's out
     return trees.zip_tensors(join, *outputs)
 
 
-def _account(model: nn.Module, cut: Cut, ties: Mapping[str, tuple[int, ...]]) -> str:
+def _account(model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]) -> str:
     """Return a summary of each stage: its blocks, its rank and its share of the estimated work."""
     blocks = list(model.get_submodule(cut.container).children())
     before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (cut.first, cut.last))

@@ -19,7 +19,7 @@ _HEADER: Final = 12
 _FAILED: Final = -1
 
 
-class Wire:
+class StageWire:
     """Point-to-point transfer of tensors whose shape the receiver does not know, between positions of a group."""
 
     def __init__(self, comm: ProcessGroupComm) -> None:

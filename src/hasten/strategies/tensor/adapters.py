@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.strategies.tensor.layers import Split, base_of
+from hasten.strategies.tensor.layers import LayerSplit, base_of
 
 # Any in this file: attributes of PEFT's modules; PEFT need not be installed.
 
@@ -28,7 +28,7 @@ def callable_base(model: nn.Module, name: str) -> str | None:
     return name
 
 
-def expand(model: nn.Module, split: Split, advice: Callable[[], str]) -> None:
+def expand(model: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> None:
     """Assign styles to the layers inside wrapped layers: the style of a wrapped layer applies to its base layer.
 
     An adapter adds `B(A(x))`. For a style that splits outputs, B is split and A is whole; for one that splits inputs, A is
@@ -45,7 +45,7 @@ def expand(model: nn.Module, split: Split, advice: Callable[[], str]) -> None:
             _expand_adapter(name, module, split, advice)
 
 
-def _expand_adapter(name: str, module: nn.Module, split: Split, advice: Callable[[], str]) -> None:
+def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> None:
     style = split.styles.pop(name)
     number = split.numbers.pop(name, None)
     adapters: Any = getattr(module, "lora_A", None)

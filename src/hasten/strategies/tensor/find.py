@@ -19,7 +19,7 @@ from hasten.strategies.tensor.heads import (
     role_of,
     unclear_count,
 )
-from hasten.strategies.tensor.layers import BLOCKS, Matrix, Split, linear_layers
+from hasten.strategies.tensor.layers import BLOCKS, LayerSplit, Matrix, linear_layers
 
 Layers = list[tuple[str, Matrix]]
 _OUTPUTS: Final = ("o", "wo", "out", "proj", "dense", "output")
@@ -32,7 +32,7 @@ _FUSED: Final = re.compile(r"qkv|query_key_value|c_attn|in_proj", re.IGNORECASE)
 _NO_PARTNER: Final = "no layer that brings its width back follows it"
 
 
-def find(model: nn.Module, split: Split, inside: Callable[[str], bool]) -> None:
+def find(model: nn.Module, split: LayerSplit, inside: Callable[[str], bool]) -> None:
     """Add the usual layers of repeated blocks to `split`, except for blocks where `inside` is true, which have a plan."""
     for prefix, block in repeated_blocks(model):
         if inside(prefix):
@@ -42,7 +42,7 @@ def find(model: nn.Module, split: Split, inside: Callable[[str], bool]) -> None:
         _split_perceptrons(rest, block, split)
 
 
-def find_experts(model: nn.Module, split: Split, ranks: int) -> None:
+def find_experts(model: nn.Module, split: LayerSplit, ranks: int) -> None:
     """Add modules of stacked experts to `split` if `ranks` divides their number."""
     for name, number in stacked_experts(model).items():
         if name in split.styles:
@@ -57,7 +57,7 @@ def find_experts(model: nn.Module, split: Split, ranks: int) -> None:
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
-def _named_attention(model: nn.Module, layers: Layers, split: Split) -> Layers:
+def _named_attention(model: nn.Module, layers: Layers, split: LayerSplit) -> Layers:
     """Split projections named as queries, keys and values, and their output projection; return the other layers."""
     rest: Layers = []
     waiting: Layers = []
@@ -84,7 +84,7 @@ def _joins(model: nn.Module, name: str, layer: Matrix) -> int:
     return next((number for _, number in BLOCKS if layer.outputs == number * width), 0)
 
 
-def _unnamed_attention(model: nn.Module, layers: Layers, split: Split) -> Layers:
+def _unnamed_attention(model: nn.Module, layers: Layers, split: LayerSplit) -> Layers:
     """Split attention recognised by sizes in a module with a number of heads; return the other layers."""
     rest: Layers = []
     for parent, held in _by_holder(layers):
@@ -101,7 +101,7 @@ def _unnamed_attention(model: nn.Module, layers: Layers, split: Split) -> Layers
     return sorted(rest, key=layers.index)
 
 
-def _without_projections(held: Layers, split: Split) -> Layers:
+def _without_projections(held: Layers, split: LayerSplit) -> Layers:
     """Return a module's layers without those that look like attention projections, which stay whole."""
     rest: Layers = []
     for name, layer in held:
@@ -123,7 +123,7 @@ def _by_holder(layers: Layers) -> Iterator[tuple[str, Layers]]:
     yield from held.items()
 
 
-def _split_joined(model: nn.Module, held: Layers, split: Split) -> None:
+def _split_joined(model: nn.Module, held: Layers, split: LayerSplit) -> None:
     """Split a layer that joins several projections, and the output projection."""
     joined = {name: _joins(model, name, layer) for name, layer in held}
     width = next(layer.outputs // joined[name] for name, layer in held if joined[name])
@@ -162,7 +162,7 @@ def _three_and_one(held: Layers) -> tuple[Layers, str] | None:
     return [queries[0], *(pair for pair in three if pair is not queries[0])], out_name
 
 
-def _split_attention(model: nn.Module, projections: Layers, out: str, split: Split) -> None:
+def _split_attention(model: nn.Module, projections: Layers, out: str, split: LayerSplit) -> None:
     query = next((name for name, _ in projections if role_of(name) == "query"), projections[0][0])
     width = dict(projections)[query].outputs
     holder = holder_of(model, query)
@@ -179,7 +179,7 @@ def _split_attention(model: nn.Module, projections: Layers, out: str, split: Spl
         split.styles[f"{parent}.{leaf}"] = "embedding_colwise"
 
 
-def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: Split) -> bool:
+def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: LayerSplit) -> bool:
     """Return whether an attention module's heads can be split; the reason is recorded if they cannot."""
     size = head_size(holder, width)
     if size is None:
@@ -195,7 +195,7 @@ def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: Spl
 
 
 # -- MLPs -------------------------------------------------------------------------------------------------------------
-def _split_perceptrons(layers: Layers, block: nn.Module, split: Split) -> None:
+def _split_perceptrons(layers: Layers, block: nn.Module, split: LayerSplit) -> None:
     """Split layers that widen by columns, and the layer that restores their width by rows."""
     normed = {
         size
@@ -216,7 +216,7 @@ def _split_perceptrons(layers: Layers, block: nn.Module, split: Split) -> None:
     _split_in_order(sorted(rest, key=layers.index), normed, split)
 
 
-def _split_in_order(layers: Layers, normed: set[int], split: Split) -> None:
+def _split_in_order(layers: Layers, normed: set[int], split: LayerSplit) -> None:
     """Split pairs of layers that follow each other in a block, such as pairs in separate modules."""
     wide: Layers = []
     for name, layer in layers:

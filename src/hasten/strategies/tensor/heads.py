@@ -14,7 +14,7 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.tensor.layers import BLOCKS, Role, Split, matrix_of
+from hasten.strategies.tensor.layers import BLOCKS, LayerSplit, Role, matrix_of
 
 Use = Literal["unused", "shape", "divisor", "both", "unknown"]
 """Uses of an attribute that counts heads.
@@ -166,7 +166,7 @@ def counts_heads(holder: nn.Module) -> bool:
     return any(isinstance(vars(holder).get(name), int) for name in _COUNTS)
 
 
-def share(model: nn.Module, split: Split, ranks: int) -> None:
+def share(model: nn.Module, split: LayerSplit, ranks: int) -> None:
     """Make several ranks compute the same key or value head if there are fewer such heads than ranks."""
     for _, size, layers in _attention(model, split):
         for name, role in layers.items():
@@ -177,7 +177,7 @@ def share(model: nn.Module, split: Split, ranks: int) -> None:
                 split.numbers[name] = heads
 
 
-def fit(model: nn.Module, split: Split, ranks: int) -> None:
+def fit(model: nn.Module, split: LayerSplit, ranks: int) -> None:
     """Check that no head is split between ranks, and record the number of heads on one rank.
 
     Raises: ConfigError with sizes that work.
@@ -193,7 +193,7 @@ def fit(model: nn.Module, split: Split, ranks: int) -> None:
         _divide(model, parent, layers, size, split, ranks)
 
 
-def _attention(model: nn.Module, split: Split) -> Iterator[tuple[str, int, dict[str, Role]]]:
+def _attention(model: nn.Module, split: LayerSplit) -> Iterator[tuple[str, int, dict[str, Role]]]:
     """Yield each module with split projections, its head size, and those projections."""
     held: dict[str, dict[str, Role]] = {}
     for name, style in split.styles.items():
@@ -207,13 +207,13 @@ def _attention(model: nn.Module, split: Split) -> Iterator[tuple[str, int, dict[
             yield parent, size, layers
 
 
-def _width(model: nn.Module, split: Split, name: str) -> int:
+def _width(model: nn.Module, split: LayerSplit, name: str) -> int:
     """Return the output features of one projection; a layer that joins several has a multiple of them."""
     sizes = matrix_of(model.get_submodule(name))
     return 0 if sizes is None else sizes.outputs // dict(BLOCKS).get(split.styles[name], 1)
 
 
-def _divide(model: nn.Module, parent: str, layers: dict[str, Role], size: int, split: Split, ranks: int) -> None:
+def _divide(model: nn.Module, parent: str, layers: dict[str, Role], size: int, split: LayerSplit, ranks: int) -> None:
     """Record the per-rank values of an attention module's attributes that count heads."""
     holder = model.get_submodule(parent)
     heads = {role: _width(model, split, name) // size for name, role in layers.items()}
@@ -260,7 +260,7 @@ def per_head_tensor(holder: nn.Module, heads: int) -> str | None:
     return None
 
 
-def norms_of_heads(model: nn.Module, split: Split) -> Iterator[str]:
+def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
     """Yield the norms of queries and keys beside split projections; such norms see this rank's heads only."""
     held: dict[str, list[str]] = {}
     for name, style in split.styles.items():
@@ -277,7 +277,7 @@ def norms_of_heads(model: nn.Module, split: Split) -> Iterator[str]:
                 yield f"{parent}.{leaf}" if parent else leaf
 
 
-def divide_named(model: nn.Module, split: Split, divide: Sequence[str], ranks: int) -> None:
+def divide_named(model: nn.Module, split: LayerSplit, divide: Sequence[str], ranks: int) -> None:
     """Record per-rank values of the attributes in `tp_divide`. Raises: ConfigError for a name that no such module has."""
     seen: set[str] = set()
     parents = {name.rpartition(".")[0]: None for name, style in split.styles.items() if style.startswith("colwise")}

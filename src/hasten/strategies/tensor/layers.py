@@ -80,7 +80,7 @@ Role = Literal["query", "key"]
 
 
 @dataclass(slots=True)
-class Split:
+class LayerSplit:
     """Tensor-parallel plan of one model: the split layers by name, and the layers that an automatic plan left whole."""
 
     source: str

@@ -17,7 +17,7 @@ from hasten.strategies.experts.plan import why_not
 from hasten.strategies.tensor import adapters as tensor_adapters
 from hasten.strategies.tensor import find as tensor_found
 from hasten.strategies.tensor import heads as tensor_heads
-from hasten.strategies.tensor.layers import BLOCKS, Split, linear_layers, matrix_of
+from hasten.strategies.tensor.layers import BLOCKS, LayerSplit, linear_layers, matrix_of
 
 STYLES: Final = get_args(TensorStyle)
 _ALIASES: Final = (
@@ -31,7 +31,7 @@ _ALIASES: Final = (
 
 def decide(
     model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str], ranks: int, experts: bool = True
-) -> Split:
+) -> LayerSplit:
     """Return the layers to split, checked against their sizes; the model is not changed.
 
     `experts=False` leaves modules of stacked experts to expert parallelism.
@@ -54,10 +54,10 @@ def decide(
     return split
 
 
-def _automatic(model: nn.Module, ranks: int, experts: bool) -> Split:
+def _automatic(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
     """Return the plans of the model and its submodules, and the layers found in blocks outside of those."""
     carriers = dict(_carriers(model))
-    split = Split("automatic plan")
+    split = LayerSplit("automatic plan")
     for prefix, (carrier, plan) in carriers.items():
         source = f"the plan {type(carrier).__name__} carries"
         found = _matched(model, plan, source, ranks, prefix)
@@ -119,12 +119,14 @@ def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     return {pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)}
 
 
-def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None) -> Split:
+def _matched(
+    model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None
+) -> LayerSplit:
     """Return the modules that match the patterns; the first match decides.
 
     Names in the plan of a submodule, `carrier`, are relative to it.
     """
-    split = Split(source)
+    split = LayerSplit(source)
     start = f"{carrier}." if carrier else ""
     decided: set[str] = set()
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -167,7 +169,7 @@ def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen
         )
 
 
-def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, split: Split) -> None:
+def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, split: LayerSplit) -> None:
     layer = tensor_adapters.inner(model.get_submodule(name))
     if style == "experts":
         split.numbers[name] = _check_experts(name, layer, ranks)

@@ -18,11 +18,11 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import Stage, Wish
-from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
-from hasten.strategies.tensor.layers import Split, split_dims
+from hasten.strategies.tensor.layers import LayerSplit, split_dims
 from hasten.strategies.tensor.ops import ApartStream, DrawnApart
 from hasten.strategies.tensor.plan import decide
 
@@ -57,7 +57,7 @@ class SplitLayers:
                 _check_head(model, found)
             whole = _left_whole(model, found)
             refuse_gradient_hooks(model, whole)
-        if source_of(model, self._fsdp, ctx) is Source.RANK_0:
+        if source_of(model, self._fsdp, ctx) is WeightSource.RANK_0:
             _materialise(model, ctx)
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
@@ -74,7 +74,7 @@ class SplitLayers:
         return model
 
 
-def _left_whole(model: nn.Module, found: Split) -> set[nn.Parameter]:
+def _left_whole(model: nn.Module, found: LayerSplit) -> set[nn.Parameter]:
     """Return the parameters outside the split layers."""
     parts: set[int] = set()
     for name, style in found.styles.items():
@@ -94,7 +94,7 @@ def _materialise(model: nn.Module, ctx: ProcessContext) -> None:
 
 def _split(
     model: nn.Module,
-    found: Split,
+    found: LayerSplit,
     mesh: DeviceMesh,
     device: torch.device,
     stacks: list[list[tuple[str, nn.Module]]],
@@ -143,7 +143,7 @@ def _replace(
     setattr(layer, name, made[id(whole)])
 
 
-def _check_ties(model: nn.Module, found: Split) -> None:
+def _check_ties(model: nn.Module, found: LayerSplit) -> None:
     """Raise if a tensor with two names would be split differently under each."""
     dims: dict[int, tuple[str, int]] = {}
     split_names = {
@@ -162,7 +162,7 @@ def _check_ties(model: nn.Module, found: Split) -> None:
             )
 
 
-def _check_head(model: nn.Module, found: Split) -> None:
+def _check_head(model: nn.Module, found: LayerSplit) -> None:
     """Raise unless exactly one layer, the head, gathers its output, so that its logits can stay sharded."""
     heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
     if len(heads) != 1:
@@ -173,7 +173,7 @@ def _check_head(model: nn.Module, found: Split) -> None:
         )
 
 
-def _account(model: nn.Module, found: Split, ranks: int, num_blocks: int, keep_logits: bool) -> str:
+def _account(model: nn.Module, found: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool) -> str:
     """Return a summary of the split layers, the layers left whole, and the bytes on each rank."""
     by_style: dict[str, int] = {}
     for style in found.styles.values():

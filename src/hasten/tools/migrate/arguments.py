@@ -11,7 +11,7 @@ from hasten.config.established import MSAMP, MSAMP_NAMES, nested_names
 from hasten.config.layers import nearest
 from hasten.config.legacy import OLD_NAMES, translate
 from hasten.config.schema import SETTABLE
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import SettingValueError
 
 _SECTIONS: Final = MappingProxyType(
@@ -73,7 +73,7 @@ def _fsdp(name: str, value: ast.expr) -> str:
     if (given := _literal(value)) is None:
         return f"hasten.fsdp_from_fsdp1({{{name!r}: ...}}) translates its value"
     try:
-        entries, said = translate(Entry(("fsdp", name), given, Source("code", name), said=name))
+        entries, said = translate(SettingEntry(("fsdp", name), given, SettingSource("code", name), said=name))
     except SettingValueError as error:
         return str(error)
     written = ", ".join(f"{entry.path[-1]}={entry.value!r}" for entry in entries)

@@ -73,7 +73,7 @@ _ASKS_CLASS: Final = ("type(loader)", "type(optimizer)", "type(scheduler)", "typ
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Finding:
+class MigrationFinding:
     """One line that needs a review."""
 
     line: int
@@ -85,7 +85,7 @@ class Migrated:
     """A script's new text, and the findings for its author."""
 
     text: str
-    findings: tuple[Finding, ...]
+    findings: tuple[MigrationFinding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Script:
 
     def __init__(self, source: str, tree: ast.Module) -> None:
         self.edits: list[_Edit] = []
-        self.findings: list[Finding] = []
+        self.findings: list[MigrationFinding] = []
         self._source = source
         self._tree = tree
         lines = source.encode().splitlines(keepends=True)
@@ -126,7 +126,7 @@ class _Script:
         self._modules: set[str] = set()  # names in the script for the package itself
 
     def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
-        self.findings.append(Finding(node.lineno, text))
+        self.findings.append(MigrationFinding(node.lineno, text))
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         begin = self._starts[node.lineno - 1] + node.col_offset

@@ -8,16 +8,16 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.root import Config
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError
 from hasten.tools.plan import report
-from hasten.tools.plan.hardware import Accelerator, find
-from hasten.tools.plan.search import Plan, Request, search
+from hasten.tools.plan.hardware import AcceleratorEntry, find
+from hasten.tools.plan.search import LayoutPlan, PlanRequest, search
 from hasten.tools.plan.targets import loop_of
 from hasten.tools.plan.trace import trace
 from hasten.tools.plan.traced import PrecisionName
 
-_SOURCE: Final = Source("file", "--auto")
+_SOURCE: Final = SettingSource("file", "--auto")
 """Precedence below flags and variables: explicit settings win."""
 _PRECISIONS: Final[Mapping[str, PrecisionName]] = MappingProxyType(
     {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
@@ -30,7 +30,7 @@ _GIB: Final = 1024**3
 class Chosen:
     """Chosen settings, and the reasons."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SettingEntry, ...]
     reasons: tuple[str, ...]
 
 
@@ -59,7 +59,7 @@ def choose(
         traced = trace(loop, name, (precision,))
     steps = int(own.get("gradient_accumulation_steps", config.gradient_accumulation.num_steps))
     batch = traced.batch_size or 1
-    request = Request(
+    request = PlanRequest(
         gpus=processes,
         accelerator=accelerator,
         global_batch=batch * processes * steps,
@@ -71,11 +71,11 @@ def choose(
     return Chosen(tuple(_entries(plan)), tuple(report.why(plan)))
 
 
-def _accelerator(device_name: str, per_machine: int, host_memory_bytes: int) -> Accelerator:
+def _accelerator(device_name: str, per_machine: int, host_memory_bytes: int) -> AcceleratorEntry:
     if device_name:
         return find(device_name)
     share = host_memory_bytes / max(per_machine, 1) / _GIB
-    return Accelerator(
+    return AcceleratorEntry(
         name="cpu",
         memory_gib=share,
         reserved_gib=0.5,
@@ -88,7 +88,7 @@ def _accelerator(device_name: str, per_machine: int, host_memory_bytes: int) -> 
     )
 
 
-def _entries(plan: Plan) -> list[Entry]:
+def _entries(plan: LayoutPlan) -> list[SettingEntry]:
     chosen = plan.best.candidate
     values: list[tuple[tuple[str, ...], Any]] = [(("strategy",), "fsdp" if chosen.sharded else "auto")]  # Any: settings
     if chosen.recompute:
@@ -100,4 +100,4 @@ def _entries(plan: Plan) -> list[Entry]:
             (("fsdp", "reshard_after_forward"), chosen.reshard),
             (("fsdp", "cpu_offload"), chosen.offload),
         ]
-    return [Entry(path, value, _SOURCE, weak=True) for path, value in values]
+    return [SettingEntry(path, value, _SOURCE, weak=True) for path, value in values]

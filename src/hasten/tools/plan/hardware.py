@@ -19,7 +19,7 @@ _GIB: Final = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accelerator:
+class AcceleratorEntry:
     """One kind of device. Speeds are the vendor's dense peaks; `_share` fields are fractions reached by training."""
 
     name: str
@@ -67,12 +67,12 @@ class Accelerator:
         return peaks.get(dtype, self.tflops_fp32) * 1e12 * (self.fp32_share if plain else self.matmul_share)
 
 
-def _known(*entries: Accelerator) -> MappingProxyType[str, Accelerator]:
+def _known(*entries: AcceleratorEntry) -> MappingProxyType[str, AcceleratorEntry]:
     return MappingProxyType({entry.name: entry for entry in entries})
 
 
 KNOWN: Final = _known(
-    Accelerator(
+    AcceleratorEntry(
         name="a100",
         memory_gib=79.1,
         tflops_bf16=312,
@@ -83,7 +83,7 @@ KNOWN: Final = _known(
         network_gb_s=25,
         matmul_share=0.7,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="a100-40gb",
         memory_gib=39.4,
         tflops_bf16=312,
@@ -94,7 +94,7 @@ KNOWN: Final = _known(
         network_gb_s=25,
         matmul_share=0.7,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="h100",
         memory_gib=79.2,
         tflops_bf16=989,
@@ -109,7 +109,7 @@ KNOWN: Final = _known(
         memory_share=0.53,
         fp32_share=0.72,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="h200",
         memory_gib=139.8,
         tflops_bf16=989,
@@ -124,7 +124,7 @@ KNOWN: Final = _known(
         memory_share=0.53,
         fp32_share=0.72,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="b200",
         memory_gib=178.4,
         tflops_bf16=2250,
@@ -136,7 +136,7 @@ KNOWN: Final = _known(
         network_gb_s=50,
         host_gb_s=50,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="l4",
         memory_gib=22.0,
         tflops_bf16=121,
@@ -149,7 +149,7 @@ KNOWN: Final = _known(
         host_gb_s=20,
         reserved_gib=0.6,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="rtx4090",
         memory_gib=23.5,
         tflops_bf16=165,
@@ -162,7 +162,7 @@ KNOWN: Final = _known(
         host_gb_s=20,
         reserved_gib=0.6,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="mi300x",
         memory_gib=191.5,
         tflops_bf16=1307,
@@ -176,7 +176,7 @@ KNOWN: Final = _known(
         matmul_share=0.45,
         memory_share=0.7,
     ),
-    Accelerator(
+    AcceleratorEntry(
         name="tpu-v5e",
         memory_gib=16.0,
         tflops_bf16=197,
@@ -193,7 +193,7 @@ KNOWN: Final = _known(
 _ALIASES: Final = MappingProxyType({"4090": "rtx4090", "v5e": "tpu-v5e", "tpuv5e": "tpu-v5e", "a100-80gb": "a100"})
 
 
-def find(name: str, own: Mapping[str, Accelerator] = KNOWN) -> Accelerator:
+def find(name: str, own: Mapping[str, AcceleratorEntry] = KNOWN) -> AcceleratorEntry:
     """Return the accelerator called `name`, in any spelling; product names as reported by drivers are accepted too.
 
     Raises: ConfigError that lists the known names.
@@ -220,7 +220,7 @@ def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
-def linked(accelerator: Accelerator, links: Links) -> Accelerator:
+def linked(accelerator: AcceleratorEntry, links: Links) -> AcceleratorEntry:
     """Return `accelerator` with measured link speeds, where available; collectives reach these speeds in full."""
     share = accelerator.link_share
     return replace(
@@ -231,7 +231,7 @@ def linked(accelerator: Accelerator, links: Links) -> Accelerator:
     )
 
 
-def read(path: Path | str, known: Mapping[str, Accelerator] = KNOWN) -> dict[str, Accelerator]:
+def read(path: Path | str, known: Mapping[str, AcceleratorEntry] = KNOWN) -> dict[str, AcceleratorEntry]:
     """Return the known accelerators, and those in a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
 
     Raises: ConfigError for a file that cannot be read, an unknown field, or a missing field without `like`.
@@ -252,9 +252,9 @@ def read(path: Path | str, known: Mapping[str, Accelerator] = KNOWN) -> dict[str
     return entries
 
 
-def _entry(name: str, given: dict[str, Any], entries: Mapping[str, Accelerator], path: str) -> Accelerator:
+def _entry(name: str, given: dict[str, Any], entries: Mapping[str, AcceleratorEntry], path: str) -> AcceleratorEntry:
     like = given.pop("like", None)
-    names = [spec.name for spec in fields(Accelerator) if spec.name != "name"]
+    names = [spec.name for spec in fields(AcceleratorEntry) if spec.name != "name"]
     wrong = next((key for key in given if key not in names), None)
     if wrong is not None:
         raise ConfigError(
@@ -266,6 +266,6 @@ def _entry(name: str, given: dict[str, Any], entries: Mapping[str, Accelerator],
     if like is not None:
         return replace(find(str(like), entries), name=name, **given)
     try:
-        return Accelerator(name=name, **given)
+        return AcceleratorEntry(name=name, **given)
     except TypeError as error:
         raise ConfigError(f"{path}: {name} is incomplete ({error}); add the fields, or `like: h100`.") from error

@@ -12,14 +12,14 @@ from hasten.config.sections.loop import GradientAccumulationPlugin
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig, PipelineParallelConfig
 from hasten.runtime.bytes_plan import shown, size
 from hasten.runtime.mesh_plan import BATCH
-from hasten.tools.plan.search import SIMPLER, Option, Plan
+from hasten.tools.plan.search import SIMPLER, LayoutPlan, Option
 from hasten.tools.plan.traced import Candidate
 
 _SHOWN: Final = 3
 Test = Callable[[Candidate], bool]
 
 
-def why(plan: Plan) -> list[str]:
+def why(plan: LayoutPlan) -> list[str]:
     """Return one sentence per choice of the best option, with the cost of the nearest option without that choice."""
     best = plan.best
     lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
@@ -35,7 +35,7 @@ def why(plan: Plan) -> list[str]:
     return lines
 
 
-def _only_with_a_change(plan: Plan) -> str:
+def _only_with_a_change(plan: LayoutPlan) -> str:
     """Return the reason why every layout that works without changes of the loop is ruled out."""
     request, kept = plan.request, [option for option in plan.options if not option.asks]
     words = f"the loop must call {plan.best.asks}: layouts that leave it as it is "
@@ -47,7 +47,7 @@ def _only_with_a_change(plan: Plan) -> str:
     return f"{words}need at least {size(least)} of {size(request.accelerator.memory_bytes)}"
 
 
-def _simpler(plan: Plan) -> str:
+def _simpler(plan: LayoutPlan) -> str:
     """Return the reason why the best option is not the fastest."""
     gain = plan.best.time.total / plan.fastest.time.total - 1
     return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is taken"
@@ -79,7 +79,7 @@ def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
         yield "in fp32", lambda c: c.precision == "no" and same(c, "precision", "recompute")
 
 
-def _compared(other: Option, plan: Plan) -> str:
+def _compared(other: Option, plan: LayoutPlan) -> str:
     has = plan.request.accelerator.memory_bytes
     if not other.fits:
         return f"does not fit, needs {size(other.need.total)} of {size(has)}"
@@ -87,7 +87,7 @@ def _compared(other: Option, plan: Plan) -> str:
     return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'} ({seconds(other.time.total)} a step)"
 
 
-def better(plan: Plan) -> list[str]:
+def better(plan: LayoutPlan) -> list[str]:
     """Return the changes that a faster option would need: of memory, or of the loop."""
     best, has = plan.best, plan.request.accelerator.memory_bytes
     faster = [option for option in plan.options if option.time.total < 0.995 * best.time.total]
@@ -112,12 +112,12 @@ def _words(option: Option) -> str:
     return ", ".join([chosen.words, *extras, f"micro-batch {chosen.micro_batch}"])
 
 
-def rows(plan: Plan, most: int) -> list[dict[str, Any]]:
+def rows(plan: LayoutPlan, most: int) -> list[dict[str, Any]]:
     """Return the first options as rows, for a table or JSON."""
     return [_row(plan, option) for option in plan.options[:most]]
 
 
-def _row(plan: Plan, option: Option) -> dict[str, Any]:
+def _row(plan: LayoutPlan, option: Option) -> dict[str, Any]:
     chosen, total = option.candidate, option.time.total
     return {
         "layout": chosen.words,
@@ -140,7 +140,7 @@ def _row(plan: Plan, option: Option) -> dict[str, Any]:
     }
 
 
-def _reason(plan: Plan, option: Option) -> str:
+def _reason(plan: LayoutPlan, option: Option) -> str:
     if not option.fits:
         return f"needs {size(option.need.total)}"
     if option is plan.best and plan.fastest is not option:
@@ -148,7 +148,7 @@ def _reason(plan: Plan, option: Option) -> str:
     return option.time.words()
 
 
-def summary(plan: Plan) -> dict[str, Any]:
+def summary(plan: LayoutPlan) -> dict[str, Any]:
     """Return the whole plan as data for JSON."""
     return {
         "model": plan.trace.name,
@@ -162,7 +162,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
-def config_of(plan: Plan, option: Option) -> Config:
+def config_of(plan: LayoutPlan, option: Option) -> Config:
     """Return the settings of one option; the loader's batch size remains the script's."""
     chosen, mesh = option.candidate, option.candidate.mesh
     machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
@@ -184,7 +184,7 @@ def config_of(plan: Plan, option: Option) -> Config:
     )
 
 
-def notes(plan: Plan, option: Option) -> list[str]:
+def notes(plan: LayoutPlan, option: Option) -> list[str]:
     """Return notes that settings cannot express: the batch size of the script's loader, and the bytes sent."""
     chosen = option.candidate
     each = chosen.micro_batch * (chosen.micro_steps if chosen.mesh.pp > 1 else 1)
@@ -198,7 +198,7 @@ def notes(plan: Plan, option: Option) -> list[str]:
     ]
 
 
-def _fixed(plan: Plan, option: Option) -> Iterator[str]:
+def _fixed(plan: LayoutPlan, option: Option) -> Iterator[str]:
     """Yield a note for each setting that the script fixes in its code, where it overrides the file."""
     config = config_of(plan, option)
     planned: dict[str, tuple[str | int, ...]] = {

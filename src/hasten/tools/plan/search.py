@@ -9,7 +9,7 @@ from typing import Final
 from hasten.errors import ConfigError
 from hasten.runtime.bytes_plan import size
 from hasten.runtime.mesh_plan import BATCH, MeshSpec, divisors
-from hasten.tools.plan.hardware import Accelerator
+from hasten.tools.plan.hardware import AcceleratorEntry
 from hasten.tools.plan.memory import Kept, Need, held, need
 from hasten.tools.plan.speed import Time, predict
 from hasten.tools.plan.traced import Candidate, ModelTrace, PrecisionName
@@ -26,11 +26,11 @@ _LARGEST: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """Request for a plan: the devices, the batch and the allowed layouts."""
 
     gpus: int
-    accelerator: Accelerator
+    accelerator: AcceleratorEntry
     global_batch: int
     precisions: tuple[PrecisionName, ...] = ("bf16", "no")
     micro_batch: int | None = None
@@ -65,14 +65,14 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """Result of a search: options from best to worst, usable ones first.
 
     The first one is the simplest of those that are nearly as fast as the fastest (`SIMPLER`).
     """
 
     trace: ModelTrace
-    request: Request
+    request: PlanRequest
     options: tuple[Option, ...]
 
     @property
@@ -86,7 +86,7 @@ class Plan:
         return min((one for one in self.options if one.usable), key=_rank, default=self.best)
 
 
-def search(trace: ModelTrace, request: Request) -> Plan:
+def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
     """Return every option, ranked: those that fit without changes of the loop first, then by time.
 
     Raises: ConfigError when nothing fits, with the smallest memory need found, or when the batch cannot be divided.
@@ -106,7 +106,7 @@ def search(trace: ModelTrace, request: Request) -> Plan:
         near = [one for one in options if one.usable and one.time.total <= first.time.total * (1 + SIMPLER)]
         taken = min(near, key=lambda one: (_changed(one), _rank(one)))
         options.sort(key=lambda one: one is not taken)
-    return Plan(trace, request, tuple(options))
+    return LayoutPlan(trace, request, tuple(options))
 
 
 def _changed(option: Option) -> int:
@@ -119,7 +119,7 @@ def _rank(option: Option) -> tuple[bool, bool, float, int]:
     return not option.usable, not option.fits, round(option.time.total, 6), _changed(option)
 
 
-def _nothing_fits(trace: ModelTrace, request: Request, options: Sequence[Option]) -> str:
+def _nothing_fits(trace: ModelTrace, request: PlanRequest, options: Sequence[Option]) -> str:
     least = min(options, key=lambda option: option.need.total)
     chosen, has = least.candidate, request.accelerator.memory_bytes
     extras = [
@@ -138,7 +138,7 @@ def _nothing_fits(trace: ModelTrace, request: Request, options: Sequence[Option]
     return f"{text}; use GPUs with more memory, shorter sequences, or a smaller model."
 
 
-def _options(trace: ModelTrace, request: Request) -> Iterator[Option]:
+def _options(trace: ModelTrace, request: PlanRequest) -> Iterator[Option]:
     """Yield for every layout the fastest micro-batch that fits, and the next larger one that does not.
 
     Memory grows with the micro-batch, and so does speed, except where a pipeline needs many micro-batches.
@@ -159,7 +159,7 @@ def _options(trace: ModelTrace, request: Request) -> Iterator[Option]:
             yield min(found, key=lambda option: option.time.total)
 
 
-def _option(trace: ModelTrace, request: Request, pair: tuple[Candidate, Need], kept: Kept) -> Option:
+def _option(trace: ModelTrace, request: PlanRequest, pair: tuple[Candidate, Need], kept: Kept) -> Option:
     candidate, needed = pair
     asks = ""
     if candidate.mesh.pp > 1:
@@ -170,7 +170,7 @@ def _option(trace: ModelTrace, request: Request, pair: tuple[Candidate, Need], k
     return Option(candidate, needed, time, needed.total <= request.accelerator.memory_bytes, asks)
 
 
-def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
+def _batches(request: PlanRequest, layout: Candidate) -> Iterator[Candidate]:
     """Yield the layout with every division of the batch into micro-batches."""
     ranks = layout.mesh.size(*BATCH)
     if request.global_batch % ranks:
@@ -182,7 +182,7 @@ def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
             yield replace(layout, micro_batch=micro, micro_steps=each // micro)
 
 
-def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
+def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, sharded in _meshes(trace, request):
         reshards = (True, False) if sharded and mesh.dp_shard * mesh.cp > 1 else (True,)
@@ -206,7 +206,7 @@ def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
                     )
 
 
-def _meshes(trace: ModelTrace, request: Request) -> Iterator[tuple[MeshSpec, bool]]:
+def _meshes(trace: ModelTrace, request: PlanRequest) -> Iterator[tuple[MeshSpec, bool]]:
     """Yield the meshes of all GPUs, and whether parameters are sharded on them."""
     gpus, node = request.gpus, request.accelerator.per_node
     splits = [1, *(tp for tp in trace.tp_sizes if tp > 1 and tp <= node and gpus % tp == 0)]

@@ -9,9 +9,9 @@ from typing import Final
 from hasten.runtime.bytes_plan import Traffic
 from hasten.runtime.mesh_plan import AXES, SHARD, Axis, MeshSpec
 from hasten.tools.plan import traffic
-from hasten.tools.plan.hardware import Accelerator
+from hasten.tools.plan.hardware import AcceleratorEntry
 from hasten.tools.plan.memory import Kept, held
-from hasten.tools.plan.traced import ITEM, Candidate, Line, ModelTrace, Variant
+from hasten.tools.plan.traced import ITEM, Candidate, LinearCost, ModelTrace, Variant
 
 _GB: Final = 1e9
 _NODE_LATENCY_S: Final = 8e-6
@@ -41,7 +41,7 @@ class Time:
         """Seconds of the whole update."""
         return self.compute + self.update + self.exposed + self.bubble
 
-    def mfu(self, accelerator: Accelerator, candidate: Candidate) -> float:
+    def mfu(self, accelerator: AcceleratorEntry, candidate: Candidate) -> float:
         """Return the model FLOPs utilisation: the fraction of the vendor's peak in the candidate's precision."""
         peak = accelerator.tflops_fp32 if candidate.precision == "no" else accelerator.tflops_bf16
         return self.model_flops / (self.total * peak * 1e12 * candidate.mesh.world_size)
@@ -59,7 +59,7 @@ class Time:
 
 
 def predict(
-    trace: ModelTrace, candidate: Candidate, accelerator: Accelerator, tf32: bool = False, kept: Kept | None = None
+    trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry, tf32: bool = False, kept: Kept | None = None
 ) -> Time:
     """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
     variant = trace.variant(candidate.precision, candidate.recompute)
@@ -91,7 +91,7 @@ def predict(
 
 
 def micro_step(
-    trace: ModelTrace, candidate: Candidate, variant: Variant, accelerator: Accelerator, tf32: bool = False
+    trace: ModelTrace, candidate: Candidate, variant: Variant, accelerator: AcceleratorEntry, tf32: bool = False
 ) -> float:
     """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
     mesh, samples = candidate.mesh, candidate.micro_batch
@@ -99,14 +99,14 @@ def micro_step(
     flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / within
     split = 1 - trace.split_share + trace.split_share / mesh.tp
     line = (
-        Line(0.0, variant.moved.slope) if candidate.sharded else variant.moved
+        LinearCost(0.0, variant.moved.slope) if candidate.sharded else variant.moved
     )  # `_copying` accounts for the casts of parameters
     moved = line.at(samples) * split / mesh.cp / mesh.pp
     memory = moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
     return max(flops + memory, variant.operations / mesh.pp * accelerator.launch_us * 1e-6)
 
 
-def _copying(trace: ModelTrace, candidate: Candidate, accelerator: Accelerator) -> float:
+def _copying(trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry) -> float:
     """Return the seconds per micro-step for casting sharded parameters and copying them to and from buffers."""
     if not candidate.sharded:
         return 0.0
@@ -117,7 +117,7 @@ def _copying(trace: ModelTrace, candidate: Candidate, accelerator: Accelerator) 
     return moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
 
 
-def update(candidate: Candidate, accelerator: Accelerator, kept: Kept) -> float:
+def update(candidate: Candidate, accelerator: AcceleratorEntry, kept: Kept) -> float:
     """Return the seconds of the optimizer's step on a rank that holds `kept`."""
     parameters, gradients, optimizer = kept
     numbers = parameters + gradients + optimizer
@@ -134,7 +134,7 @@ def _spans_nodes(mesh: MeshSpec, axis: str, per_node: int) -> bool:
     return mesh.size(*AXES[outermost:]) > per_node
 
 
-def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
+def _bandwidth(mesh: MeshSpec, axis: str, accelerator: AcceleratorEntry) -> float:
     """Return the bytes per second that one rank sends along `axis`.
 
     A collective over several machines uses all network links of a machine together if
@@ -149,7 +149,7 @@ def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
     return min(network, accelerator.node_gb_s) * _GB * accelerator.link_share
 
 
-def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: Accelerator) -> float:
+def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: AcceleratorEntry) -> float:
     """Return the latency of the collectives of one update, in seconds."""
     mesh = candidate.mesh
     each = _NETWORK_LATENCY_S if _spans_nodes(mesh, axis, accelerator.per_node) else _NODE_LATENCY_S

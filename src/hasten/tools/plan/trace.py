@@ -14,10 +14,18 @@ from torch import nn
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, TensorStyle
 from hasten.errors import ConfigError, PrepareError
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute, owned_parameters
-from hasten.strategies.tensor.layers import Split, matrix_of, split_dims
+from hasten.strategies.tensor.layers import LayerSplit, matrix_of, split_dims
 from hasten.strategies.tensor.plan import decide
-from hasten.tools.plan.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
-from hasten.tools.tune.takeover import Step, Takeover
+from hasten.tools.plan.traced import (
+    LinearCost,
+    ModelTrace,
+    Moment,
+    OptimizerFacts,
+    ParameterKind,
+    PrecisionName,
+    Variant,
+)
+from hasten.tools.tune.takeover import Takeover, TracedStep
 from hasten.tools.tune.watch import Anatomy, Saved
 
 log = logging.getLogger(__name__)
@@ -91,10 +99,10 @@ class Findings:
         )
         return self.anatomy
 
-    def _splits(self, model: nn.Module) -> Split:
+    def _splits(self, model: nn.Module) -> LayerSplit:
         """Return the layers that can be split; record the possible numbers of ranks."""
         sizes: list[int] = []
-        chosen = Split("none")
+        chosen = LayerSplit("none")
         for ranks in _TP_SIZES:
             try:
                 found = decide(model, "auto", (), ranks)
@@ -111,7 +119,7 @@ class Findings:
                 self.tp_summed += layer.outputs if style.startswith("rowwise") else layer.inputs
         return chosen
 
-    def joined(self, name: str, steps: Sequence[Step]) -> ModelTrace:
+    def joined(self, name: str, steps: Sequence[TracedStep]) -> ModelTrace:
         """Return one trace of all steps."""
         saved = next((step.saved for step in steps if step.saved is not None and step.saved.total), None) or Saved()
         variants = []
@@ -139,7 +147,7 @@ class Findings:
         )
 
 
-def _alike(one: Step, other: Step) -> bool:
+def _alike(one: TracedStep, other: TracedStep) -> bool:
     return one.run.precision == other.run.precision and one.run.recompute == other.run.recompute
 
 
@@ -166,15 +174,15 @@ def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, Tensor
     return list(found.values())
 
 
-def _variant(one: Step, two: Step) -> Variant:
+def _variant(one: TracedStep, two: TracedStep) -> Variant:
     """Return the linear fits through steps of one and of two samples."""
     first, second = one.watched, two.watched
     names = sorted({*first.flops, *second.flops})
     return Variant(
         precision=one.run.precision,
         recompute=bool(one.run.recompute),
-        flops={name: Line.through(first.flops.get(name, 0.0), second.flops.get(name, 0.0)) for name in names},
-        moved=Line.through(first.moved, second.moved),
+        flops={name: LinearCost.through(first.flops.get(name, 0.0), second.flops.get(name, 0.0)) for name in names},
+        moved=LinearCost.through(first.moved, second.moved),
         operations=max(first.operations, second.operations),
         moments=tuple(_moments(first.alive, second.alive)),
         peak_module=second.peak_module,
@@ -188,8 +196,8 @@ def _moments(one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, 
     total = max((gradients for _, _, gradients in one), default=0) or 1
     return [
         Moment(
-            activations=Line.through(first[0], second[0]),
-            copies=Line.through(first[1], second[1]),
+            activations=LinearCost.through(first[0], second[0]),
+            copies=LinearCost.through(first[1], second[1]),
             gradients=first[2] / total,
         )
         for first, second in zip(one, two, strict=True)

@@ -57,7 +57,7 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """A quantity that is linear in the number of samples: `fixed + slope * samples`."""
 
     fixed: float = 0.0
@@ -68,7 +68,7 @@ class Line:
         return max(0.0, self.fixed + self.slope * samples)
 
     @classmethod
-    def through(cls, one: float, two: float) -> Line:
+    def through(cls, one: float, two: float) -> LinearCost:
         """Return the line through the values for one and two samples."""
         return cls(2 * one - two, two - one)
 
@@ -77,8 +77,8 @@ class Line:
 class Moment:
     """One moment of forward and backward: bytes allocated besides parameters and optimizer state."""
 
-    activations: Line
-    copies: Line = field(default_factory=Line)
+    activations: LinearCost
+    copies: LinearCost = field(default_factory=LinearCost)
     """Parameters cast to another precision, which autograd saves."""
     gradients: float = 0.0
     """Fraction of the gradients that exist at this moment, from 0 to 1."""
@@ -90,9 +90,9 @@ class Variant:
 
     precision: PrecisionName
     recompute: bool
-    flops: dict[str, Line]
+    flops: dict[str, LinearCost]
     """Floating-point operations of matrix products, convolutions and attention, by dtype; including recomputation."""
-    moved: Line
+    moved: LinearCost
     """Bytes that all other operations read and write."""
     operations: int
     moments: tuple[Moment, ...]

@@ -22,7 +22,7 @@ from hasten.comm.agreement import agree
 from hasten.errors import ConfigError, DataError
 from hasten.optional import need
 from hasten.state.saved_batches import find_named
-from hasten.tools.predict.rows import Parts, read_rows
+from hasten.tools.predict.rows import RowParts, read_rows
 from hasten.trainer.collate import DataCollatorWithPadding
 from hasten.trainer.evaluation import EvalPrediction
 from hasten.trainer.metrics import classification_metrics
@@ -136,7 +136,7 @@ def predict_file(
     with agree(accelerator.comm, f"reading {data} and loading {target}"):
         rows = read_rows(data)
         predict = load(target, accelerator)
-    parts = Parts(output, len(rows), batch_size)
+    parts = RowParts(output, len(rows), batch_size)
     differing = ""
     with agree(accelerator.comm, f"preparing {parts.folder}"):
         if accelerator.is_main_process:

@@ -23,7 +23,7 @@ _JOB: Final = "job.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RowParts:
     """The parts of an output: whole batches each, divided identically for any number of processes."""
 
     output: Path

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.preparing import PreparedObjects
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
@@ -42,7 +42,7 @@ Inspect = Callable[[list[nn.Module]], Anatomy]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ScriptRun:
     """Configuration of one forked step."""
 
     precision: PrecisionName
@@ -51,10 +51,10 @@ class Run:
 
 
 @dataclass(slots=True)
-class Step:
+class TracedStep:
     """Result of one forked step."""
 
-    run: Run
+    run: ScriptRun
     watched: Watched = field(default_factory=Watched)
     optimizer: OptimizerFacts | None = None
     saved: Saved | None = None
@@ -73,10 +73,10 @@ class Takeover(Rehearsal):
         self._precisions = precisions
         self._inspect = inspect
         self._workers = max(1, workers)
-        self.steps: list[Step] = []
+        self.steps: list[TracedStep] = []
         self.own: dict[str, str | int] = {}
         """Settings of `OWN` that the script passes to its Accelerator."""
-        self._run: Run | None = None
+        self._run: ScriptRun | None = None
         self._to_parent: IO[bytes] | None = None
         self._accelerators: list[Accelerator] = []
         self._anatomy = Anatomy()
@@ -90,7 +90,7 @@ class Takeover(Rehearsal):
         """While open, models are built without memory."""
         self._rows = 0
 
-    def run(self, loop: Callable[[], object]) -> list[Step]:
+    def run(self, loop: Callable[[], object]) -> list[TracedStep]:
         """Run `loop` until its first `prepare()` with a model, and trace its step there.
 
         Raises: ConfigError when the loop ends or fails before, or when the step cannot be traced.
@@ -118,14 +118,14 @@ class Takeover(Rehearsal):
     def _fail(self, what: str) -> None:
         """End a forked step, or the planning, with an error message."""
         if self._run is not None:
-            self._answer(Step(self._run, error=what))
+            self._answer(TracedStep(self._run, error=what))
         raise ConfigError(
             f"the script stopped before its first batch, so there is no step to plan: {what}. Run it alone to see where, or "
             "give module:function, which needs no data."
         )
 
     # -- in the parent process --------------------------------------------------------------------------------------
-    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
         """Fork once per variant where the first model is prepared, and continue only in the forks."""
         if self._run is not None:
             return self._prepare_fake(objects, go_on)
@@ -140,8 +140,8 @@ class Takeover(Rehearsal):
         return prepared if len(objects) > 1 else (prepared,)
 
     def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
-        waiting = [Run(precision, names, samples) for precision, names in variants for samples in (2, 1)]
-        running: list[tuple[Run, int, IO[bytes]]] = []
+        waiting = [ScriptRun(precision, names, samples) for precision, names in variants for samples in (2, 1)]
+        running: list[tuple[ScriptRun, int, IO[bytes]]] = []
         while waiting or running:
             while waiting and len(running) < self._workers:
                 run = waiting.pop(0)
@@ -170,7 +170,7 @@ class Takeover(Rehearsal):
             ) from error
 
     # -- in a fork --------------------------------------------------------------------------------------------------
-    def _become(self, run: Run, target: int) -> None:
+    def _become(self, run: ScriptRun, target: int) -> None:
         self._run = run
         self._to_parent = os.fdopen(target, "wb")
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -252,7 +252,7 @@ class Takeover(Rehearsal):
         """Measure the update in place of performing it, and end the traced step."""
         if self._run is None or self._watch is None or self._notes is None:
             return
-        step = Step(self._run, batch_size=self._rows)
+        step = TracedStep(self._run, batch_size=self._rows)
         watch = self._watch
         step.watched = Watched(
             watch.seen.alive[:], dict(watch.seen.flops), watch.seen.moved, watch.seen.operations, watch.seen.peak_module
@@ -266,7 +266,7 @@ class Takeover(Rehearsal):
         step.watched.alive = _thinned(step.watched.alive)
         self._answer(step)
 
-    def _answer(self, step: Step) -> None:
+    def _answer(self, step: TracedStep) -> None:
         assert self._to_parent is not None, "only forks answer"
         self._inside.pop_all()  # closing it would run the user's exit handlers; the process ends anyway
         self._to_parent.write(msgspec.json.encode(step))
@@ -306,11 +306,11 @@ class OneBatch:
         return getattr(self._loader, name)
 
 
-def _decode(content: bytes, run: Run) -> Step:
+def _decode(content: bytes, run: ScriptRun) -> TracedStep:
     try:
-        return msgspec.json.decode(content, type=Step)
+        return msgspec.json.decode(content, type=TracedStep)
     except msgspec.DecodeError:
-        return Step(run, error="the process that traced it died")
+        return TracedStep(run, error="the process that traced it died")
 
 
 def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.preparing import PreparedObjects
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.runtime.mesh_plan import BATCH
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
-from hasten.tools.tune.tuning import Outcome, happened
+from hasten.tools.tune.tuning import TrialOutcome, happened
 
 _OFTEN: Final = 10
 """Number of updates between two checks whether a trial is hopeless."""
@@ -120,7 +120,7 @@ class Timed(Rehearsal):
 
         clock.after_update = updated
 
-    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
         """Prepare the script's objects, modified for this trial."""
         return go_on(tuple(self._changed(value) for value in objects))
 
@@ -184,7 +184,7 @@ class Timed(Rehearsal):
             return self.rows
         return self.rows * self._accelerator.clock.every * self._accelerator.ctx.mesh.size(*BATCH)
 
-    def outcome(self, error: str = "") -> Outcome:
+    def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""
         measured = self.marks[self.spec.warmup :]
         step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
@@ -201,7 +201,7 @@ class Timed(Rehearsal):
         except RuntimeError as wrong:  # a kernel of the script failed, which surfaces when its result is read
             error = error or happened(wrong)
         cuda = torch.cuda.is_available()
-        return Outcome(
+        return TrialOutcome(
             step_s=step,
             samples_per_s=self._samples / step if step else 0.0,
             peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),

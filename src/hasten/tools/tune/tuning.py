@@ -44,7 +44,7 @@ class Knob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class TunedMachine:
     """Properties of the machine that determine the applicable knobs."""
 
     cuda: bool = False
@@ -54,7 +54,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """Measurements of one trial."""
 
     step_s: float = 0.0
@@ -76,7 +76,7 @@ class Trial:
     """One run of the script: its values, its measurements, and the verdict."""
 
     values: Values
-    outcome: Outcome
+    outcome: TrialOutcome
     verdict: str
     difference: float = 0.0
 
@@ -91,7 +91,7 @@ class Tuning:
     not_tried: list[Values] = field(default_factory=list)
     """Values that were not tried for lack of time."""
 
-    def run(self, measure: Callable[[Values, float | None], Outcome], in_time: Callable[[], bool]) -> None:
+    def run(self, measure: Callable[[Values, float | None], TrialOutcome], in_time: Callable[[], bool]) -> None:
         """Measure the script unchanged and with each value of each knob, until time is up.
 
         `measure` takes the values and the step time beyond which a trial is hopeless.
@@ -113,7 +113,7 @@ class Tuning:
         for knob in self.knobs:
             for values in self._values(knob):
                 if why := senseless(values):
-                    self.trials.append(Trial(values, Outcome(), f"left out: {why}"))
+                    self.trials.append(Trial(values, TrialOutcome(), f"left out: {why}"))
                     continue
                 if not in_time():
                     self.not_tried.append(values)
@@ -133,7 +133,7 @@ class Tuning:
         num = {knob.name: len(knob.values) for knob in self.knobs}
         return [name if len(some) == num[name] else f"{name} ({', '.join(some)})" for name, some in left.items()]
 
-    def _confirm(self, base: Trial, again: Outcome) -> None:
+    def _confirm(self, base: Trial, again: TrialOutcome) -> None:
         """Compare with a second run of the unchanged script: a machine that was busy at first exaggerates speedups."""
         assert self.best is not None, "the baseline comes first"
         if not again.error:
@@ -154,7 +154,7 @@ class Tuning:
             if self.best.values.get(knob.name) != value:
                 yield together(self.best.values, knob.name, value)
 
-    def _conclude(self, knob: Knob, values: Values, outcome: Outcome, base: Outcome) -> None:
+    def _conclude(self, knob: Knob, values: Values, outcome: TrialOutcome, base: TrialOutcome) -> None:
         assert self.best is not None, "the baseline comes first"
         apart = difference(base.losses, outcome.losses)
         best = self.best.outcome
@@ -203,7 +203,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     return worst
 
 
-def knobs(machine: Machine, base: Outcome) -> list[Knob]:
+def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
     """Return the knobs that apply to this machine and script, the most promising first."""
     same = SAME if base.precision == "no" else ROUNDED
     workers = tuple(n for n in (1, 2, 4, 8) if n <= machine.cores)

@@ -89,7 +89,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RankDifference:
     """One value that differs, and the ranks that hold each version."""
 
     kind: str
@@ -110,7 +110,7 @@ class Divergence:
     step: int
     agreed_at: int | None
     """The latest update at which all ranks agreed; None if there was none."""
-    differences: tuple[Difference, ...]
+    differences: tuple[RankDifference, ...]
     """All harmful differences, starting with the most informative one."""
 
     @property
@@ -162,7 +162,7 @@ def find(
     return Divergence(cause, step, agreed_at, (first, *(one for one in harmful if one is not first)))
 
 
-def _differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Iterable[Difference]:
+def _differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Iterable[RankDifference]:
     held: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
     for rank in sorted(records):
         for record in records[rank]:
@@ -177,7 +177,7 @@ def _differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Ite
                 groups.append(group)
         if odd:
             said = {rank: by_rank[rank].said if rank in by_rank else "" for group in groups for rank in group}
-            yield Difference(kind, name, tuple(sorted(odd)), tuple(groups), said, example.statistics)
+            yield RankDifference(kind, name, tuple(sorted(odd)), tuple(groups), said, example.statistics)
 
 
 def _minority(group: tuple[int, ...], by_rank: Mapping[int, Record]) -> list[int]:
@@ -189,7 +189,7 @@ def _minority(group: tuple[int, ...], by_rank: Mapping[int, Record]) -> list[int
     return [rank for camp in camps.values() if camp is not most for rank in camp]
 
 
-def _cause(found: Sequence[Difference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
+def _cause(found: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
     """Return the likeliest cause, and the kind of value that shows it."""
     kinds = {one.kind for one in found}
     along_tp = {one.kind for one in found if _along_tp(one, mesh)}
@@ -213,7 +213,7 @@ def _cause(found: Sequence[Difference], mesh: MeshSpec, agreed_at: int | None) -
     return ("statistics" if all(one.statistics for one in buffers) else "buffers"), "buffer"
 
 
-def _along_tp(difference: Difference, mesh: MeshSpec) -> bool:
+def _along_tp(difference: RankDifference, mesh: MeshSpec) -> bool:
     """Return whether ranks of one tensor-parallel group differ."""
     odd = set(difference.odd)
     return any(0 < len(odd.intersection(group)) < len(group) for group in mesh.groups(Axis.TP))

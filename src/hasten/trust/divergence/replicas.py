@@ -28,7 +28,7 @@ _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
-class Prepared(Protocol):
+class ComparedObjects(Protocol):
     """Objects returned by `prepare()`."""
 
     @property
@@ -38,7 +38,7 @@ class Prepared(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedTensor:
     """One value that must be equal on ranks that differ only along `axes`."""
 
     kind: Kind
@@ -63,7 +63,7 @@ class Entry:
         return _digest(f"{self.kind} {self.name} {self.said} {self.layout}")
 
 
-Held = tuple[Entry, Tensor | None]
+Held = tuple[ComparedTensor, Tensor | None]
 """An entry with its tensor, if any; entries are stored, tensors are not."""
 
 
@@ -71,7 +71,7 @@ Held = tuple[Entry, Tensor | None]
 class Replicas:
     """The entries of a run, collected at each check because models, states and loaders change."""
 
-    prepared: Prepared
+    prepared: ComparedObjects
     clock: StepClock
     ignored: Sequence[str] = ()
     """Patterns of names that are not compared."""
@@ -90,10 +90,10 @@ class Replicas:
 
     def _all(self) -> Iterator[Held]:
         done = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
-        yield Entry("updates", "updates for each backward pass", COMPARED, said=done), None
+        yield ComparedTensor("updates", "updates for each backward pass", COMPARED, said=done), None
         for number, cursor in enumerate(self.clock.cursors.active()):
             said = f"epoch {cursor.epoch}, batch {cursor.batch}"
-            yield Entry("data", f"position of loader {number}", COMPARED, said=said), None
+            yield ComparedTensor("data", f"position of loader {number}", COMPARED, said=said), None
         if self.random and any(may_draw(model) for model in self.prepared.models):
             yield from _tensor("random", "generator of the CPU", frozenset({Axis.TP}), torch.get_rng_state())
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -134,7 +134,7 @@ class Replicas:
                 if isinstance(value, Tensor):
                     yield from _tensor("setting", f"{where}[{option!r}]", COMPARED, value)
                 elif option != "params" and _is_plain(value):
-                    yield Entry("setting", f"{where}[{option!r}]", COMPARED, said=repr(value)), None
+                    yield ComparedTensor("setting", f"{where}[{option!r}]", COMPARED, said=repr(value)), None
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     continue  # excluded, or not a parameter of a prepared model
@@ -194,7 +194,10 @@ def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statis
         for part in plain.__tensor_flatten__()[0]:
             yield from _tensor(kind, f"{name}.{part}", axes, getattr(plain, part), statistics)
         return
-    yield Entry(kind, name, axes, statistics=statistics, layout=_layout(tuple(plain.shape), plain.dtype)), plain
+    yield (
+        ComparedTensor(kind, name, axes, statistics=statistics, layout=_layout(tuple(plain.shape), plain.dtype)),
+        plain,
+    )
 
 
 def _left_alone(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:

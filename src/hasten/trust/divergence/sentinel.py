@@ -29,7 +29,7 @@ from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.store import LOST
 from hasten.trust.divergence.divergence import EVIDENCE, Divergence, Record, find
 from hasten.trust.divergence.fingerprint import Ballot, Fingerprints
-from hasten.trust.divergence.replicas import Entry, Replicas
+from hasten.trust.divergence.replicas import ComparedTensor, Replicas
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class _Check:
 
     number: int
     step: int
-    entries: list[Entry]
+    entries: list[ComparedTensor]
     values: Tensor
     """Fingerprints of the entries with tensors; on the host once `ready` has passed."""
     ready: torch.Event | None

@@ -107,7 +107,7 @@ class Note(msgspec.Struct, frozen=True):
     """Number of collectives started before the rank ended; None if unknown."""
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SeenState(msgspec.Struct, frozen=True):
     """State of one rank, as known to the rank that writes the report."""
 
     rank: int

@@ -15,7 +15,7 @@ from hasten import trees
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """The latest training forward of a model: its arguments, detached, and the random states before it."""
 
     model: nn.Module
@@ -28,13 +28,13 @@ class LastCalls:
     """The latest forward of each model that is followed."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, ModuleCall] = {}
 
     def follow(self, model: nn.Module) -> None:
         """Record the forwards of this model from now on."""
         model.register_forward_pre_hook(self._remember, with_kwargs=True)
 
-    def all(self) -> list[Call]:
+    def all(self) -> list[ModuleCall]:
         """Return the calls since `clear`, in order of their models' first calls."""
         return list(self._calls.values())
 
@@ -45,10 +45,10 @@ class LastCalls:
     def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and model.training and not torch.compiler.is_compiling():
             plain_args, plain_kwargs = trees.map_tensors(Tensor.detach, (args, kwargs))
-            self._calls[id(model)] = Call(model, plain_args, plain_kwargs, _random_states(model))
+            self._calls[id(model)] = ModuleCall(model, plain_args, plain_kwargs, _random_states(model))
 
 
-def first_bad_module(call: Call, module: nn.Module) -> str:
+def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
     """Return a description of the first module inside `module` whose output is not finite when the call is repeated.
 
     Weights, buffers and random states are unchanged afterwards.
@@ -84,7 +84,7 @@ def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
 
 
 @contextmanager
-def _as_before(module: nn.Module, call: Call) -> Iterator[None]:
+def _as_before(module: nn.Module, call: ModuleCall) -> Iterator[None]:
     """Context manager that sets the call's random states, and restores buffers and random states at the end."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     now = _random_states(module)

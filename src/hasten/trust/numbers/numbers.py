@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from hasten.data.loader import Extent, Loader, Place
+from hasten.data.loader import Extent, Loader, LoaderPlace
 from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
@@ -71,7 +71,7 @@ class Rollback:
             )
         return ""
 
-    def decide(self, batches: Iterable[tuple[Loader, Place]]) -> str:
+    def decide(self, batches: Iterable[tuple[Loader, LoaderPlace]]) -> str:
         """Schedule a rollback before the next batch that omits `batches`; return the checkpoint. Ranks: every rank."""
         self.target = self._newest()
         assert self.target is not None, "asked only when nothing refuses"
@@ -114,7 +114,7 @@ _WHY: Final = (
 )
 
 
-class Prepared(Protocol):
+class WatchedObjects(Protocol):
     """Objects returned by `prepare()`."""
 
     @property
@@ -140,12 +140,12 @@ class NumbersSettings:
     """True if the memory of a loss is reused in the next step."""
 
 
-Batches = list[tuple[Loader, Place]]
+Batches = list[tuple[Loader, LoaderPlace]]
 """The batches from which a loss was computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BadValue:
     """Result of one rank's check of one update."""
 
     what: str = ""
@@ -159,7 +159,7 @@ class NumbersWatch:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: WatchedObjects,
         unwrap: Callable[[nn.Module], nn.Module],
         ctx: ProcessContext,
         clock: StepClock,
@@ -295,7 +295,7 @@ class NumbersWatch:
         self._calls.clear()
         batches = [one for _, _, found in seen.losses for one in found]
         answers = self._ctx.world.all_gather_object((bool(batches), (finding.what, finding.samples, finding.lines)))
-        findings = {rank: Finding(*one) for rank, (_, one) in enumerate(answers)}
+        findings = {rank: BadValue(*one) for rank, (_, one) in enumerate(answers)}
         if self._settings.then == "rollback":
             self._go_back(step, findings, batches, all(known for known, _ in answers))
         else:
@@ -309,14 +309,14 @@ class NumbersWatch:
             level if world.size == 1 else int(world.all_reduce(torch.tensor([level], dtype=torch.int32), "max").item())
         )
 
-    def _act(self, step: int, findings: Mapping[int, Finding], scaled: bool) -> None:
+    def _act(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
         if self._settings.then == "stop":
             now = "every rank stops, before the update; numbers=skip would leave the update out and go on"
             raise _error(step, findings, now)
         how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
         self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler stay as they are"))
 
-    def _go_back(self, step: int, findings: Mapping[int, Finding], batches: Batches, known: bool) -> None:
+    def _go_back(self, step: int, findings: Mapping[int, BadValue], batches: Batches, known: bool) -> None:
         rollback = self.rollback
         assert rollback is not None, "made with the setting"
         if refusal := rollback.refusal(known):
@@ -330,7 +330,7 @@ class NumbersWatch:
         if self._ctx.is_main:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
-    def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> Finding:
+    def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> BadValue:
         """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
         lines: list[str] = []
         if what or self._settings.runs_together:
@@ -339,13 +339,13 @@ class NumbersWatch:
                 if stage_part(inner) is None:
                     lines.append(f"  first module whose output is not finite: {first_bad_module(call, inner)}")
         if not what:
-            return Finding()
+            return BadValue()
         if not optimizer.scaled and optimizer.readable and (names := self._bad_gradients(optimizer)):
             lines.append(
                 f"  gradients that are not finite: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
             )
         place = self._describe(seen)
-        return Finding(what, place.samples, [*place.lines, *lines])
+        return BadValue(what, place.samples, [*place.lines, *lines])
 
     def _bad_gradients(self, optimizer: Holder) -> list[str]:
         own = {id(parameter) for parameter in optimizer.parameters}
@@ -372,7 +372,7 @@ class NumbersWatch:
             self._recent.extend(values)
         return ""
 
-    def _describe(self, seen: Update[Batches]) -> Finding:
+    def _describe(self, seen: Update[Batches]) -> BadValue:
         """Return the batches of this update, with the commands to fetch them again."""
         values = seen.values
         lines: list[str] = []
@@ -391,10 +391,10 @@ class NumbersWatch:
                     if number := loader.number(place):
                         which = f"--rank {self._ctx.rank} --epoch {place.start.epoch} --batch {number}"
                         lines.append(f"  fetch it again: hasten data show {self._newest() or 'CHECKPOINT'} {which}")
-        return Finding("", samples, lines)
+        return BadValue("", samples, lines)
 
 
-def _in_words(step: int, findings: Mapping[int, Finding], now: str) -> str:
+def _in_words(step: int, findings: Mapping[int, BadValue], now: str) -> str:
     """Return the report: the findings by rank, and the consequence."""
     ranks = tuple(rank for rank, one in findings.items() if one.what)
     kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
@@ -404,7 +404,7 @@ def _in_words(step: int, findings: Mapping[int, Finding], now: str) -> str:
     return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {now}"])
 
 
-def _error(step: int, findings: Mapping[int, Finding], now: str) -> NumbersError:
+def _error(step: int, findings: Mapping[int, BadValue], now: str) -> NumbersError:
     ranks = tuple(rank for rank, one in findings.items() if one.what)
     return NumbersError(_in_words(step, findings, now), step, ranks, {rank: findings[rank].samples for rank in ranks})
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import Final, Literal
 
 from hasten.runtime.nodelist import ranks_in_words
-from hasten.trust.divergence.state import Cause, Seen, State
+from hasten.trust.divergence.state import Cause, SeenState, State
 from hasten.trust.stall.occupations import occupation
 
 Ends = Literal["never", "hardly", "perhaps"]
@@ -38,7 +38,9 @@ class Diagnosis:
         return (self.cause, self.waiting, self.missing)
 
 
-def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
+def diagnose(
+    world: Sequence[SeenState], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()
+) -> Diagnosis | None:
     """Return the cause of a wait; None if no rank waits, or all missing ranks are expected to take long.
 
     `lost_hosts` are hosts that do not respond to the launcher either.
@@ -78,7 +80,7 @@ def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
     return found
 
 
-def _is_needed(seen: Seen, waiting: Sequence[State], others_work: bool) -> bool:
+def _is_needed(seen: SeenState, waiting: Sequence[State], others_work: bool) -> bool:
     """Return whether ranks wait for this one.
 
     A rank that ended well is missing only in groups in which others have started more collectives than it had. If that is unknown,
@@ -95,7 +97,7 @@ def _is_needed(seen: Seen, waiting: Sequence[State], others_work: bool) -> bool:
     )
 
 
-def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
+def _lost(waiting: tuple[int, ...], lost: Sequence[SeenState]) -> Diagnosis:
     status = next(
         status for status in ("failed", "stopped", "gone", "left") if any(seen.status == status for seen in lost)
     )
@@ -172,7 +174,7 @@ def _may_take_its_time(state: State, io_patience_s: float) -> bool:
     return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
 
 
-def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
+def _unreachable(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
     hosts = sorted({seen.note.host for seen in silent if seen.note is not None})
     pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
@@ -189,7 +191,7 @@ def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
     )
 
 
-def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
+def _silent(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
     pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
     activity = next((seen.activity for seen in silent if seen.activity), "")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hasten.trust.divergence.state import Seen, State
+from hasten.trust.divergence.state import SeenState, State
 from hasten.trust.stall.diagnose import Diagnosis
 
 _SLACK: Final = 5.0
@@ -64,7 +64,7 @@ class Evidence:
                 found[rank] = state
         return found
 
-    def confirms(self, found: Diagnosis, world: Sequence[Seen]) -> bool:
+    def confirms(self, found: Diagnosis, world: Sequence[SeenState]) -> bool:
         """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""
         marks = {seen.rank: _mark(seen.state, seen.rank in found.waiting) for seen in world if seen.state is not None}
         same = found.key == self._key and {rank: mark.wait for rank, mark in marks.items()} == {

@@ -73,7 +73,7 @@ _SIGNS: Final[tuple[tuple[str, Kind], ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StackCall:
     """One frame of a stack."""
 
     file: str
@@ -91,7 +91,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StackFrame:
     """Activity of a thread, and the line of the user's code that started it."""
 
     kind: Kind
@@ -111,12 +111,12 @@ class Place:
         return f"{short(self.file)}:{self.line}"
 
 
-def calls_of(thread_id: int) -> list[Call]:
+def calls_of(thread_id: int) -> list[StackCall]:
     """Return the calls of a thread, innermost first; empty if it has ended."""
     frame = sys._current_frames().get(thread_id)
-    found: list[Call] = []
+    found: list[StackCall] = []
     while frame is not None and len(found) < _DEEPEST:
-        found.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        found.append(StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return found
 
@@ -137,20 +137,20 @@ def handed_over(thread_id: int) -> Handed | None:
     return found
 
 
-def root_of(calls: Sequence[Call]) -> str:
+def root_of(calls: Sequence[StackCall]) -> str:
     """Return the outermost of these calls; empty if there is none."""
     return f"{calls[-1].file} {calls[-1].function}" if calls else ""
 
 
-def is_over(calls: Sequence[Call]) -> bool:
+def is_over(calls: Sequence[StackCall]) -> bool:
     """Return whether the main thread has run its program to the end and waits for other threads."""
     return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
 
 
-def place_of(calls: Sequence[Call]) -> Place:
+def place_of(calls: Sequence[StackCall]) -> StackFrame:
     """Return the activity of the thread with these calls."""
     at = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
-    user = calls[at] if calls else Call("?", 0, "?")
+    user = calls[at] if calls else StackCall("?", 0, "?")
     inner = [call for call in calls[:at] if not call.file.startswith("<")]
     kind: Kind = "user"
     if is_over(calls):
@@ -169,7 +169,7 @@ def place_of(calls: Sequence[Call]) -> Place:
     if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
         kind = "checkpoint"  # the user's state_dict(), called by a save
     named = [call.function for call in inner if call.function not in _GENERIC]
-    return Place(
+    return StackFrame(
         kind,
         named[-1] if named and kind != "user" else "",
         user.file,
@@ -180,7 +180,7 @@ def place_of(calls: Sequence[Call]) -> Place:
     )
 
 
-def _imports(calls: Sequence[Call]) -> bool:
+def _imports(calls: Sequence[StackCall]) -> bool:
     """Return whether these calls import a module, which may be slow, and no collective is called during the import."""
     at = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT)), None)
     return at is not None and not any(
@@ -212,7 +212,7 @@ def source_line(file: str, line: int) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def text_of(calls: Sequence[Call]) -> list[str]:
+def text_of(calls: Sequence[StackCall]) -> list[str]:
     """Return the stack as lines, outermost first as in a traceback, starting at the first call of the user's code."""
     lines = list(reversed(calls))
     first = next((i for i, call in enumerate(lines) if not is_library(call.file)), 0)

@@ -27,7 +27,7 @@ import msgspec
 from hasten.runtime import env, launcher_files
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
-from hasten.trust.divergence.state import Note, Seen, State, Status
+from hasten.trust.divergence.state import Note, SeenState, State, Status
 from hasten.trust.stall import observe as ending
 from hasten.trust.stall import observe as processes
 from hasten.trust.stall import wording as words
@@ -252,7 +252,7 @@ class Watchdog:
         """Return the seconds between two observations."""
         return pause_s(self._tick, now - self._quiet_since)
 
-    def _judge(self, world: list[Seen], lost: frozenset[str]) -> None:
+    def _judge(self, world: list[SeenState], lost: frozenset[str]) -> None:
         found = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost)
         if found is None:
             self._evidence.forget()
@@ -285,7 +285,7 @@ class Watchdog:
             return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
 
-    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, then: str) -> None:
+    def _tell(self, found: Diagnosis, world: list[SeenState], waited_s: float, then: str) -> None:
         text = words.report(found, world, waited_s, then)
         path = _write(text, self._settings.folder)
         log.error("%s%s", text, f"\n  this report: {path}" if path else "")
@@ -327,7 +327,7 @@ def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
     dog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
 
 
-def _is_leaving(seen: Seen) -> bool:
+def _is_leaving(seen: SeenState) -> bool:
     """Return whether the rank has posted its end, but its process still exists."""
     note = seen.note
     return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
@@ -338,7 +338,9 @@ def _is_local(note: Note) -> bool:
     return note.host == socket.gethostname() and note.namespace == processes.namespace()
 
 
-def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]) -> list[Seen]:
+def _world(
+    ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]
+) -> list[SeenState]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
     seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
     activities = {rank: words for state in states.values() for rank, words in state.activities.items()}
@@ -353,7 +355,7 @@ def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_
         elif rank in seen_by_others:
             status = seen_by_others[rank]
         # states posted before a rank was stopped or ended are outdated
-        world.append(Seen(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
+        world.append(SeenState(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
     return world
 
 

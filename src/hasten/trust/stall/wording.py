@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from hasten.runtime.nodelist import ranks_in_words
-from hasten.trust.divergence.state import Seen, State
+from hasten.trust.divergence.state import SeenState, State
 from hasten.trust.stall.diagnose import Diagnosis
 
 _SHOWN_RANKS: Final = 16
 _STACK_RANKS: Final = 4
 
 
-def report(diagnosis: Diagnosis, world: Sequence[Seen], waited_s: float, then: str) -> str:
+def report(diagnosis: Diagnosis, world: Sequence[SeenState], waited_s: float, then: str) -> str:
     """Return the whole report: the stall, every rank in a line, cause, cure and consequence, and the stacks."""
     states = {seen.rank: seen.state for seen in world if seen.state is not None}
     lines = [
@@ -30,7 +30,7 @@ def report(diagnosis: Diagnosis, world: Sequence[Seen], waited_s: float, then: s
     return "\n".join(lines)
 
 
-def _ranks(world: Sequence[Seen]) -> list[str]:
+def _ranks(world: Sequence[SeenState]) -> list[str]:
     """Return one line per group of ranks with the same activity, waiting ranks first."""
     groups: dict[str, list[int]] = {}
     for seen in world:
@@ -41,7 +41,7 @@ def _ranks(world: Sequence[Seen]) -> list[str]:
     return lines
 
 
-def _doing(seen: Seen) -> str:
+def _doing(seen: SeenState) -> str:
     if seen.status != "here" or seen.state is None:
         ended = f" {seen.note.ended}" if seen.note is not None and seen.note.ended else ""
         words = {

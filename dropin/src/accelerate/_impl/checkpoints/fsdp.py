@@ -21,7 +21,7 @@ from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NA
 from accelerate._impl.models.modeling import is_peft_model
 from hasten.checkpoint import parts
 from hasten.checkpoint.model_state import load_weights
-from hasten.checkpoint.parts import Part
+from hasten.checkpoint.parts import SavedPart
 from hasten.modules.names import plain_name
 from hasten.strategies.base import Wish
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute, blocks_to_shard
@@ -203,12 +203,12 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
 
 
-def _part(kind: Literal["model", "optimizer"], folder: Any, index: int) -> Part:
+def _part(kind: Literal["model", "optimizer"], folder: Any, index: int) -> SavedPart:
     """A model or an optimizer in a folder: its shards, whose folder the given one itself may be, or a file of whole tensors."""
     place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
     given = place.name.startswith(stem) and place.is_dir()
     shards = place if given else place / f"{stem}_{index}"
-    return Part(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
+    return SavedPart(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
 
 
 def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:

@@ -17,7 +17,7 @@ from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
 from hasten.cli import launch_cmd
-from hasten.config.source import Entry
+from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, HastenError
 
 # Any in this file: values of flags.
@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> int:
         return _launch(words, settings)
 
 
-def _launch(words: Sequence[str], settings: Sequence[Entry]) -> int:
+def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
     try:
         return launch_cmd.main(words, program="accelerate", settings=settings)
     except HastenError as error:

@@ -13,7 +13,7 @@ from hasten.config.handoff import VARIABLE, effective
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH
 from hasten.config.sections.parallel import DeepSpeedSequenceParallelConfig
-from hasten.config.source import Entry, Source
+from hasten.config.source import SettingEntry, SettingSource
 
 # Any in this file: values of settings.
 _SEQUENCES: Final = "PARALLELISM_CONFIG_SP_"
@@ -27,13 +27,15 @@ def variables_for(words: Sequence[str]) -> Mapping[str, str]:
     return spelled(settings_for(words))
 
 
-def sequence_options_apart(words: Sequence[str]) -> list[Entry]:
+def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
     """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
     options = settings_for(words).parallelism.sp_handler
     if options == _NO_OPTIONS:
         return []
-    source = Source("code", "of the drop-in")
-    return [Entry((*_OPTIONS, name), getattr(_NO_OPTIONS, name), source) for name in _NO_OPTIONS.__dataclass_fields__]
+    source = SettingSource("code", "of the drop-in")
+    return [
+        SettingEntry((*_OPTIONS, name), getattr(_NO_OPTIONS, name), source) for name in _NO_OPTIONS.__dataclass_fields__
+    ]
 
 
 def settings_for(words: Sequence[str]) -> Config:

@@ -15,7 +15,7 @@ from hasten.data.loader import Move, SkippingLoader, plain_move
 from hasten.data.plan import Padding
 from hasten.data.prefetch import OneAhead
 from hasten.data.readers import BatchReader
-from hasten.data.source import Item, Source
+from hasten.data.source import BatchSource, Item
 from hasten.data.torch_source import TorchSource
 from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH
@@ -82,7 +82,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.num_processes, self.process_index = here.world.size, here.world.rank
         self.split_batches, self.slice_fn = split_batches, slice_fn
 
-    def source(self) -> Source:
+    def source(self) -> BatchSource:
         """The main process's batches, dealt out where there are several processes."""
         world = ambient.start().world
         inner = TorchSource(self, None, self.followers(), reads=world.rank == 0)

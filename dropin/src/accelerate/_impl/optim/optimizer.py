@@ -13,7 +13,7 @@ from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.state import AcceleratorState
 from hasten.optim.clock import StepClock
-from hasten.optim.optimizer import PreparedOptimizer, Share
+from hasten.optim.optimizer import PreparedOptimizer, SharedWindow
 from hasten.precision.base import APPLIED, SKIPPED, FullPrecision, Precision
 
 
@@ -42,7 +42,7 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         kept.setdefault("_precision", FullPrecision())
         kept.setdefault("scaler", None)
         self._scaled = self._precision.scaler is not None
-        self._share = Share()
+        self._share = SharedWindow()
         self._clock.join(self)
 
     _is_overflow = shown(

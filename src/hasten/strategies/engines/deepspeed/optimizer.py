@@ -23,7 +23,7 @@ from hasten.strategies.engines.deepspeed.nvme import SwappedState
 from hasten.strategies.engines.deepspeed.shards import (
     MASTER,
     GradientOrder,
-    Shard,
+    ZeroShard,
     gradients_of,
     own_weights,
     shards_of,
@@ -259,10 +259,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """True if parameters, or master weights and moments, are on NVMe between steps."""
         return self._swapped is not None or self._files is not None
 
-    def _shards(self) -> dict[int, Shard]:
+    def _shards(self) -> dict[int, ZeroShard]:
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
 
-    def _numbered(self) -> dict[int, Shard]:
+    def _numbered(self) -> dict[int, ZeroShard]:
         """Return the shards by the index of their parameter in the groups."""
         known = self._shards()
         params = [p for group in self.param_groups for p in group["params"]]
@@ -310,7 +310,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Load a state dict made of slices in this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
         options = [group for group in self.param_groups for _ in group["params"]]
-        together: dict[Tensor, list[tuple[int, Shard]]] = defaultdict(list)
+        together: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
         for number, shard in self._numbered().items():
             together[shard.flat].append((number, shard))
         for flat, shards in together.items():
@@ -370,7 +370,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             with self._in_memory(shard.flat, written=True):
                 shard.part(shard.flat.detach()).copy_(self._weights(shard))
 
-    def _weights(self, shard: Shard) -> Tensor:
+    def _weights(self, shard: ZeroShard) -> Tensor:
         """Return the slice of the model's weights that the shard updates."""
         if self.stage == 3:
             return own_weights(shard.parameter)
@@ -387,7 +387,7 @@ def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _put(
-    room: dict[str, Any], key: str, value: Any, shard: Shard, group: Mapping[str, Any]
+    room: dict[str, Any], key: str, value: Any, shard: ZeroShard, group: Mapping[str, Any]
 ) -> None:  # Any: arbitrarily nested state
     """Store one loaded value of a parameter in the state of the tensor that contains its shard."""
     if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):

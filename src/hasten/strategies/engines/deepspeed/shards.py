@@ -20,7 +20,7 @@ MASTER: Final = "master"
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ZeroShard:
     """One parameter's slice of a tensor that the inner optimizer updates."""
 
     parameter: Tensor
@@ -61,7 +61,7 @@ class Shard:
         return Slice(torch.empty(self.size, dtype=dtype), (self.total,), (self.offset,))
 
 
-def shards_of(engine: Any, stage: int) -> Iterator[Shard]:
+def shards_of(engine: Any, stage: int) -> Iterator[ZeroShard]:
     """Yield a shard for each trainable parameter."""
     optimizer = engine.optimizer
     if stage == 3:
@@ -71,15 +71,15 @@ def shards_of(engine: Any, stage: int) -> Iterator[Shard]:
     elif hasattr(optimizer, "fp16_groups"):
         for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for parameter, master in zip(models, masters, strict=True):
-                yield Shard(parameter, master, 0, 0, master.numel(), master.numel(), whole=True)
+                yield ZeroShard(parameter, master, 0, 0, master.numel(), master.numel(), whole=True)
     else:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 size = parameter.numel()
-                yield Shard(parameter, parameter, 0, 0, size, size, whole=True, has_master=False)
+                yield ZeroShard(parameter, parameter, 0, 0, size, size, whole=True, has_master=False)
 
 
-def _flattened(optimizer: Any) -> Iterator[Shard]:
+def _flattened(optimizer: Any) -> Iterator[ZeroShard]:
     """Yield the shards of stages 1 and 2, where each rank updates a range of the concatenated parameters."""
     for number, group in enumerate(optimizer.bit16_groups):
         flat = optimizer.single_partition_of_fp32_groups[number]
@@ -87,13 +87,13 @@ def _flattened(optimizer: Any) -> Iterator[Shard]:
             mine, total = parameter._hp_mapping, parameter.numel()
             half = parameter.dtype != flat.dtype
             if mine is None:
-                yield Shard(parameter, flat, 0, 0, 0, total, has_master=half)
+                yield ZeroShard(parameter, flat, 0, 0, 0, total, has_master=half)
                 continue
             inner, outer = mine.hp_fragment_address, mine.lp_fragment_address
-            yield Shard(parameter, flat, inner.start, outer.start, outer.numel, total, has_master=half)
+            yield ZeroShard(parameter, flat, inner.start, outer.start, outer.numel, total, has_master=half)
 
 
-def _partitioned(optimizer: Any) -> Iterator[Shard]:
+def _partitioned(optimizer: Any) -> Iterator[ZeroShard]:
     """Yield the shards of stage 3, where each rank updates an equal, padded slice of every parameter."""
     for group in optimizer.fp16_groups:
         for parameter in group:
@@ -101,7 +101,7 @@ def _partitioned(optimizer: Any) -> Iterator[Shard]:
             flat = optimizer.fp32_partitioned_groups_flat[number]
             offset, size = own_range(parameter)
             half = parameter.ds_tensor.dtype != flat.dtype
-            yield Shard(parameter, flat, start, offset, size, parameter.ds_numel, has_master=half)
+            yield ZeroShard(parameter, flat, start, offset, size, parameter.ds_numel, has_master=half)
 
 
 def own_range(parameter: Any) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from hasten.strategies.engines.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.strategies.engines.deepspeed.own_checkpoints import complete, show_rates
 from hasten.strategies.engines.deepspeed.shards import weight_slice
 from hasten.strategies.native import make_optimizers
-from hasten.strategies.placing import Convert, Place
+from hasten.strategies.placing import Convert, PlaceOnDevice
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class DeepSpeedStrategy:
                 "gradients are exchanged; leave it out."
             )
         self._config = config
-        self._place, self._convert = Place(), Convert(config.master_weights)
+        self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.engines: list[Engine] = []
         """Engines in the order in which they were prepared."""

@@ -24,7 +24,7 @@ ACTIVATIONS: Final = ("gelu_new", "gelu_pytorch_tanh", "gelu", "silu", "relu")
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertFacts:
     """Mixture of experts that replaces the MLP of each layer."""
 
     number: int
@@ -69,7 +69,7 @@ class ModelFacts:
     pad_token: int | None = None
     fixed_token: int | None = None
     """Token whose input embedding gets no gradient."""
-    experts: Experts | None = None
+    experts: ExpertFacts | None = None
 
     @property
     def causal(self) -> bool:
@@ -153,7 +153,9 @@ def _gpt2(config: Any) -> ModelFacts:
     )
 
 
-def _llama(config: Any, family: Literal["llama", "mixtral"] = "llama", experts: Experts | None = None) -> ModelFacts:
+def _llama(
+    config: Any, family: Literal["llama", "mixtral"] = "llama", experts: ExpertFacts | None = None
+) -> ModelFacts:
     rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -188,7 +190,7 @@ def _mixtral(config: Any) -> ModelFacts:
         raise _variant("mixtral", "output_router_logits", True, "False, which leaves the balancing loss out")
     if config.num_experts_per_tok == 1:
         raise _variant("mixtral", "num_experts_per_tok", 1, "at least 2")
-    return _llama(config, "mixtral", Experts(config.num_local_experts, config.num_experts_per_tok))
+    return _llama(config, "mixtral", ExpertFacts(config.num_local_experts, config.num_experts_per_tok))
 
 
 def _bert(config: Any) -> ModelFacts:

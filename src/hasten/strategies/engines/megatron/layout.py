@@ -17,7 +17,7 @@ _EXPERT: Final = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of the whole model."""
 
     name: str
@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardLocation:
     """A rank's shard of a tensor, as a box in the whole tensor."""
 
     view: tuple[int, ...]
@@ -55,7 +55,7 @@ def renumbered(name: str, expert: int) -> str:
     return _EXPERT.sub(str(expert), name)
 
 
-def entries(facts: ModelFacts) -> tuple[Entry, ...]:
+def entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
     """Return each tensor of the whole model once."""
     match facts.family:
         case "gpt2":
@@ -70,129 +70,133 @@ def entries(facts: ModelFacts) -> tuple[Entry, ...]:
             assert_never(other)
 
 
-def _gpt2(facts: ModelFacts) -> Iterator[Entry]:
-    yield Entry(WORDS, ("transformer.wte.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab")
-    yield Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
+def _gpt2(facts: ModelFacts) -> Iterator[TensorEntry]:
+    yield TensorEntry(WORDS, ("transformer.wte.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab")
+    yield TensorEntry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
     for number in range(facts.layers):
         ours, hub = f"decoder.layers.{number}.", f"transformer.h.{number}."
         for kind in ("weight", "bias"):
             matrix = kind == "weight"
             turned: Fusion = "transposed" if matrix else "same"
             across: Split = "columns" if matrix else "whole"
-            yield Entry(f"{ours}input_layernorm.{kind}", (f"{hub}ln_1.{kind}",))
-            yield Entry(f"{ours}self_attention.linear_qkv.{kind}", (f"{hub}attn.c_attn.{kind}",), "joint_qkv", "rows")
-            yield Entry(f"{ours}self_attention.linear_proj.{kind}", (f"{hub}attn.c_proj.{kind}",), turned, across)
-            yield Entry(f"{ours}pre_mlp_layernorm.{kind}", (f"{hub}ln_2.{kind}",))
-            yield Entry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}mlp.c_fc.{kind}",), turned, "rows")
-            yield Entry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}mlp.c_proj.{kind}",), turned, across)
+            yield TensorEntry(f"{ours}input_layernorm.{kind}", (f"{hub}ln_1.{kind}",))
+            yield TensorEntry(
+                f"{ours}self_attention.linear_qkv.{kind}", (f"{hub}attn.c_attn.{kind}",), "joint_qkv", "rows"
+            )
+            yield TensorEntry(f"{ours}self_attention.linear_proj.{kind}", (f"{hub}attn.c_proj.{kind}",), turned, across)
+            yield TensorEntry(f"{ours}pre_mlp_layernorm.{kind}", (f"{hub}ln_2.{kind}",))
+            yield TensorEntry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}mlp.c_fc.{kind}",), turned, "rows")
+            yield TensorEntry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}mlp.c_proj.{kind}",), turned, across)
     for kind in ("weight", "bias"):
-        yield Entry(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",))
+        yield TensorEntry(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",))
     if not facts.tied:
-        yield Entry("output_layer.weight", ("lm_head.weight",), split="vocab")
+        yield TensorEntry("output_layer.weight", ("lm_head.weight",), split="vocab")
 
 
-def _llama(facts: ModelFacts) -> Iterator[Entry]:
-    yield Entry(WORDS, ("model.embed_tokens.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab")
+def _llama(facts: ModelFacts) -> Iterator[TensorEntry]:
+    yield TensorEntry(WORDS, ("model.embed_tokens.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab")
     for number in range(facts.layers):
         ours, hub = f"decoder.layers.{number}.", f"model.layers.{number}."
-        yield Entry(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",))
+        yield TensorEntry(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",))
         heads = tuple(f"{hub}self_attn.{part}_proj.weight" for part in "qkv")
-        yield Entry(f"{ours}self_attention.linear_qkv.weight", heads, "qkv", "rows")
-        yield Entry(f"{ours}self_attention.linear_proj.weight", (f"{hub}self_attn.o_proj.weight",), split="columns")
-        yield Entry(f"{ours}pre_mlp_layernorm.weight", (f"{hub}post_attention_layernorm.weight",))
+        yield TensorEntry(f"{ours}self_attention.linear_qkv.weight", heads, "qkv", "rows")
+        yield TensorEntry(
+            f"{ours}self_attention.linear_proj.weight", (f"{hub}self_attn.o_proj.weight",), split="columns"
+        )
+        yield TensorEntry(f"{ours}pre_mlp_layernorm.weight", (f"{hub}post_attention_layernorm.weight",))
         yield from _gated(ours, hub) if facts.experts is None else _mixture(ours, hub, facts.experts.number)
-    yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",))
+    yield TensorEntry("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not facts.tied:
-        yield Entry("output_layer.weight", ("lm_head.weight",), split="vocab")
+        yield TensorEntry("output_layer.weight", ("lm_head.weight",), split="vocab")
 
 
-def _gated(ours: str, hub: str) -> Iterator[Entry]:
+def _gated(ours: str, hub: str) -> Iterator[TensorEntry]:
     gates = tuple(f"{hub}mlp.{part}_proj.weight" for part in ("gate", "up"))
-    yield Entry(f"{ours}mlp.linear_fc1.weight", gates, "gated", "gated")
-    yield Entry(f"{ours}mlp.linear_fc2.weight", (f"{hub}mlp.down_proj.weight",), split="columns")
+    yield TensorEntry(f"{ours}mlp.linear_fc1.weight", gates, "gated", "gated")
+    yield TensorEntry(f"{ours}mlp.linear_fc2.weight", (f"{hub}mlp.down_proj.weight",), split="columns")
 
 
-def _mixture(ours: str, hub: str, number: int) -> Iterator[Entry]:
-    yield Entry(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",))
+def _mixture(ours: str, hub: str, number: int) -> Iterator[TensorEntry]:
+    yield TensorEntry(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",))
     for expert in range(number):
         own = f"{ours}mlp.experts.local_experts.{expert}."
         fc1, fc2 = f"{hub}mlp.experts.gate_up_proj", f"{hub}mlp.experts.down_proj"
-        yield Entry(f"{own}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert)
-        yield Entry(f"{own}linear_fc2.weight", (fc2,), "expert", "columns", expert)
+        yield TensorEntry(f"{own}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert)
+        yield TensorEntry(f"{own}linear_fc2.weight", (fc2,), "expert", "columns", expert)
 
 
-def _bert(facts: ModelFacts) -> Iterator[Entry]:
+def _bert(facts: ModelFacts) -> Iterator[TensorEntry]:
     lead, head = "bert.embeddings.", "cls.predictions."
-    yield Entry(WORDS, (f"{lead}word_embeddings.weight", f"{head}decoder.weight"), split="vocab")
-    yield Entry("embedding.position_embeddings.weight", (f"{lead}position_embeddings.weight",))
-    yield Entry("embedding.tokentype_embeddings.weight", (f"{lead}token_type_embeddings.weight",))
+    yield TensorEntry(WORDS, (f"{lead}word_embeddings.weight", f"{head}decoder.weight"), split="vocab")
+    yield TensorEntry("embedding.position_embeddings.weight", (f"{lead}position_embeddings.weight",))
+    yield TensorEntry("embedding.tokentype_embeddings.weight", (f"{lead}token_type_embeddings.weight",))
     for kind in ("weight", "bias"):
-        yield Entry(f"embedding.embedding_dropout.norm.{kind}", (f"{lead}LayerNorm.{kind}",))
-        yield Entry(f"lm_head.dense.{kind}", (f"{head}transform.dense.{kind}",))
-        yield Entry(f"lm_head.layer_norm.{kind}", (f"{head}transform.LayerNorm.{kind}",))
+        yield TensorEntry(f"embedding.embedding_dropout.norm.{kind}", (f"{lead}LayerNorm.{kind}",))
+        yield TensorEntry(f"lm_head.dense.{kind}", (f"{head}transform.dense.{kind}",))
+        yield TensorEntry(f"lm_head.layer_norm.{kind}", (f"{head}transform.LayerNorm.{kind}",))
     for number in range(facts.layers):
         ours, hub = f"encoder.layers.{number}.", f"bert.encoder.layer.{number}."
         for kind in ("weight", "bias"):
             across: Split = "columns" if kind == "weight" else "whole"
             heads = tuple(f"{hub}attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-            yield Entry(f"{ours}self_attention.linear_qkv.{kind}", heads, "qkv", "rows")
+            yield TensorEntry(f"{ours}self_attention.linear_qkv.{kind}", heads, "qkv", "rows")
             output = f"{hub}attention.output."
-            yield Entry(f"{ours}self_attention.linear_proj.{kind}", (f"{output}dense.{kind}",), split=across)
-            yield Entry(f"{ours}self_attn_bda.norm.{kind}", (f"{output}LayerNorm.{kind}",))
-            yield Entry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}intermediate.dense.{kind}",), split="rows")
-            yield Entry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}output.dense.{kind}",), split=across)
-            yield Entry(f"{ours}mlp_bda.norm.{kind}", (f"{hub}output.LayerNorm.{kind}",))
-    yield Entry("output_layer.bias", (f"{head}bias", f"{head}decoder.bias"), split="vocab")
+            yield TensorEntry(f"{ours}self_attention.linear_proj.{kind}", (f"{output}dense.{kind}",), split=across)
+            yield TensorEntry(f"{ours}self_attn_bda.norm.{kind}", (f"{output}LayerNorm.{kind}",))
+            yield TensorEntry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}intermediate.dense.{kind}",), split="rows")
+            yield TensorEntry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}output.dense.{kind}",), split=across)
+            yield TensorEntry(f"{ours}mlp_bda.norm.{kind}", (f"{hub}output.LayerNorm.{kind}",))
+    yield TensorEntry("output_layer.bias", (f"{head}bias", f"{head}decoder.bias"), split="vocab")
 
 
-def _t5(facts: ModelFacts) -> Iterator[Entry]:
+def _t5(facts: ModelFacts) -> Iterator[TensorEntry]:
     shared = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    yield Entry(WORDS, (*shared, *(("lm_head.weight",) if facts.tied else ())), split="vocab")
+    yield TensorEntry(WORDS, (*shared, *(("lm_head.weight",) if facts.tied else ())), split="vocab")
     for stack, layers in (("encoder", facts.encoder_layers), ("decoder", facts.layers)):
         first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        yield Entry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (first,))
+        yield TensorEntry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (first,))
         for number in range(layers):
             yield from _t5_layer(
                 f"{stack}.layers.{number}.", f"{stack}.block.{number}.layer.", stack == "decoder", facts
             )
-        yield Entry(f"{stack}.final_layernorm.norm.weight", (f"{stack}.final_layer_norm.weight",))
+        yield TensorEntry(f"{stack}.final_layernorm.norm.weight", (f"{stack}.final_layer_norm.weight",))
     if not facts.tied:
-        yield Entry("lm_head.output_layer.weight", ("lm_head.weight",), split="vocab")
+        yield TensorEntry("lm_head.output_layer.weight", ("lm_head.weight",), split="vocab")
 
 
-def _t5_layer(ours: str, hub: str, crossed: bool, facts: ModelFacts) -> Iterator[Entry]:
-    yield Entry(f"{ours}input_layernorm.weight", (f"{hub}0.layer_norm.weight",))
+def _t5_layer(ours: str, hub: str, crossed: bool, facts: ModelFacts) -> Iterator[TensorEntry]:
+    yield TensorEntry(f"{ours}input_layernorm.weight", (f"{hub}0.layer_norm.weight",))
     own = tuple(f"{hub}0.SelfAttention.{part}.weight" for part in "qkvo")
-    yield Entry(f"{ours}self_attention.linear_qkv.weight", own[:3], "qkv", "rows")
-    yield Entry(f"{ours}self_attention.linear_proj.weight", own[3:], split="columns")
+    yield TensorEntry(f"{ours}self_attention.linear_qkv.weight", own[:3], "qkv", "rows")
+    yield TensorEntry(f"{ours}self_attention.linear_proj.weight", own[3:], split="columns")
     if crossed:
-        yield Entry(f"{ours}pre_cross_attn_layernorm.weight", (f"{hub}1.layer_norm.weight",))
+        yield TensorEntry(f"{ours}pre_cross_attn_layernorm.weight", (f"{hub}1.layer_norm.weight",))
         other = tuple(f"{hub}1.EncDecAttention.{part}.weight" for part in "qkvo")
-        yield Entry(f"{ours}cross_attention.linear_q.weight", other[:1], split="rows")
-        yield Entry(f"{ours}cross_attention.linear_kv.weight", other[1:3], "kv", "rows")
-        yield Entry(f"{ours}cross_attention.linear_proj.weight", other[3:], split="columns")
+        yield TensorEntry(f"{ours}cross_attention.linear_q.weight", other[:1], split="rows")
+        yield TensorEntry(f"{ours}cross_attention.linear_kv.weight", other[1:3], "kv", "rows")
+        yield TensorEntry(f"{ours}cross_attention.linear_proj.weight", other[3:], split="columns")
     last = f"{hub}{2 if crossed else 1}."
-    yield Entry(f"{ours}pre_mlp_layernorm.weight", (f"{last}layer_norm.weight",))
+    yield TensorEntry(f"{ours}pre_mlp_layernorm.weight", (f"{last}layer_norm.weight",))
     if facts.gated:
         gates = tuple(f"{last}DenseReluDense.wi_{part}.weight" for part in (0, 1))
-        yield Entry(f"{ours}mlp.linear_fc1.weight", gates, "gated", "gated")
+        yield TensorEntry(f"{ours}mlp.linear_fc1.weight", gates, "gated", "gated")
     else:
-        yield Entry(f"{ours}mlp.linear_fc1.weight", (f"{last}DenseReluDense.wi.weight",), split="rows")
-    yield Entry(f"{ours}mlp.linear_fc2.weight", (f"{last}DenseReluDense.wo.weight",), split="columns")
+        yield TensorEntry(f"{ours}mlp.linear_fc1.weight", (f"{last}DenseReluDense.wi.weight",), split="rows")
+    yield TensorEntry(f"{ours}mlp.linear_fc2.weight", (f"{last}DenseReluDense.wo.weight",), split="columns")
 
 
-def place(split: Split, local: tuple[int, ...], rank: int, ranks: int, vocab: int) -> Place:
+def place(split: Split, local: tuple[int, ...], rank: int, ranks: int, vocab: int) -> ShardLocation:
     """Return the position in the whole tensor of tensor-parallel rank `rank`'s shard, which has shape `local`."""
     zeros = (0,) * len(local)
     if split == "whole":
-        return Place(local, local, zeros, local)
+        return ShardLocation(local, local, zeros, local)
     if split == "gated":
         rows = local[0] // 2
         view = (2, rows, *local[1:])
-        return Place(view, (2, rows * ranks, *local[1:]), (0, rows * rank, *zeros[1:]), view)
+        return ShardLocation(view, (2, rows * ranks, *local[1:]), (0, rows * rank, *zeros[1:]), view)
     if split == "columns":
-        return Place(local, (local[0], local[1] * ranks), (0, local[1] * rank), local)
+        return ShardLocation(local, (local[0], local[1] * ranks), (0, local[1] * rank), local)
     start = min(local[0] * rank, vocab) if split == "vocab" else local[0] * rank
     total = vocab if split == "vocab" else local[0] * ranks
     size = (min(local[0], total - start), *local[1:])
-    return Place(local, (total, *local[1:]), (start, *zeros[1:]), size)
+    return ShardLocation(local, (total, *local[1:]), (start, *zeros[1:]), size)

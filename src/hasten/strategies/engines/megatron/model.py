@@ -17,7 +17,7 @@ from hasten.strategies.engines.megatron.attention import gathered, layout_of
 from hasten.strategies.engines.megatron.call import IGNORED, OUTPUTS, Given, arguments, check_lengths, given_to, targets
 from hasten.strategies.engines.megatron.engine import Built
 from hasten.strategies.engines.megatron.families import ModelFacts
-from hasten.strategies.engines.megatron.layout import WORDS, Place, entries, expert_of, place, renumbered
+from hasten.strategies.engines.megatron.layout import WORDS, ShardLocation, entries, expert_of, place, renumbered
 from hasten.strategies.engines.megatron.package import Ranks, hushed, package
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, slice_of
 
@@ -110,7 +110,7 @@ class MegatronModel(nn.Module):
         """Return this rank's index among the ranks that shard a parameter, and their number."""
         return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
 
-    def place_of(self, parameter: Tensor, rank: int | None = None) -> Place:
+    def place_of(self, parameter: Tensor, rank: int | None = None) -> ShardLocation:
         """Return the position in the whole tensor of a rank's shard of a parameter; by default of this rank's shard."""
         own, ranks = self.tp_of(parameter)
         split = self.entries[self._names[id(parameter)]].split

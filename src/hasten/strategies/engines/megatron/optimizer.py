@@ -16,7 +16,7 @@ from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_bac
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.engines.megatron.model import MegatronModel
 from hasten.strategies.engines.megatron.package import hushed, package, quiet
-from hasten.strategies.engines.megatron.shards import Part, clip_with_experts, parts_of
+from hasten.strategies.engines.megatron.shards import ShardPart, clip_with_experts, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class MegatronOptimizer(EngineOptimizer):
         self.model.engine.zero_grad_buffer()
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ShardPart]:
         params = [p for group in self.param_groups for p in group["params"]]
         return list(parts_of(self.model, params, self.inner, self._shared))
 
@@ -246,7 +246,7 @@ def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) ->
     return made
 
 
-def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: arbitrarily nested state
+def _nothing(part: ShardPart, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: arbitrarily nested state
     """Return the state of a parameter that other data-parallel ranks update: the keys of the others, with empty slices."""
     values: dict[str, Any] = {
         key: value for key, value in known.items() if not isinstance(value, Tensor) or not value.ndim
@@ -262,7 +262,7 @@ def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: ar
     return values
 
 
-def _fresh(part: Part, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: arbitrarily nested state
+def _fresh(part: ShardPart, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: arbitrarily nested state
     """Return a stored value in the form of the inner optimizer's state."""
     if not isinstance(value, Slice) or part.main is None:
         return put_where_used(key, value, group, part.parameter.device)

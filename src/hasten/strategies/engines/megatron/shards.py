@@ -17,7 +17,7 @@ from hasten.strategies.engines.megatron.weights import slice_of
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """A parameter and the tensor that the inner optimizer updates for it."""
 
     model: MegatronModel
@@ -79,7 +79,7 @@ class Part:
         return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
 
 
-def clip_with_experts(parts: Sequence[Part], max_norm: float) -> Tensor:
+def clip_with_experts(parts: Sequence[ShardPart], max_norm: float) -> Tensor:
     """Clip all gradients to `max_norm` unless it is 0, and return their norm before clipping. Ranks: every rank.
 
     Experts are on other ranks than the other parameters, so each kind is summed over its ranks.
@@ -108,7 +108,7 @@ def clip_with_experts(parts: Sequence[Part], max_norm: float) -> Tensor:
     return norm
 
 
-def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, shared: bool) -> Iterator[Part]:
+def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, shared: bool) -> Iterator[ShardPart]:
     """Yield the tensor that `inner`, megatron-core's optimizer, updates for each parameter.
 
     With `shared`, data-parallel ranks each update a shard.
@@ -116,7 +116,7 @@ def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, sha
     if not shared:
         for parameter in parameters:
             main = parameter if parameter.dtype == torch.float32 else getattr(parameter, "main_param")  # noqa: B009
-            yield Part(model, parameter, main)
+            yield ShardPart(model, parameter, main)
         return
     mains: dict[int, Tensor] = {}
     for models, shards in (
@@ -131,4 +131,4 @@ def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, sha
         if main is not None:
             found = inner._get_model_param_range_map(parameter)["param"]
             span = found.start, found.size
-        yield Part(model, parameter, main, span)
+        yield ShardPart(model, parameter, main, span)

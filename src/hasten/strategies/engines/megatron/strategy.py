@@ -33,11 +33,11 @@ from hasten.strategies.engines.megatron.model import Calls, MegatronModel, Stage
 from hasten.strategies.engines.megatron.optimizer import MegatronOptimizer
 from hasten.strategies.engines.megatron.package import hushed, own_ranks, package
 from hasten.strategies.engines.megatron.weights import box_of, part_of, to_hub
-from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.pipeline.split import check_rows
 from hasten.strategies.pipeline.travel import share
-from hasten.strategies.placing import Convert, Place
+from hasten.strategies.placing import Convert, PlaceOnDevice
 from hasten.trees import Tree
 
 
@@ -152,7 +152,7 @@ class MegatronStrategy:
                 "and call save_state() every so many updates."
             )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
-        self._place, self._convert = Place(), Convert(config.master_weights)
+        self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(
             owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True, splits_sequences=True
         )
@@ -192,17 +192,17 @@ class MegatronStrategy:
         made = translate(self._plugin, facts, self._config.mixed_precision)
         groups = groups_by_name(module, given)
         source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
-        if source is Source.RANK_0:
+        if source is WeightSource.RANK_0:
             _materialise(module, self._ctx.device)
-        if source is not Source.NOBODY:
+        if source is not WeightSource.NOBODY:
             copy_from_rank_0(module, self._ctx)
         megatron_engine.join(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
         shared = self._plugin.use_distributed_optimizer
-        built = megatron_engine.build(made, facts, source is Source.NOBODY, seed, shared)
+        built = megatron_engine.build(made, facts, source is WeightSource.NOBODY, seed, shared)
         calls = Calls(self._evaluate, self._draw)
         model = MegatronModel(built, facts, module.config, own_ranks(), self._plugin, calls)
-        if source is not Source.NOBODY:
+        if source is not WeightSource.NOBODY:
             model.fill(dict(module.state_dict()))
         bind(given, model, groups)
         self._cut(model)

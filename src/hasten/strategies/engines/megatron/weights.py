@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hasten.checkpoint.base import Slice
 from hasten.strategies.engines.megatron.families import ModelFacts
-from hasten.strategies.engines.megatron.layout import Entry, Place
+from hasten.strategies.engines.megatron.layout import ShardLocation, TensorEntry
 
 
-def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
+def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
     """Return a whole tensor of the engine's model, made from tensors of the Hub layout."""
     parts = [hub[name] for name in entry.hub]
     match entry.fusion:
@@ -36,7 +36,7 @@ def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
             assert_never(other)
 
 
-def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
+def to_hub(entries: Iterable[TensorEntry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
     """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}
@@ -50,7 +50,7 @@ def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: Model
     return hub | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
-def unfuse(entry: Entry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
+def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
     """Return the tensors of the Hub layout that a whole tensor of the engine's model was made from."""
     match entry.fusion:
         case "same":
@@ -93,7 +93,7 @@ def _by_kind(tensor: Tensor, facts: ModelFacts, kinds: int) -> list[Tensor]:
     return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts, kinds), 1)]  # type: ignore[no-untyped-call]
 
 
-def part_of(tensor: Tensor, at: Place) -> Tensor:
+def part_of(tensor: Tensor, at: ShardLocation) -> Tensor:
     """Return the elements of a local tensor that exist in the whole tensor."""
     found = tensor.view(at.view)
     for dim, size in enumerate(at.size):
@@ -101,14 +101,14 @@ def part_of(tensor: Tensor, at: Place) -> Tensor:
     return found
 
 
-def box_of(whole: Tensor, at: Place) -> Tensor:
+def box_of(whole: Tensor, at: ShardLocation) -> Tensor:
     """Return this rank's shard of a whole tensor."""
     for dim, (start, size) in enumerate(zip(at.offset, at.size, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
 
 
-def slice_of(tensor: Tensor, at: Place, owned: bool) -> Slice:
+def slice_of(tensor: Tensor, at: ShardLocation, owned: bool) -> Slice:
     """Return this rank's slice in the form that checkpoints store."""
     data = part_of(tensor.detach(), at)
     return Slice(data, at.shape, at.offset, owned=owned and data.numel() > 0)

@@ -19,7 +19,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.placing import Place
+from hasten.strategies.placing import PlaceOnDevice
 
 AXIS: Final = "data"
 
@@ -76,7 +76,7 @@ class PlaceOnDevices:
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        model = Place().apply(model, wish, ctx, precision)
+        model = PlaceOnDevice().apply(model, wish, ctx, precision)
         if wish.place:  # .to() makes a new tensor per name on this kind of device
             _tie(model, parameters, dict(model.named_parameters(remove_duplicate=False)))
             _tie(model, buffers, dict(model.named_buffers(remove_duplicate=False)))
