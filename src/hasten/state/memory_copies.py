@@ -32,7 +32,7 @@ from hasten.runtime.mesh_plan import Axis
 
 log = get_logger(__name__)
 
-Write = Callable[[LocalStore, str, "Machine", Agreement, Callable[[int], None]], None]
+Write = Callable[[LocalStore, str, "CopyHolder", Agreement, Callable[[int], None]], None]
 """Function that writes the state into a store under a name; its callback gets this rank's bytes before the write."""
 
 
