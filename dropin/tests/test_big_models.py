@@ -101,7 +101,7 @@ def test_checkpoints_load_and_dispatch_by_hand(saved: Path, tmp_path: Path) -> N
     given: dict[Any, Any] = {"disk": 7.5, "cpu": "60KB", 1: 200, 0: "1KiB"}
     assert list(get_max_memory(given).items()) == [(0, 1024), (1, 200), ("cpu", 60_000), ("disk", 7.5)]
     assert given == {"disk": 7.5, "cpu": 60_000, 1: 200, 0: 1024}, "transformers reads the numbers from what it gave"
-    with pytest.raises(ValueError, match="Device gpu is not recognized"):
+    with pytest.raises(ValueError):
         get_max_memory({"gpu": 5})
     places = infer_auto_device_map(model, {"cpu": 120_000}, no_split_module_classes=["LlamaDecoderLayer"])
     assert set(places.values()) == {"cpu", "disk"}

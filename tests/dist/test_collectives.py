@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hasten import Accelerator
 from hasten.comm import ops
 from hasten.comm.agreement import Flag, agree
 from hasten.comm.collective_log import begun_collectives
@@ -390,3 +391,12 @@ def test_collectives_along_axes_of_a_mesh(ctx: ProcessContext) -> None:
     assert whole.size == 4
     assert ctx.groups(*BATCH) is batch
     assert ctx.groups(Axis.CP).size == 1
+
+
+@ranks(2)
+def test_one_element_of_a_column_is_gathered(ctx: ProcessContext) -> None:
+    column = torch.full((1, 2), float(ctx.rank))[:, 1]
+    assert column.stride() == (2,)
+    accelerator = Accelerator(context=ctx)
+    assert accelerator.gather(column).tolist() == [0.0, 1.0]
+    assert accelerator.gather_for_metrics(column).tolist() == [0.0, 1.0]

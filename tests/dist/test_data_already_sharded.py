@@ -18,6 +18,7 @@ import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -544,3 +545,38 @@ def test_one_rank_may_look_at_a_batch_alone(ctx: ProcessContext) -> None:
         loader = prepared(DataLoader(dataset, batch_size=4, collate_fn=plainly), ctx=ctx)
         if ctx.rank == 0:
             next(iter(loader))
+
+
+def _cut_by_closure(rows: list[int]) -> Dataset[int]:
+    class Held(Dataset[int]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> int:
+            return rows[index]
+
+    return Held()
+
+
+class _Slotted(Dataset[int]):
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        return self.rows[index]
+
+
+@ranks(2)
+def test_parts_in_closures_and_slots_are_found(ctx: ProcessContext) -> None:
+    rows = list(range(24))[ctx.rank :: 2]
+    for data in (_cut_by_closure(rows), _Slotted(rows), ConcatDataset([_cut_by_closure(rows), _cut_by_closure(rows)])):
+        with pytest.raises(DataError, match="already_sharded=True"):
+            Accelerator(context=ctx).prepare(DataLoader(data, batch_size=2))
+    for same in (_cut_by_closure(list(range(24))), _Slotted(list(range(24)))):
+        loader = Accelerator(context=ctx).prepare(DataLoader(same, batch_size=2))
+        assert sum(len(batch) for batch in loader) == 12

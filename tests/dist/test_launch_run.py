@@ -194,7 +194,12 @@ def test_a_log_folder_that_cannot_be_written_is_told(folder: Path, capfd: pytest
         assert "Traceback" not in err
 
 
-def test_a_batch_script_that_cannot_be_written_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_script_that_cannot_be_written_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "sbatch").write_text("#!/bin/sh\nexit 0\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
     script = write(folder, "")
     (folder / f"{Path(script).stem}.sbatch").mkdir()
     assert launch("--submit", "slurm", script) == 1

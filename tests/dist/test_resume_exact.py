@@ -76,7 +76,7 @@ class Run:
         )
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=60)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=61)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, self._loader()
         )

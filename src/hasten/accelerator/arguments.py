@@ -176,21 +176,6 @@ def check_joinables(joinables: object) -> None:
             refuse(call, one, need)
 
 
-def check_metrics(metrics: object) -> None:
-    """Raise unless `metrics` maps names to numbers."""
-    call, need = (
-        "save_state(metrics)",
-        "it needs named numbers, by which checkpoints are compared: metrics={'loss': 0.5}",
-    )
-    if not isinstance(metrics, Mapping):
-        refuse(call, metrics, need)
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not (
-            isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
-        ):
-            refuse(call, metrics, need)
-
-
 def check_parameters(parameters: list[Any], call: str) -> None:  # Any: the user's argument
     """Raise unless every item is a tensor."""
     for parameter in parameters:

@@ -780,8 +780,6 @@ class Accelerator:
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` the checkpoint is
         written in the background. `metrics` are used to rank checkpoints for `keep_best`.
         """
-        if metrics is not None:
-            arguments.check_metrics(metrics)
         if self._rollback is not None and (target := self._rollback.target) is not None:
             if self.is_main_process:
                 warnings.warn(

@@ -39,7 +39,7 @@ def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) ->
                 f"max_memory names device {key!r}, which this machine does not have ({devices}, 'cpu', 'disk'). "
                 "Name devices by their index, or leave it out."
             )
-    return dict(sorted(limits.items(), key=lambda item: _rank(item[0])))
+    return dict(sorted(limits.items(), key=lambda item: device_order(item[0])))
 
 
 def _key(key: DeviceKey) -> DeviceKey:
@@ -50,7 +50,8 @@ def _key(key: DeviceKey) -> DeviceKey:
     return key
 
 
-def _rank(key: DeviceKey) -> tuple[int, int]:
+def device_order(key: DeviceKey) -> tuple[int, int]:
+    """Return the place of a device in a map: accelerators by number, then "mps", "cpu" and "disk"."""
     return (0, key) if isinstance(key, int) else (("mps", "cpu", "disk").index(key) + 1, 0)
 
 

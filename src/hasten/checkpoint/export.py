@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -206,6 +207,10 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         raise ConfigError(
             f"save(f) got {target}, which is a folder, and an object is written to one file; add a file name."
         )
+    if target.exists() and not target.is_file():
+        raise ConfigError(
+            f"save(f) got {target}, which is a device or a pipe, and saving would replace it with a file; give another name."
+        )
     device = disk or Disk()
     if safe_serialization:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
@@ -291,4 +296,4 @@ def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if a folder is a checkpoint of a run rather than an exported model."""
-    return (folder / MANIFEST_NAME).is_file()
+    return os.path.lexists(folder / MANIFEST_NAME)  # a pipe of that name is refused when it is opened

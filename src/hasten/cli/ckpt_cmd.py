@@ -67,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tools(name: str) -> Any:  # Any: a module; imported late because torch is slow to import, and --help needs none
-    return import_module(f"hasten.checkpoint.{name}")
+def _tools() -> Any:  # Any: a module
+    return import_module("hasten.checkpoint.inspect")  # loads torch, which --help does not need
 
 
 def _list(given: argparse.Namespace) -> int:
-    rows = _tools("inspect").list_checkpoints(given.folder)
+    rows = _tools().list_checkpoints(given.folder)
     if given.json:
         keys = ("name", "complete", "step", "world_size", "num_bytes", "created_s", "metrics", "problem")
         _write(json.dumps([{key: getattr(row, key) for key in keys} for row in rows], indent=2))
@@ -93,7 +93,7 @@ def _list(given: argparse.Namespace) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    inspect = _tools("inspect")
+    inspect = _tools()
     wanted = (inspect.everything(given.folder) if given.all else []) or [inspect.find(given.folder)]
     bad = 0
     for store, name in wanted:
@@ -107,7 +107,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    inspect = _tools("inspect")
+    inspect = _tools()
     about = inspect.describe(*inspect.find(given.folder))
     if not given.tensors:
         for component in about["components"].values():
@@ -133,7 +133,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    differences = _tools("inspect").diff(given.first, given.second, given.component)
+    differences = _tools().diff(given.first, given.second, given.component)
     for item in differences:
         largest = "" if item.largest is None else f", by {item.largest:.6g} at most"
         _write(f"{item.name}: {item.what}{largest}")
@@ -143,7 +143,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 def _merge(given: argparse.Namespace) -> int:
     with _bar(f"merging {given.folder}", None):
-        files = _tools("merge").merge(
+        files = _tools().merge(
             given.folder,
             given.output,
             given.component,
@@ -157,7 +157,7 @@ def _merge(given: argparse.Namespace) -> int:
 
 def _convert(given: argparse.Namespace) -> int:
     with _bar(f"converting {given.source}", None):
-        notes = _tools("merge").convert(given.source, given.output, given.allow_pickle, given.overwrite)
+        notes = _tools().convert(given.source, given.output, given.allow_pickle, given.overwrite)
     for note in notes:
         _write(f"note: {note}")
     _write(f"wrote {given.output}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from hasten.cli.flags import whole
+from hasten.cli.flags import CommandParser, whole
 
 _EXAMPLE = """example:
   hasten data show run/checkpoints/checkpoint_3 --rank 1 --batch 17
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hasten data",
         description="Show the samples of a batch of a saved run.",
         epilog=_EXAMPLE,

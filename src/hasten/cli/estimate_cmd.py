@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.flags import whole
+from hasten.cli.flags import CommandParser, whole
 
 _ABOUT = """target:
   a folder or file with weights     sizes come from the headers of its files
@@ -72,7 +72,7 @@ def _show(shape: Any, rows: Sequence[dict[str, Any]], readable: Any) -> None:  #
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hasten estimate-memory",
         description="Estimate the memory a model needs.",
         epilog=_ABOUT,

@@ -112,7 +112,15 @@ class HelpAction(argparse.Action):
         parser.exit()
 
 
-class SettingsParser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a subcommand whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the whole usage and exiting."""
+        raise UsageError(f"{message}; see `{self.prog} --help`.")
+
+
+class SettingsParser(CommandParser):
     """Argument parser that accepts every setting, in both spellings, and suggests the nearest flag."""
 
     def __init__(
@@ -226,10 +234,6 @@ class SettingsParser(argparse.ArgumentParser):
             f"did you mean {known[near]}?" if near else f"see `{self.prog} {self._whole_help}` for the flags it knows."
         )
         raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the whole usage and exiting."""
-        raise UsageError(f"{message}; see `{self.prog} --help`.")
 
 
 def _add(group: Any, info: FieldInfo) -> None:

@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, text = f"hasten {words[0]}", str(error)
         sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")  # usage errors include the name
         return 2 if isinstance(error, ConfigError) else 1
+    except SystemExit as end:  # argparse: help was printed, or a wrong value of an option was named
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
         return 0

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.flags import split_at_dashes, whole
+from hasten.cli.flags import CommandParser, split_at_dashes, whole
 from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.runtime import bytes_plan as links
@@ -118,7 +118,7 @@ def _cells(row: dict[str, Any]) -> list[str]:  # Any: JSON values
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hasten plan",
         usage="hasten plan target --gpus N --gpu NAME --global-batch B [options] [arguments of a script]",
         allow_abbrev=False,

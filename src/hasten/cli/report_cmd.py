@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from hasten.cli.flags import CommandParser
 from hasten.errors import ConfigError
 from hasten.tools.report.report_live import follow
 from hasten.tools.report.report_page import page
@@ -20,7 +20,7 @@ EVERY_S: Final = 2.0
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten report …`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hasten report",
         description="Write one HTML page about a training: curves, throughput, times of steps by part and rank, memory, "
         "events, settings and environment. Several runs are laid over each other, with a table of what differs.",

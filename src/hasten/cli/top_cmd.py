@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hasten.cli.flags import seconds
+from hasten.cli.flags import CommandParser, seconds
 from hasten.errors import ConfigError
 from hasten.runtime import env
 from hasten.trust.stall.job_sockets import Address, ask, listening
@@ -29,7 +28,7 @@ Status = dict[str, Any]  # Any: JSON values in a rank's answer
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten top …`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hasten top",
         description="Show the ranks of a job that runs on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, what each is doing, and the last lines of its log. Only the user who runs the job may ask. Ranks answer "
@@ -49,8 +48,6 @@ def main(argv: Sequence[str]) -> int:
         "--interval", type=seconds, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
     )
     given = parser.parse_args(argv)
-    if not 0 < given.interval < math.inf:
-        raise ConfigError(f"--interval={given.interval} is not a number of seconds above 0; correct it.")
     folder = env.runtime_folder(env.snapshot())
     sockets = chosen(folder, given.job)
     if sockets is None:

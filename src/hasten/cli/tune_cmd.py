@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.flags import split_at_dashes, whole
+from hasten.cli.flags import CommandParser, split_at_dashes, whole
 from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
@@ -42,9 +42,6 @@ def main(argv: Sequence[str]) -> int:
     script = Path(given.script)
     if not script.is_file():
         raise ConfigError(f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}.")
-    for name, least in (("updates", 2), ("warmup", 0), ("num_processes", 1)):
-        if getattr(given, name) < least:
-            raise ConfigError(f"--{name}={getattr(given, name)} is out of range; give at least {least}.")
     budget = tuning.seconds(given.budget)
     tuning.check_names(given.only)
     host = look()
@@ -177,7 +174,7 @@ def table(trials: Sequence[Trial], base: Trial) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="hasten tune",
         usage="hasten tune script.py [arguments of the script] [--budget 10m] [options]",
         description="Find faster settings for a script on this machine by running its first updates.",
@@ -193,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what to try, in this order: fused, compile, num_workers, …",
     )
-    parser.add_argument("--updates", type=whole(1), default=20, help="updates that are timed in each trial")
+    parser.add_argument("--updates", type=whole(2), default=20, help="updates that are timed in each trial")
     parser.add_argument("--warmup", type=whole(), default=5, help="updates before those, which are not timed")
     parser.add_argument(
         "--num_processes", "--num-processes", type=whole(1), default=1, help="number of processes in each trial"

@@ -299,7 +299,10 @@ def _raw(x: Tensor) -> Tensor:
     x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    return x.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = x.resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one element of a column keeps the column's stride
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
+    return flat.view(torch.uint8)
 
 
 def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:

@@ -84,8 +84,9 @@ def _unassigned(text: str) -> str:
         name, between, value = found.groups()
         secrecy = secrecy_of(name) if between.strip() or name.startswith("--") else "open"
         hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
-        made.append(text[at : found.end(2 if hide else 1)] + HIDDEN * hide)
-        at = found.end(3 if hide else 1)
+        shell = value.lstrip("\"'").startswith(("${", "$("))  # an expression, which holds no secret
+        made.append(text[at : found.end(3 if shell else 2 if hide else 1)] + HIDDEN * (hide and not shell))
+        at = found.end(3 if hide or shell else 1)
     return "".join(made) + text[at:]
 
 
@@ -102,7 +103,9 @@ _BEFORE_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
     # user:password@host, with a scheme or without
     (_ADDRESS, _address),
     (
-        re.compile(r"""(?<![^\s"'=:,;(\[{<>/@])[^\s"'=:,;(\[{<>/@]{1,200}:(?!//)[^\s"'<>]{1,500}@(?=[\w\[.-])"""),
+        re.compile(
+            r"""(?<![^\s"'=:,;(\[{<>/@])[^\s"'=:,;(\[{<>/@]{1,200}:(?!//)[^\s"'<>]{1,500}@(?=[\w\[.-])(?!\d+\b(?![.:]))"""
+        ),
         f"{HIDDEN}@",
     ),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),

@@ -156,11 +156,7 @@ class Loader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
-        cursor = self.parts.cursor
-        if cursor.num_again:  # the resumed epoch had completed this pass
-            cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
-            return iter(())
-        return self._hand_out(*self._begin(self.parts.skip))
+        return self._hand_out()  # begins with its first batch: progress bars make iterators that they never use
 
     def _begin(self, skip: int) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
@@ -181,8 +177,13 @@ class Loader(DataLoader[Any]):
         parts.clock.cursors.opening(cursor)
         return items if parts.move is None else parts.move(items), at
 
-    def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
+    def _hand_out(self) -> Iterator[Any]:
         """Yield the batches to the end of the epoch; after a rollback, from the new position to this epoch's end."""
+        cursor = self.parts.cursor
+        if cursor.num_again:  # the resumed epoch had completed this pass
+            cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
+            return
+        items, here = self._begin(self.parts.skip)
         cursors, until = self.parts.clock.cursors, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:

@@ -106,7 +106,36 @@ def _holders(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
-    return list(vars(holder).items()) if hasattr(holder, "__dict__") else []
+    """Return an object's attributes and slots, and the outer variables that the methods of its class read."""
+    found = list(vars(holder).items()) if hasattr(holder, "__dict__") else []
+    for kind in type(holder).__mro__:
+        if _is_library(kind.__module__):
+            continue
+        slots = kind.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        found += [(name, getattr(holder, name)) for name in names if hasattr(holder, name)]
+        functions = [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+        found += [outer for function in functions for outer in _outer_variables(function)]
+    lambdas = [value for _, value in found if isinstance(value, types.FunctionType)]
+    return found + [outer for function in lambdas for outer in _outer_variables(function)]
+
+
+def _outer_variables(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return the variables of enclosing functions and of the module that a function reads; no modules, classes, functions."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found = [(name, cell.cell_contents) for name, cell in cells if name != "__class__" and not _is_empty(cell)]
+    module = function.__globals__
+    found += [(name, module[name]) for name in function.__code__.co_names if name in module]
+    code = type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType
+    return [(f"{function.__name__}:{name}", value) for name, value in found if not isinstance(value, code)]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # reading is the only way to ask
+    except ValueError:  # a variable that is not assigned yet
+        return True
+    return False
 
 
 def _is_holder(value: Any) -> bool:

@@ -72,6 +72,9 @@ _LENGTHS: Final = (
     (torch_schedules.PolynomialLR, "total_iters"),
 )
 
+_MOST_EPOCHS: Final = 100
+"""A total of more epochs than this is more likely a round number than a number of epochs."""
+
 
 def total_of(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule ends; None if it has no end, or only warms up."""
@@ -107,7 +110,7 @@ def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, 
     if not total or num_share >= num_whole or not num_share:
         return None
     epochs = _epochs(total, num_whole, 1) or _epochs(total, num_whole, every)
-    if not epochs:
+    if not 0 < epochs <= _MOST_EPOCHS:
         return None
     updates = -(-num_share // every)
     words = (

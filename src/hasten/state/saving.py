@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ from hasten.checkpoint.writer import DiskGroup, PreparedSave, SaveOutcome, finis
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
-from hasten.errors import ConfigError, MismatchError
+from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
@@ -319,7 +320,7 @@ class Saving:
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
-            metrics={key: _finite(value) for key, value in (metrics or {}).items()},
+            metrics=_checked(metrics or {}),
             notes=self._notes,
         )
 
@@ -438,6 +439,13 @@ class Saving:
         return self.preemption.agreed()
 
 
-def _finite(value: float) -> float | None:
-    number = float(value)
-    return number if number == number and abs(number) != float("inf") else None
+def _checked(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the metrics as finite numbers; nan and inf become None. Raises: CheckpointError for other values."""
+    try:
+        numbers = {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no mapping, or values that are no numbers
+        raise CheckpointError(
+            f"save_state(metrics={metrics!r}) cannot be compared between checkpoints ({error}). Nothing was saved. Pass named "
+            "numbers: metrics={'loss': 0.5}."
+        ) from error
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}

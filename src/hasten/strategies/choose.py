@@ -143,7 +143,7 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
     # loads torch.distributed.tensor, which takes most of a second
     fsdp2 = import_module("hasten.strategies.fsdp.strategy")
-    spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+    spread: Spread = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)
 
@@ -168,7 +168,7 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     within: Spread = Alone()
     if sharded:
         fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor
-        within = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+        within = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     else:
         transforms.append(PlaceOnDevice())
     if ctx.mesh.size(Axis.TP) > 1:

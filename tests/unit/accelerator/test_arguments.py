@@ -38,7 +38,7 @@ CALLS: Final[dict[str, tuple[Call, tuple[type, ...]]]] = {
     "register_for_checkpointing(objects)": (lambda a, v: a.register_for_checkpointing(v), ()),
     "get_state_dict(model)": (lambda a, v: a.get_state_dict(v), ()),
     "save_model(model)": (lambda a, v: a.save_model(v, "out"), ()),
-    "save_model(max_shard_size)": (lambda a, v: a.save_model(nn.Linear(1, 1), "out", max_shard_size=v), (int,)),
+    "save_model(max_shard_size)": (lambda a, v: a.save_model(nn.Linear(1, 1), "out", max_shard_size=v), (int, float)),
     "reduce(reduction)": (lambda a, v: a.reduce(torch.ones(1), v), ()),
     "get_tracker(name)": (lambda a, v: a.get_tracker(v), ()),
 }

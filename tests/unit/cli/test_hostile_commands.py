@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["data", "show", "empty", "--batch=-1"], "'-1' is not a whole number from 0"),
         (["report", "empty", "--every=nan"], "=nan is not a number of seconds above 0"),
         (["top", "--interval=-1"], "'-1' is not a number of seconds above 0"),
-        (["tune", "train.py", "--updates=0"], "'0' is not a whole number from 1"),
+        (["tune", "train.py", "--updates=0"], "'0' is not a whole number from 2"),
         (["estimate-memory", "empty", "--batch=ü"], "'ü' is not a whole number from 1"),
         ([*PLAN, "--gpus=0"], "'0' is not a whole number from 1 to 1000000"),
         ([*PLAN, "--gpus=1000000000"], "'1000000000' is not a whole number from 1 to 1000000"),

@@ -225,7 +225,7 @@ def test_a_launch_chooses_its_strategy_and_says_why(tmp_path: Path, capsys: pyte
         (["builtins:int", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "returns int; return the model"),
         (["no.such:thing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "cannot be built"),
         (["nothing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "neither a script"),
-        (["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"], "gpus=0 is not a number"),
+        (["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"], "'0' is not a whole number from 1"),
         (["x:y", "--gpus", "1", "--gpu", "h100", "--global-batch", "64", "--sequence", "3"], "not an option"),
     ],
 )

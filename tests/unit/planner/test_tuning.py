@@ -145,7 +145,7 @@ def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--updates=0", "at least 2"), ("--warmup=-1", "at least 0"), ("--num_processes=0", "at least 1")],
+    [("--updates=0", "from 2"), ("--warmup=-1", "from 0"), ("--num_processes=0", "from 1")],
 )
 def test_numbers_out_of_range_are_refused_before_anything_runs(
     flag: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

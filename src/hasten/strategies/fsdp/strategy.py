@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import ShardModel as Placed
+from torch.distributed.tensor import Shard as Placed
 
 from hasten.comm.agreement import agree
 from hasten.config.sections.loop import PrecisionType

@@ -19,7 +19,6 @@ from accelerate._impl import ambient
 from accelerate._impl.enums import CustomDtype
 from accelerate._impl.environment.packages import is_peft_available
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import device_map as budget
 from hasten.bigmodel import device_map as maps
 from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
@@ -29,8 +28,6 @@ from hasten.bigmodel.tensors import align_module_device
 from hasten.checkpoint.export import parse_size, read_model
 from hasten.errors import PrepareError
 from hasten.optional import need
-
-_log = logging.getLogger("accelerate.utils.modeling")
 
 # Any in this file: device maps and foreign models.
 
@@ -215,27 +212,12 @@ def _in_torch_dtypes(work_out: Callable[..., dict[Any, Any]]) -> Callable[..., d
     return run
 
 
-def get_max_memory(max_memory: dict[int | str, int | float | str] | None = None) -> dict[Any, Any]:
-    """Return the bytes of each device in the order of use; sizes written as text are converted in the given dict too.
-
-    transformers counts on the conversion in place, and multiplies budgets, so that they may be fractions of a byte.
-    Raises: ValueError for a device that is neither a number nor "mps", "cpu" or "disk".
-    """
+def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
-        return dict(budget.get_max_memory())
-    for key, size in max_memory.items():
-        if isinstance(size, str):
-            max_memory[key] = parse_size(size)
-    last = ("mps", "cpu", "disk")
-    if unknown := [key for key in max_memory if not isinstance(key, int) and key not in last]:
-        raise ValueError(
-            f"Device {unknown[0]} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'"
-        )
-    here = list(range(torch.accelerator.device_count() if torch.accelerator.is_available() else 0))
-    for absent in sorted(key for key in max_memory if isinstance(key, int) and key not in here):
-        _log.warning("Device %s is not available, available devices are %s", absent, here)
-    numbered = sorted(key for key in max_memory if isinstance(key, int))
-    return {key: max_memory[key] for key in (*numbered, *last) if key in max_memory}
+        return dict(maps.get_max_memory())
+    max_memory.update({key: parse_size(size) for key, size in max_memory.items() if isinstance(size, str)})
+    return dict(sorted(max_memory.items(), key=lambda item: maps.device_order(item[0])))
 
 
 infer_auto_device_map = _in_torch_dtypes(maps.infer_auto_device_map)
@@ -247,7 +229,7 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
     for group in tied_params:
         places = {name: device_map[owner] for name in group if (owner := maps.owner_in(device_map, name)) is not None}
         if len(set(places.values())) > 1:
-            _log.warning(
+            logging.getLogger("accelerate.utils.modeling").warning(
                 "Tied parameters are on different devices: %s. Please modify your custom device map or set "
                 "`device_map='auto'`.",
                 places,

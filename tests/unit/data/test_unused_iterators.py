@@ -1,0 +1,38 @@
+"""An iterator that is made and never used takes nothing from a loader: neither an epoch nor a resumed position."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+import hasten
+from hasten import Accelerator
+
+
+def loader() -> Any:  # Any: a prepared loader of numbers
+    hasten.set_seed(0)
+    return Accelerator(cpu=True).prepare(DataLoader(list(range(16)), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+
+
+def read(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_an_unused_iterator_takes_no_epoch() -> None:
+    plain, other = loader(), loader()
+    iter(other)
+    iter(other)
+    assert read(other) == read(plain)
+    assert other.state_dict() == plain.state_dict()
+
+
+def test_a_bar_shows_the_resumed_batches() -> None:
+    first = loader()
+    whole, stopped = read(first), loader()
+    for _ in zip(range(5), stopped, strict=False):
+        pass
+    state, resumed = stopped.state_dict(), loader()
+    resumed.load_state_dict(state)
+    assert read(hasten.tqdm(resumed, file=io.StringIO())) == whole[5:]
