@@ -34,7 +34,7 @@ from hasten import (
     default_data_collator,
     get_scheduler,
 )
-from hasten.testing.toys import RowDataset, Scored, seeded
+from hasten.testing.toys import Rows, Scored, seeded
 
 STEP_S, LIMIT, BATCH, DECAY = 5e-3, 0.02, 8, 0.01
 Clock = Callable[[], float]
@@ -54,7 +54,7 @@ def by_hand(folder: str, make: Model, steps: int, cpu: bool, clock: Clock) -> fl
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]  # as the Trainer's
     optimizer: Any = torch.optim.AdamW(groups, lr=5e-5)
     scheduler: Any = get_scheduler("linear", optimizer, 0, steps)
-    loader: Any = DataLoader(RowDataset(steps * BATCH), batch_size=BATCH, shuffle=True, collate_fn=only_used)  # type: ignore[arg-type]
+    loader: Any = DataLoader(Rows(steps * BATCH), batch_size=BATCH, shuffle=True, collate_fn=only_used)  # type: ignore[arg-type]
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     model.train()
     began = clock()
@@ -78,7 +78,7 @@ def by_trainer(folder: str, make: Model, steps: int, cpu: bool, clock: Clock) ->
         weight_decay=DECAY, report_to="jsonl",
     )  # fmt: skip
     stopwatch = Stopwatch(clock)
-    Trainer(make(), args, train_dataset=RowDataset(steps * BATCH), callbacks=[stopwatch]).train()
+    Trainer(make(), args, train_dataset=Rows(steps * BATCH), callbacks=[stopwatch]).train()
     return stopwatch.seconds / steps
 
 

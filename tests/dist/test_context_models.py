@@ -14,7 +14,7 @@ from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import NumberDataset, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
 
 Way = Literal["allgather", "ring", "ulysses"]
 SIZES: dict[str, Any] = {
@@ -124,7 +124,7 @@ def test_packed_sequences_and_hidden_padding_are_refused(ctx: ProcessContext) ->
 @ranks(2)
 def test_ranks_of_one_sequence_read_the_same_samples_and_count_them_once(ctx: ProcessContext) -> None:
     accelerator = spread("allgather")
-    loader = accelerator.prepare(DataLoader(NumberDataset(11), batch_size=4))
+    loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=4))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     assert seen.tolist() == list(range(11))
 

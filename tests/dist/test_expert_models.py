@@ -14,7 +14,7 @@ from hasten import Accelerator, ParallelismConfig
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TinyMixture, ToyExperts, next_token_loss, seeded
+from hasten.testing.toys import Experts, TinyMixture, next_token_loss, seeded
 
 SIZES: Final = (
     *(("hidden_size", 8), ("intermediate_size", 16), ("num_hidden_layers", 2), ("num_attention_heads", 2)),
@@ -78,7 +78,7 @@ class Told(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.experts = ToyExperts(4, 4)
+        self.experts = Experts(4, 4)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         weights = (chosen + 1.0) / 5

@@ -15,7 +15,7 @@ from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
 from hasten.errors import ConfigError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Classifier, Sequences, TinyLM, ToyBlock, next_token_loss, seeded
+from hasten.testing.toys import Block, Classifier, Sequences, TinyLM, next_token_loss, seeded
 
 VOCAB = 16
 PP2 = ParallelismConfig(pp_size=2)
@@ -189,7 +189,7 @@ class Noisy(TinyLM):
 
     def __init__(self) -> None:
         super().__init__(vocab=VOCAB, width=8, heads=2, depth=0, context=6)
-        self.blocks = nn.ModuleList(nn.Sequential(ToyBlock(8, 2), nn.Dropout(0.5)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(Block(8, 2), nn.Dropout(0.5)) for _ in range(2))
 
 
 @ranks(2)

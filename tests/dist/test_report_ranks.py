@@ -13,7 +13,7 @@ from hasten import Accelerator, Trainer, TrainerCallback, TrainingArguments
 from hasten.cli.report_cmd import main
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Blobs, Classifier, RowDataset, Scored, seeded
+from hasten.testing.toys import Blobs, Classifier, Rows, Scored, seeded
 from hasten.tools.report import report_data
 from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS
@@ -56,9 +56,7 @@ def test_both_ranks_and_the_restart_are_in_the_report(ctx: ProcessContext, tmp_p
             str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
             eval_strategy="epoch", disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(
-            seeded(Scored), args, train_dataset=RowDataset(), eval_dataset=RowDataset(8), callbacks=callbacks
-        )
+        trainer = Trainer(seeded(Scored), args, train_dataset=Rows(), eval_dataset=Rows(8), callbacks=callbacks)
         trainer.train(resume_from_checkpoint="auto")
     ctx.world.barrier("trained")
     if ctx.rank != 0:

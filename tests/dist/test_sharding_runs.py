@@ -30,7 +30,7 @@ from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.toys import NumberDataset, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
 
 VOCAB = 16
 Form = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
@@ -92,7 +92,7 @@ def test_shards_stay_inside_machines_and_samples_are_counted_once(ctx: ProcessCo
         "dp_replicate": 2,
         "dp_shard": 2,
     }
-    loader = accelerator.prepare(DataLoader(NumberDataset(13), batch_size=2))
+    loader = accelerator.prepare(DataLoader(Numbers(13), batch_size=2))
     seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
     assert sorted(seen) == list(range(13))
 

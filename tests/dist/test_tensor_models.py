@@ -18,7 +18,7 @@ from hasten.config.sections.parallel import ParallelismConfig, TorchTensorParall
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import NumberDataset, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
 
 
 def llama() -> nn.Module:
@@ -162,7 +162,7 @@ def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> N
 @ranks(2)
 def test_ranks_of_one_group_read_the_same_samples_and_count_them_once(ctx: ProcessContext) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
-    loader = accelerator.prepare(DataLoader(NumberDataset(11), batch_size=4))
+    loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=4))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     assert seen.tolist() == list(range(11))
 

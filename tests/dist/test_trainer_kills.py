@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten import Trainer, TrainerCallback, TrainingArguments
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
-from hasten.testing.toys import RowDataset, Scored, seeded
+from hasten.testing.toys import Rows, Scored, seeded
 
 BATCHES_A_KILL = 9
 LATE_S = 0.05
@@ -51,7 +51,7 @@ def train(ctx: ProcessContext, folder: Path, kill: tuple[int, int, float] | None
     )  # fmt: skip
     callbacks = [Killed(*kill[1:])] if kill is not None and kill[0] == ctx.rank else []
     torch.manual_seed(random.SystemRandom().randrange(2**31))  # whatever happened before must not matter
-    trainer = Trainer(seeded(Scored), args, train_dataset=RowDataset(), callbacks=callbacks)
+    trainer = Trainer(seeded(Scored), args, train_dataset=Rows(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint="auto")
     tensors = [
         t.detach().clone() for t in trainer.accelerator.unwrap_model(trainer.wrapped_model).state_dict().values()

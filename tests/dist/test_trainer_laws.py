@@ -26,7 +26,7 @@ from hasten import (
 )
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import RowDataset, Scored, Tagged, Tagger, seeded
+from hasten.testing.toys import Rows, Scored, Tagged, Tagger, seeded
 
 
 class StopAt(TrainerCallback):
@@ -64,7 +64,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 def make(folder: Path, stop: int | None = None, **changes: Any) -> Trainer:
     callbacks = [] if stop is None else [StopAt(stop)]
-    return Trainer(seeded(Scored), arguments(folder, **changes), train_dataset=RowDataset(), callbacks=callbacks)
+    return Trainer(seeded(Scored), arguments(folder, **changes), train_dataset=Rows(), callbacks=callbacks)
 
 
 def fingerprint(trainer: Trainer) -> list[Tensor]:
@@ -83,7 +83,7 @@ def hand_written(folder: Path, epochs: int = 2) -> list[Tensor]:
     )
     model: Any = seeded(Scored)
     set_seed(42, device_specific=True, rank=accelerator.process_index)
-    loader: Any = DataLoader(RowDataset(), batch_size=4, shuffle=True, collate_fn=_only_used)
+    loader: Any = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=_only_used)
     loader = accelerator.prepare(loader)
     matrices, vectors = [[p for p in model.parameters() if (p.ndim >= 2) is big] for big in (True, False)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -172,8 +172,8 @@ def test_the_state_is_equal_on_every_rank(ctx: ProcessContext, tmp_path: Path) -
     trainer = Trainer(
         seeded(Scored),
         arguments(tmp_path, eval_strategy="epoch", save_strategy="epoch"),
-        train_dataset=RowDataset(),
-        eval_dataset=RowDataset(7),
+        train_dataset=Rows(),
+        eval_dataset=Rows(7),
     )
     trainer.train()
     first, second = ctx.world.all_gather_object(trainer.state.state_dict())
@@ -188,7 +188,7 @@ def test_sharded_training_stops_and_goes_on(ctx: ProcessContext, tmp_path: Path)
 @ranks(1, 2, 3)
 def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext, tmp_path: Path) -> None:
     for length in (1, 5, 8, 13):
-        data = RowDataset(length)
+        data = Rows(length)
         seen: list[EvalPrediction] = []
 
         def keep(found: EvalPrediction, seen: list[EvalPrediction] = seen) -> dict[str, float]:

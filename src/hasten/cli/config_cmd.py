@@ -22,8 +22,8 @@ from hasten.cli.flags import SettingsParser
 from hasten.cli.machine import MachineFacts, examine, recommended_precision
 from hasten.config import files
 from hasten.config.decode import encode
+from hasten.config.effective import effective
 from hasten.config.files import default_path, write
-from hasten.config.handoff import effective
 from hasten.config.masking import masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config

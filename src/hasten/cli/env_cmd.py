@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hasten.cli.machine import examine
 from hasten.config import files
-from hasten.config.handoff import effective
+from hasten.config.effective import effective
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
 from hasten.launch.cluster import read_allocation

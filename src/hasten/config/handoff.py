@@ -1,13 +1,10 @@
 """Transfer of the resolved settings, with their sources, from the launcher to its workers in the variable HASTEN_CONFIG."""
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from hasten.config import files
 from hasten.config.decode import encode
-from hasten.config.resolve import Resolved, resolve
+from hasten.config.resolve import Resolved
 from hasten.config.schema import BY_PATH
 from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, dotted
 from hasten.errors import ConfigError
@@ -53,17 +50,3 @@ def _travels(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[SettingEntry] = ()) -> Resolved:
-    """Return the effective settings of a command.
-
-    Inside a launched worker, the launcher's settings replace the file.
-    """
-    path = Path(config_file) if config_file else files.find(env)
-    if config_file is None and (handed := env.get(VARIABLE)):
-        return resolve(env=env, flags=flags, handed=unpack(handed))
-    if path is None:
-        return resolve(env=env, flags=flags)
-    file = files.read(path)
-    return resolve(env=env, flags=flags, file=file.entries, notes=file.notes)

@@ -156,9 +156,13 @@ class Loader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
-        return self._hand_out()  # begins with its first batch: progress bars make iterators that they never use
+        if not self.parts.cursor.num_again:
+            self.parts.clock.cursors.opening(self.parts.cursor)
+        return (
+            self._hand_out()
+        )  # takes its epoch with the first batch: progress bars make iterators that they never use
 
-    def _begin(self, skip: int) -> tuple[Iterator[Item], Position]:
+    def _begin(self, skip: int, opened: bool = False) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
         parts = self.parts
         at, begun = parts.track.upcoming(), parts.track.begun if parts.track.fresh else 0
@@ -174,7 +178,8 @@ class Loader(DataLoader[Any]):
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
         alike = (parts.source.size(), at.consumed, parts.total_batch_size, parts.source.steps())
         cursor.pads_like = None if None in alike else alike
-        parts.clock.cursors.opening(cursor)
+        if not opened:
+            parts.clock.cursors.opening(cursor)
         return items if parts.move is None else parts.move(items), at
 
     def _hand_out(self) -> Iterator[Any]:
@@ -183,7 +188,7 @@ class Loader(DataLoader[Any]):
         if cursor.num_again:  # the resumed epoch had completed this pass
             cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
             return
-        items, here = self._begin(self.parts.skip)
+        items, here = self._begin(self.parts.skip, opened=bool(cursor.opened))
         cursors, until = self.parts.clock.cursors, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:

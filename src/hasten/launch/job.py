@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hasten.config import absent, handoff
-from hasten.config.handoff import effective
+from hasten.config.effective import effective
 from hasten.config.resolve import Resolved
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry

@@ -21,7 +21,7 @@ def seeded(build: Callable[[], M], seed: int = 0) -> M:
         return build()
 
 
-class LineModel(nn.Module):
+class Line(nn.Module):
     """y = a x + b with scalar parameters: the smallest model that can be trained."""
 
     def __init__(self, a: float = 0.0, b: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class LineData(Dataset[dict[str, Tensor]]):
         return {"x": self.x[index], "y": self.y[index]}
 
 
-class NumberDataset(Dataset[Tensor]):
+class Numbers(Dataset[Tensor]):
     """Numbers 0 to length - 1 as samples, which show the samples each rank reads."""
 
     def __init__(self, length: int) -> None:
@@ -105,7 +105,7 @@ class Blobs(Dataset[tuple[Tensor, Tensor]]):
         return self.points[index], self.labels[index]
 
 
-class ToyBlock(nn.Module):
+class Block(nn.Module):
     """Transformer block: causal attention and a perceptron, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -143,7 +143,7 @@ class TinyLM(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(ToyBlock(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:
@@ -172,7 +172,7 @@ TINY_LM_PLAN: Final = MappingProxyType(
 """Tensor-parallel plan that splits every layer of a TinyLM."""
 
 
-class ToyExperts(nn.Module):
+class Experts(nn.Module):
     """Experts stacked into two weights; each token passes through those chosen for it."""
 
     def __init__(self, number: int, width: int) -> None:
@@ -199,7 +199,7 @@ class MixtureBlock(nn.Module):
         self.k = k
         self.norm = nn.LayerNorm(width)
         self.router = nn.Linear(width, number, bias=False)
-        self.experts = ToyExperts(number, width)
+        self.experts = Experts(number, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sequence after this block."""
@@ -338,7 +338,7 @@ class Tagger(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), "logits": logits}
 
 
-class RowDataset(Dataset[dict[str, object]]):
+class Rows(Dataset[dict[str, object]]):
     """Blobs as dicts with `x`, `label` and a column that no model uses."""
 
     def __init__(self, length: int = 40, features: int = 6, classes: int = 3) -> None:

@@ -42,8 +42,8 @@ def test_a_stand_in_without_a_spec_is_no_package(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("module", "room", "distribution", "versions"),
     [
-        ("deepspeed", "deepspeed_engine", "deepspeed", ">=0.19,<0.20"),
-        ("megatron", "megatron_package", "megatron-core", ">=0.16,<0.17"),
+        ("deepspeed", "engines.deepspeed.engine", "deepspeed", ">=0.19,<0.20"),
+        ("megatron", "engines.megatron.package", "megatron-core", ">=0.16,<0.17"),
     ],
 )
 def test_a_missing_or_other_engine_is_one_sentence_with_the_command(

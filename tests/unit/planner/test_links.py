@@ -8,7 +8,7 @@ import pytest
 from tests.unit.planner.llama import llama
 
 from hasten.errors import ConfigError
-from hasten.runtime.bytes_plan import Links, read
+from hasten.runtime.links import Links, read
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.tools.plan import hardware
 from hasten.tools.plan.speed import predict

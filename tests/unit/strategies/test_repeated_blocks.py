@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hasten.strategies.blocks import repeated_blocks
-from hasten.testing.toys import ToyBlock
+from hasten.testing.toys import Block
 
 
 def names(model: nn.Module) -> list[str]:
@@ -13,7 +13,7 @@ def names(model: nn.Module) -> list[str]:
 
 
 def test_blocks_are_found_wherever_their_list_is() -> None:
-    blocks = [ToyBlock(4, 2) for _ in range(3)]
+    blocks = [Block(4, 2) for _ in range(3)]
     assert names(nn.Sequential(*blocks)) == ["0", "1", "2"]
     assert names(nn.Sequential(nn.Embedding(3, 4), *blocks, nn.Linear(4, 3))) == ["1", "2", "3"]
     assert names(nn.Sequential(nn.Sequential(*blocks), nn.LayerNorm(4))) == ["0.0", "0.1", "0.2"]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import (
 
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.strategies.fsdp.wrapping import as_choice, blocks_to_shard, keep_ties_together, owned_parameters
-from hasten.testing.toys import TinyLM, ToyBlock
+from hasten.testing.toys import Block, TinyLM
 
 
 def names(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
@@ -50,10 +50,10 @@ def test_policies_of_torch_are_taken_as_they_are() -> None:
         return names(model, blocks_to_shard(model, FullyShardedDataParallelPlugin(auto_wrap_policy=policy, **settings)))
 
     blocks = ["blocks.0", "blocks.1"]
-    assert chosen(ModuleWrapPolicy({ToyBlock})) == blocks
-    assert chosen(partial(transformer_auto_wrap_policy, transformer_layer_cls={ToyBlock})) == blocks
+    assert chosen(ModuleWrapPolicy({Block})) == blocks
+    assert chosen(partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})) == blocks
     assert chosen(transformer_auto_wrap_policy) == blocks
-    assert chosen(as_choice(CustomPolicy(lambda module: {"x": 1} if isinstance(module, ToyBlock) else False))) == blocks
+    assert chosen(as_choice(CustomPolicy(lambda module: {"x": 1} if isinstance(module, Block) else False))) == blocks
     assert chosen(size_based_auto_wrap_policy, min_num_params=600) == blocks
     with pytest.raises(TypeError, match="give a name, or a function"):
         as_choice(3)
@@ -68,7 +68,7 @@ def test_every_parameter_has_one_owner() -> None:
 
 
 def test_blocks_that_share_a_parameter_join_the_group_around_them() -> None:
-    outer = nn.ModuleDict({"a": nn.Sequential(ToyBlock(4, 1), ToyBlock(4, 1)), "b": nn.Sequential(ToyBlock(4, 1))})
+    outer = nn.ModuleDict({"a": nn.Sequential(Block(4, 1), Block(4, 1)), "b": nn.Sequential(Block(4, 1))})
     weight = outer.get_parameter("a.0.q.weight")
     outer.get_submodule("b.0.q").weight = weight
     inner = [outer.get_submodule(name) for name in ("a.0", "a.1", "b.0")]
@@ -77,7 +77,7 @@ def test_blocks_that_share_a_parameter_join_the_group_around_them() -> None:
     assert len(tied) == 1
     assert keep_ties_together(outer, inner[1:2], set()) == (inner[1:2], [])
     assert keep_ties_together(outer, inner, {weight}) == (inner, [])
-    shared = ToyBlock(4, 1)
+    shared = Block(4, 1)
     both = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
     assert keep_ties_together(both, [shared], set()) == ([shared], [])  # one module in two places is one group
     assert keep_ties_together(both, [both["a"], both["b"]], set())[0] == []

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from hasten.testing.toys import (
     Blobs,
     Classifier,
+    Line,
     LineData,
-    LineModel,
-    NumberDataset,
+    Numbers,
     NumberStream,
     Sequences,
     TinyLM,
@@ -39,11 +39,11 @@ def test_datasets_are_the_same_every_time() -> None:
     assert torch.equal(LineData(8).y, LineData(8).y)
     assert torch.equal(Blobs(8).points, Blobs(8).points)
     assert torch.equal(Sequences(8).tokens, Sequences(8).tokens)
-    assert [int(NumberDataset(3)[index]) for index in range(3)] == [int(x) for x in NumberStream(3)] == [0, 1, 2]
+    assert [int(Numbers(3)[index]) for index in range(3)] == [int(x) for x in NumberStream(3)] == [0, 1, 2]
 
 
 def test_line_is_learned() -> None:
-    model, data = LineModel(), LineData(64)
+    model, data = Line(), LineData(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(60):
         optimizer.zero_grad()

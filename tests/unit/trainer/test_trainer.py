@@ -24,7 +24,7 @@ from hasten import (
     read_metrics,
 )
 from hasten.errors import ArgumentError, ConfigError, ContradictionError
-from hasten.testing.toys import RowDataset, Scored, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import Rows, Scored, TinyLM, next_token_loss, seeded
 from hasten.trainer.callbacks import EVENTS
 from hasten.trainer.settings import accelerator_settings
 
@@ -33,9 +33,9 @@ def make(
     folder: Path, callbacks: Any = (), model: nn.Module | None = None, data: Any = None, **changes: Any
 ) -> Trainer:
     plain: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2}
-    rows = RowDataset() if data is None else data
+    rows = Rows() if data is None else data
     args = TrainingArguments(str(folder), **{**plain, **changes})
-    return Trainer(model or seeded(Scored), args, train_dataset=rows, eval_dataset=RowDataset(9), callbacks=callbacks)
+    return Trainer(model or seeded(Scored), args, train_dataset=rows, eval_dataset=Rows(9), callbacks=callbacks)
 
 
 def recorder(seen: list[str]) -> TrainerCallback:
@@ -57,7 +57,7 @@ def test_events_come_in_order(tmp_path: Path) -> None:
     begin = ["on_init_end", "on_train_begin", "on_epoch_begin"]
     assert seen == [*begin, *step, *step, "on_log", "on_save", "on_epoch_end", "on_log", "on_train_end"]
     seen.clear()
-    trainer.predict(RowDataset(3))
+    trainer.predict(Rows(3))
     assert seen == ["on_prediction_step", "on_predict"]
     trainer.remove_callback(trainer.callbacks.callbacks[0])
     trainer.evaluate()
@@ -114,12 +114,12 @@ class Stream(IterableDataset[Any]):
     """Rows without a length."""
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (RowDataset()[index] for index in range(40))
+        yield from (Rows()[index] for index in range(40))
 
 
 def test_streams_and_hub_datasets_train(tmp_path: Path) -> None:
     assert make(tmp_path, data=Stream(), max_steps=7).train().global_step == 7
-    rows = [RowDataset()[index] for index in range(40)]
+    rows = [Rows()[index] for index in range(40)]
     data = HubDataset.from_list([{**row, "x": row["x"].tolist()} for row in rows])  # type: ignore[attr-defined]
     trainer, plain = make(tmp_path, data=data), make(tmp_path)
     assert trainer.train().training_loss == plain.train().training_loss
@@ -199,7 +199,7 @@ class Asks(nn.Module):
 @pytest.mark.parametrize("form", ["dict", "tuple"])
 def test_smoothing_acts_on_a_model_that_needs_its_labels(tmp_path: Path, form: str) -> None:
     model = Asks(form)
-    batch = default_data_collator([{**RowDataset()[i], "text": None} for i in range(5)])
+    batch = default_data_collator([{**Rows()[i], "text": None} for i in range(5)])
     expected = nn.functional.cross_entropy(model.body(batch["x"]), batch["labels"], label_smoothing=0.2)
     trainer = make(tmp_path, model=model, label_smoothing_factor=0.2, max_steps=2)
     assert torch.equal(trainer.compute_loss(model, batch), expected)
@@ -209,25 +209,22 @@ def test_smoothing_acts_on_a_model_that_needs_its_labels(tmp_path: Path, form: s
 def test_smoothing_that_cannot_act_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"without them, .*return a dict with 'logits'"):
         make(tmp_path, model=Asks("loss"), label_smoothing_factor=0.2).train()
-    pairs = [(RowDataset()[i]["x"], RowDataset()[i]["label"]) for i in range(8)]
+    pairs = [(Rows()[i]["x"], Rows()[i]["label"]) for i in range(8)]
     with pytest.raises(ArgumentError, match=r"the batch is a list: it has no labels.*Give samples as dicts"):
         make(tmp_path, data=pairs, label_smoothing_factor=0.2).train()
-    numbers = [{"x": RowDataset()[i]["x"], "labels": 0.5} for i in range(8)]
+    numbers = [{"x": Rows()[i]["x"], "labels": 0.5} for i in range(8)]
     with pytest.raises(ArgumentError, match=r"its labels are torch\.float"):
         make(tmp_path, data=numbers, label_smoothing_factor=0.2).train()
 
 
 def test_a_batch_without_labels_says_so(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"The batch has no labels.*add them to the samples"):
-        make(tmp_path, data=[{"x": RowDataset()[i]["x"]} for i in range(8)]).train()
+        make(tmp_path, data=[{"x": Rows()[i]["x"]} for i in range(8)]).train()
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(4, True), (0, False)])
 def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(tmp_path: Path, kept: int, expected: bool) -> None:
-    rows = [
-        {"x": RowDataset()[i]["x"], "labels": RowDataset()[i]["label"] if i < kept else torch.tensor(-100)}
-        for i in range(8)
-    ]
+    rows = [{"x": Rows()[i]["x"], "labels": Rows()[i]["label"] if i < kept else torch.tensor(-100)} for i in range(8)]
     changes: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
@@ -249,11 +246,11 @@ def test_settings_of_an_optimizer_given_ready_made_are_refused(tmp_path: Path) -
     with pytest.raises(
         ContradictionError, match=r"learning_rate=0\.01 would have no effect.*set this where you make it"
     ):
-        Trainer(model, args, train_dataset=RowDataset(), optimizers=(optimizer, None))
+        Trainer(model, args, train_dataset=Rows(), optimizers=(optimizer, None))
     Trainer(
         model,
         TrainingArguments(str(tmp_path), warmup_steps=2),
-        train_dataset=RowDataset(),
+        train_dataset=Rows(),
         optimizers=(optimizer, None),
     )
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from hasten.errors import ConfigError
-from hasten.runtime.bytes_plan import Links
+from hasten.runtime.links import Links
 
 _GIB: Final = 1024**3
 
