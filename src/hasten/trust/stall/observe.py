@@ -26,6 +26,8 @@ _TICKS_PER_S: Final = 100.0  # the kernel reports in hundredths of a second on e
 _SWAPPING: Final = 20
 """Major page faults per second above which a process counts as swapping; a sleeping process has none."""
 
+_LEAST_S: Final = 0.1
+"""Minimum seconds between two measurements of this process."""
 _SPAN_S: Final = 0.5
 """Minimum seconds between two measurements of a process."""
 
@@ -150,6 +152,9 @@ class Observer:
     _io: tuple[float, int] = (0.0, 0)
     _faults: int | None = None
     """Page faults at the last observation; None before the first."""
+    _share: float | None = None
+    """Share of a processor core used between the last two measurements; None before the first."""
+    _faults_per_s: float = 0.0
 
     def note(self, ended: str = "", failed: bool = False) -> Note:
         """Return the note of this process: its host and pid, and its end."""
@@ -183,7 +188,7 @@ class Observer:
         now = time.monotonic()
         self._cpu = (now, time.process_time())
         self._io = (now, io_count())
-        self._faults = None
+        self._faults = self._share = None
 
     def look(
         self,
@@ -196,11 +201,13 @@ class Observer:
         calls = stacks.calls_of(self.thread_id)
         place = stacks.place_of(calls)
         now, used, moved = time.monotonic(), time.process_time(), io_count()
-        passed = max(now - self._cpu[0], 1e-3)
-        share = (used - self._cpu[1]) / passed
-        faults = major_faults()
-        thread = thread_state(self.native_id, (faults - (self._faults or faults)) / passed)
-        self._cpu, self._faults = (now, used), faults
+        passed = now - self._cpu[0]
+        if passed >= _LEAST_S or self._share is None:  # over a shorter time the watchdog measures its own work
+            faults = major_faults()
+            self._share = (used - self._cpu[1]) / max(passed, 1e-3)
+            self._faults_per_s = (faults - (self._faults or faults)) / max(passed, 1e-3)
+            self._cpu, self._faults = (now, used), faults
+        share, thread = self._share, thread_state(self.native_id, self._faults_per_s)
         if moved - self._io[1] > _REAL_IO_BYTES:
             self._io = (now, moved)
         last = self.trail.last
