@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Final, Literal
 
 from torch import Tensor
@@ -111,9 +113,25 @@ class StackFrame:
         return f"{short(self.file)}:{self.line}"
 
 
+def _frame_of(thread_id: int) -> FrameType | None:
+    """Return the innermost frame of a thread; None if it has ended.
+
+    CPython 3.11 lists the frames with its lock of threads held. A garbage collection in that moment may run a finalizer
+    that releases the interpreter's lock to a thread that is starting or ending, which then waits for the lock of threads:
+    a deadlock. Collection is therefore off while the frames are listed.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def calls_of(thread_id: int) -> list[StackCall]:
     """Return the calls of a thread, innermost first; empty if it has ended."""
-    frame = sys._current_frames().get(thread_id)
+    frame = _frame_of(thread_id)
     found: list[StackCall] = []
     while frame is not None and len(found) < _DEEPEST:
         found.append(StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -123,7 +141,7 @@ def calls_of(thread_id: int) -> list[StackCall]:
 
 def handed_over(thread_id: int) -> Handed | None:
     """Return the tensor passed to torch's collective that a thread is in; None outside, or if hasten called it."""
-    frame, found = sys._current_frames().get(thread_id), None
+    frame, found = _frame_of(thread_id), None
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         code = frame.f_code
         if code.co_filename.startswith(LIBRARIES[0]):
