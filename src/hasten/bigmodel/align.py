@@ -89,8 +89,9 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
 
     def __repr__(self) -> str:
-        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        shown = ("offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"AlignDevicesHook(execution_device={self.execution_device}, {rest})"
 
     def _device(self) -> torch.device | None:
         return None if self.execution_device is None else device_of(self.execution_device)

@@ -32,6 +32,10 @@ class Forward:
         return inspect.signature(self.inner)
 
     @property
+    def __name__(self) -> str:
+        return str(getattr(self.inner, "__name__", _FORWARD))
+
+    @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.inner
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader
 from hasten.bigmodel.tensors import align_module_device
 from hasten.checkpoint.export import read_model
-from hasten.errors import PrepareError
 from hasten.optional import need
 
 # Any in this file: device maps and foreign models.
@@ -81,10 +81,28 @@ def set_module_tensor_to_device(
         raise NotImplementedError(
             "fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported yet"
         )
-    try:
-        tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
-    except PrepareError as error:
-        raise ValueError(str(error)) from error
+    now = _checked(module, tensor_name, device, value)
+    if value is None:
+        dtype = None
+    elif dtype is None and type(now) in (Tensor, nn.Parameter):
+        dtype = now.dtype
+    tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+
+
+def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) -> Tensor:
+    """Return the tensor of that name. Raises: ValueError for a wrong name or shape, or without a value to put in its place."""
+    *path, last = name.split(".")
+    owner = reduce(getattr, path, module)
+    if last not in owner._parameters and last not in owner._buffers:
+        raise ValueError(f"{owner} does not have a parameter or a buffer named {last}.")
+    now = cast("Tensor", owner._parameters[last] if last in owner._parameters else owner._buffers[last])
+    if now is not None and now.is_meta and value is None and str(device) != "meta":
+        raise ValueError(f"{last} is on the meta device, we need a `value` to put in on {device}.")
+    if now is not None and value is not None and now.shape != value.shape and type(now) in (Tensor, nn.Parameter):
+        raise ValueError(
+            f'Trying to set a tensor of shape {value.shape} in "{last}" (which has shape {now.shape}), this looks incorrect.'
+        )
+    return now
 
 
 def load_checkpoint_in_model(

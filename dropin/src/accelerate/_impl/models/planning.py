@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _log = logging.getLogger("accelerate.utils.modeling")
 _SUFFIXES = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _SPECIAL = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
 _OFFLOAD = ("cpu", "disk")
+_NAMED = ("mps", "cpu", "disk")
+_STRANGE = "Device {} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'"
 _UNUSED = (
     "Based on the current allocation process, no modules could be assigned to the following devices due to insufficient "
     "memory:\n%s\nThese minimum requirements are specific to this allocation attempt and may vary. Consider increasing the "
@@ -151,14 +154,12 @@ def fallback_allocate(
 
     A module that is too large is looked into, unless its class is not to be split.
     """
-    limit = convert_file_size_to_int(size_limit)
+    limit, whole, ties = convert_file_size_to_int(size_limit), no_split_module_classes or [], tied_parameters or []
     for at, (name, part) in enumerate(modules):
-        tied = _tied_outside(name, tied_parameters or ())
-        if get_module_size_with_ties(tied, module_sizes[name], module_sizes, modules)[0] <= limit:
+        if get_module_size_with_ties(_tied_outside(name, ties), module_sizes[name], module_sizes, modules)[0] <= limit:
             del modules[at]  # in the caller's list
             return name, part, modules
-        inside = _inside(name, part, no_split_module_classes or ())
-        found, chosen, rest = fallback_allocate(inside, module_sizes, limit, no_split_module_classes, tied_parameters)
+        found, chosen, rest = fallback_allocate(_inside(name, part, whole), module_sizes, limit, whole, ties)
         if found is not None:
             return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
     return None, None, modules
@@ -220,18 +221,15 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
         return dict(maps.get_max_memory())
-    max_memory.update(
-        {key: convert_file_size_to_int(size) for key, size in max_memory.items() if isinstance(size, str)}
-    )
-    numbers, names = sorted(key for key in max_memory if isinstance(key, int)), ("mps", "cpu", "disk")
+    given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
+    max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
+    numbers = sorted(key for key in max_memory if isinstance(key, int))
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
         _log.warning(f"Device {number} is not available, available devices are {there}")
-    if strangers := [key for key in max_memory if not isinstance(key, int) and key not in names]:
-        raise ValueError(
-            f"Device {strangers[0]} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'"
-        )
-    return {key: max_memory[key] for key in (*numbers, *names) if key in max_memory}
+    for stranger in (key for key in max_memory if not isinstance(key, int) and key not in _NAMED):
+        raise ValueError(_STRANGE.format(stranger))
+    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
 
 
 class _Packing:
@@ -371,4 +369,25 @@ def get_balanced_memory(
     low_zero: bool = False,
 ) -> dict[Any, Any]:
     """Return limits that spread the model evenly over the devices; `low_zero` leaves the first one to other work."""
-    return get_max_memory(max_memory)
+    limits = get_max_memory(max_memory)
+    gpus = [device for device in limits if device not in _OFFLOAD]
+    full = [at for at, device in enumerate(gpus) if limits[device] > 0]
+    if len(full) > 1:
+        sizes, low = compute_module_sizes(model, dtype, special_dtypes), int(low_zero)
+        share = sizes[""] // (len(full) - low) + _slack(model, sizes, no_split_module_classes)
+        limits.update({device: min(share, limits[device]) for device in gpus[low : full[-1]]})
+        rest = max(0, sizes[""] - sum(limits[device] for device in gpus[1:]))
+        limits[gpus[0]] = min(rest, limits[gpus[0]]) if low_zero else limits[gpus[0]]
+    return limits
+
+
+def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
+    """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
+    kept: dict[str, int] = {}
+    for name in filter(None, sizes):
+        kept.setdefault(type(attrgetter(name)(model)).__name__, sizes[name])
+    tensors = set(get_module_leaves(dict(sizes)))
+    layers = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
+    mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
+    whole = [no_split] if isinstance(no_split, str) else no_split or []
+    return int(1.25 * max([mean, *(kept.get(name, 0) for name in whole)]))
