@@ -143,7 +143,8 @@ class AlignDevicesHook(ModelHook):
         finally:
             if isinstance(self.weights_map, dict):
                 for found in tensors_in(module, "", self.offload_buffers, recurse=self.place_submodules):
-                    self.weights_map[found.name] = found.tensor.detach().to("cpu")
+                    if not found.tensor.is_meta:
+                        self.weights_map[found.name] = found.tensor.detach().to("cpu")
             self.take_away(module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from accelerate._impl.models.hooks import mirror, mirrored, show
-from accelerate._impl.models.modeling import load_checkpoint_in_model
+from accelerate._impl.models.modeling import fill_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch
@@ -122,9 +122,7 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """The model with the weights of a checkpoint, every part where the map says."""
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    loaded = load_checkpoint_in_model(
-        model, checkpoint, places, offload_folder, dtype, offload_buffers=offload_buffers, strict=strict
-    )
+    loaded = fill_model(model, checkpoint, places, offload_folder, dtype, offload_buffers, None, strict)
     if places is None:
         return model
     index = dict(loaded.offload_index) or None

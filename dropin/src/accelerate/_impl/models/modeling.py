@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
@@ -10,17 +11,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from accelerate._impl import ambient
+from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._impl.environment.packages import is_peft_available
 from hasten.bigmodel import device_map as maps
 from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
 from hasten.bigmodel.load import Loaded
-from hasten.bigmodel.offload_files import OffloadedWeightsLoader
+from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight, save_offload_index
 from hasten.bigmodel.tensors import align_module_device
 from hasten.checkpoint.export import read_model
+from hasten.errors import CheckpointError
 from hasten.optional import need
 
 # Any in this file: device maps and foreign models.
@@ -118,11 +122,77 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+) -> None:
+    """Fill a model from a checkpoint, each weight where the map says; those for the disk are written to the folder."""
+    fill_model(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict)
+    index: dict[str, Any] = {}
+    for name, tensor in [*model.named_parameters(), *(model.named_buffers() if offload_buffers else ())]:
+        if not tensor.is_meta and str((device_map or {}).get(maps.owner_in(device_map or {}, name) or "")) == "disk":
+            index = offload_weight(tensor.detach(), name, offload_folder or "", index)
+            tensors.set_module_tensor_to_device(model, name, "meta")
+    if index:
+        save_offload_index(index, offload_folder or "")
+
+
+def fill_model(
+    model: nn.Module,
+    checkpoint: str | PathLike[str],
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: str | Path | None = None,
+    dtype: Any = None,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    strict: bool = False,
 ) -> Loaded:
-    """Fill a model from a checkpoint, each weight where the map says."""
-    return load.load_checkpoint_in_model(
-        model, Path(checkpoint), device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict
-    )
+    """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
+    places = device_map or {}
+    if offload_folder is None and "disk" in map(str, places.values()):
+        raise ValueError(
+            "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
+        )
+    homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
+    if homeless:
+        raise ValueError(f"{homeless[0]} doesn't have any device set.")
+    dtype = None if device_map is None else dtype
+    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
+    try:
+        loaded = load.load_checkpoint_in_model(model, _located(Path(checkpoint)), *options)
+    except CheckpointError as error:
+        raise (RuntimeError if device_map is None else ValueError)(str(error)) from error
+    _tell_unexpected(model, loaded, checkpoint, strict)
+    return loaded
+
+
+def _located(checkpoint: Path) -> Path:
+    """Return the file or folder to read: a folder may have one index under any name."""
+    if not checkpoint.exists():
+        raise ValueError(
+            "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded checkpoint, or a "
+            f"folder containing a sharded checkpoint or the whole state dict, but got {checkpoint}."
+        )
+    if checkpoint.is_file() or any((checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)):
+        return checkpoint
+    found = sorted(checkpoint.glob("*.index.json"))
+    if not found:
+        raise ValueError(
+            f"{checkpoint} is not a folder containing a `.index.json` file or a {WEIGHTS_NAME} or a {SAFE_WEIGHTS_NAME} file"
+        )
+    if len(found) > 1:
+        raise ValueError(f"{checkpoint} containing more than one `.index.json` file, delete the irrelevant ones.")
+    return found[0]
+
+
+def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: bool) -> None:
+    names, kind = loaded.unexpected, type(model).__name__
+    if names and strict:
+        listed = ", ".join(f'"{name}"' for name in names)
+        raise RuntimeError(f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. ")
+    if names:
+        logging.getLogger("accelerate.utils.modeling").warning(
+            f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: {set(names)}. "
+            "This may or may not be an issue - make sure that the checkpoint does not have unnecessary parameters, or that the "
+            "model definition correctly corresponds to the checkpoint."
+        )
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
@@ -158,15 +228,13 @@ def get_state_dict_from_offload(
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Whether a transformers model says that it ties weights."""
-    config = getattr(model, "config", None)
-    return (
-        bool(getattr(config, "tie_word_embeddings", False))
-        and getattr(model, "get_output_embeddings", None) is not None
-    )
+    config, last = getattr(model, "config", None), getattr(model, "get_output_embeddings", lambda: None)
+    return bool(getattr(config, "tie_word_embeddings", False)) and last() is not None
 
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of a weights file, in safetensors or torch's format."""
+    _check_format(Path(checkpoint_file))
     state = read_model(checkpoint_file)
     if device_map is None:
         return state
@@ -174,12 +242,25 @@ def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, T
     return {name: one.to(device_of("cpu" if places[name] == "disk" else places[name])) for name, one in state.items()}
 
 
+def _check_format(file: Path) -> None:
+    """Raise for a safetensors file of another framework; warn if the file does not say."""
+    if file.suffix != ".safetensors":
+        return
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    if metadata is None:
+        logging.getLogger("accelerate.utils.modeling").warning(
+            f"The safetensors archive passed at {file} does not contain metadata. Make sure to save your model with the "
+            "`save_pretrained` method. Defaulting to 'pt' metadata."
+        )
+    elif (kind := metadata.get("format", "pt")) != "pt":
+        raise ValueError(f"The checkpoint passed was saved with {kind}, we need a the pt format.")
+
+
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
-    """The entries that belong to some modules."""
+    """The entries that belong to some modules, module by module."""
     return {
-        key: value
-        for key, value in state_dict.items()
-        if any(key == name or key.startswith(f"{name}.") for name in submodule_names)
+        key: value for name in submodule_names for key, value in state_dict.items() if f"{key}.".startswith(f"{name}.")
     }
 
 
