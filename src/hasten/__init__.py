@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hasten.bigmodel.tensors import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from hasten.bigmodel.tensors import has_offloaded_params as has_offloaded_params
     from hasten.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-    from hasten.checkpoint.model_state import LoadReport as LoadReport
+    from hasten.checkpoint.state_dicts import LoadReport as LoadReport
     from hasten.cli.config_cmd import write_basic_config as write_basic_config
     from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
     from hasten.config.root import Config as Config
@@ -163,7 +163,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "find_tied_parameters": "hasten.bigmodel.device_map",
         "retie_parameters": "hasten.bigmodel.device_map",
         "cpu_offload_with_hook": "hasten.bigmodel.dispatch",
-        "LoadReport": "hasten.checkpoint.model_state",
+        "LoadReport": "hasten.checkpoint.state_dicts",
         "write_basic_config": "hasten.cli.config_cmd",
         "ProjectConfiguration": "hasten.config.sections.loop",
         "TorchDynamoPlugin": "hasten.config.sections.loop",

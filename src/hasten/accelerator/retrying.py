@@ -35,7 +35,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import Axis
-from hasten.state.run_state import Randomness, RunObjects
+from hasten.state.epochs import PreparedObjects
+from hasten.state.run_state import Randomness
 from hasten.strategies.base import Retry, Strategy
 from hasten.trees import Tree
 from hasten.trust import memory as memory_picture
@@ -73,7 +74,7 @@ class Retrying:
         ctx: ProcessContext,
         strategy: Strategy,
         clock: StepClock,
-        prepared: RunObjects,
+        prepared: PreparedObjects,
         pictures: Path | None = None,
     ) -> None:
         self.rows: int | None = None

@@ -14,14 +14,20 @@ from torch.optim import Optimizer
 
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import encode_torch, read_tensors
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.format.torch_folder import fill, is_torch_folder, names_in
-from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
-from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
+from hasten.checkpoint.ownership import gathered
 from hasten.checkpoint.reader import FoundComponent, open_checkpoint
-from hasten.checkpoint.reshard import gathered
+from hasten.checkpoint.reshard import run_copies
+from hasten.checkpoint.state_dicts import (
+    LoadReport,
+    model_component,
+    optimizer_component,
+    parameter_names,
+    plan_model,
+    plan_optimizer,
+)
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.locate import locate
 from hasten.checkpoint.writer import finish, prepare, start

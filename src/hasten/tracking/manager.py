@@ -94,7 +94,7 @@ class TrackerManager:
         """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
         self.spent: Callable[[float], None] | None = None
         """Called with the duration of each logging call on the training thread."""
-        self._names = tuple(tracker.name for tracker in trackers)
+        self.names = tuple(tracker.name for tracker in trackers)
         self._notices: deque[str] = deque()
         self._lanes = [WriterLane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
         self._shares_id = any(tracker.every_rank for tracker in trackers)
@@ -127,10 +127,10 @@ class TrackerManager:
         """
         check_project(project)
         check_options("init_kwargs", init_kwargs)
-        unknown = set(init_kwargs or ()) - set(self._names)
+        unknown = set(init_kwargs or ()) - set(self.names)
         if unknown:
             raise TrackerError(
-                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self._names)}; these settings would "
+                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self.names)}; these settings would "
                 "be lost. Use the names given to log_with."
             )
         self.finish()
@@ -242,7 +242,7 @@ class TrackerManager:
         self._announce()
 
     def _ready(self, action: str) -> bool:
-        if not self._names:
+        if not self.names:
             return False
         if self._run is None:
             raise TrackerError(
@@ -309,8 +309,8 @@ class TrackerManager:
 
         Raises: TrackerError if no tracker has this name.
         """
-        if name not in self._names:
-            raise TrackerError(f"there is no tracker {name!r}; log_with gave {list(self._names)}.")
+        if name not in self.names:
+            raise TrackerError(f"there is no tracker {name!r}; log_with gave {list(self.names)}.")
         self._start()
         for lane in self._lanes:
             if lane.tracker.name == name and (lane.open or not self._started):

@@ -11,7 +11,7 @@ from pathlib import Path
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.remote_store import RemoteStore, is_url
+from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.comm.agreement import Agreement
 from hasten.errors import ArgumentError, CheckpointError, ConfigError, IncompleteCheckpointError
 
@@ -57,6 +57,12 @@ def check_local(path: str | os.PathLike[str], what: str) -> Path:
 
 log = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def is_url(place: str) -> bool:
+    """Return True if `place` is a URL rather than a path."""
+    scheme, mark, _ = place.partition("://")
+    return bool(mark) and len(scheme) > 1
 
 
 def open_store(place: str | Path) -> CheckpointStore:

@@ -14,7 +14,7 @@ from hasten.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifes
 from hasten.checkpoint.reader import verify_files
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import number_of, numbered
-from hasten.checkpoint.store.writer_lock import this_process
+from hasten.checkpoint.store.locks import this_process
 from hasten.errors import CheckpointError, ConfigError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 
-from hasten.checkpoint.reshard import dtensor_slice
+from hasten.checkpoint.base import dtensor_slice
 from hasten.errors import StepError
 from hasten.modules.names import is_dtensor, placements
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
 from hasten.checkpoint import parts
-from hasten.checkpoint.model_state import load_weights
+from hasten.checkpoint.export import load_weights
 from hasten.checkpoint.parts import SavedPart
 from hasten.modules.names import plain_name
 from hasten.strategies.base import Wish
