@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hasten
+import hasten.extending
 from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
 from hasten.cli.main import COMMANDS
@@ -68,7 +69,7 @@ def exists(name: str) -> bool:
     holders = (
         Accelerator,
         hasten,
-        hasten.Progress,
+        hasten.extending.Progress,
         pool,
         Loader,
         PreparedOptimizer,
