@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hasten
-import hasten.extending
 from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
 from hasten.cli.main import COMMANDS
@@ -58,8 +57,8 @@ def messages() -> Iterator[tuple[Path, str]]:
 def exists(name: str) -> bool:
     """Whether a function or method of this name is there, on what a user holds or in the modules a message may name."""
     first, _, rest = name.partition(".")
-    if first == "torch" and rest:
-        owner: object = torch
+    if first in ("torch", "hasten") and rest:
+        owner: object = torch if first == "torch" else hasten
         for part in rest.split("."):
             if not hasattr(owner, part):
                 return False
@@ -69,6 +68,8 @@ def exists(name: str) -> bool:
     holders = (
         Accelerator,
         hasten,
+        hasten.bigmodel,
+        hasten.trainer,
         hasten.extending.Progress,
         pool,
         Loader,
