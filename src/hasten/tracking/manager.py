@@ -94,12 +94,12 @@ class TrackerManager:
         """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
         self.spent: Callable[[float], None] | None = None
         """Called with the duration of each logging call on the training thread."""
-        self._names: list[str] = []
+        self._names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
         self._lanes: list[WriterLane] = []
         self._shares_id = False
         for tracker in trackers:
-            self._names.append(tracker.name)
+            self._names += (tracker.name,)
             self._shares_id |= tracker.every_rank
             if is_main or tracker.every_rank:
                 self._lanes.append(WriterLane(tracker, self._notices.append))
