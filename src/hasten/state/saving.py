@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,10 @@ class Saving:
         whole: bool = False,
     ) -> None:
         self._ctx = ctx
-        self._rank = ctx.rank
-        self._mesh = dict(zip(map(str, Axis), map(ctx.mesh.size, Axis), strict=True))
+        self._rank = ctx.topology.rank
+        self._mesh: dict[str, int] = {}
+        for axis in Axis:
+            self._mesh[str(axis)] = getattr(ctx.mesh, axis)
         self._project = project
         self._parts = parts
         self.registered = parts.registered
@@ -134,7 +136,6 @@ class Saving:
         self._hook_count = 0
         self._background: AsyncWriter | None = None
         self._guard: FinishFirst | None = None
-        self.preemption = Preemption(ctx.world)
         self._newest: str | None = None
         """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
@@ -368,7 +369,8 @@ class Saving:
 
     def close(self) -> None:
         """Finish the save in flight, free memory and restore signal handlers. Raises: the error of that save."""
-        self.preemption.close()
+        if "preemption" in self.__dict__:
+            self.preemption.close()
         try:
             self.wait_for_saves()
         finally:
@@ -445,6 +447,11 @@ class Saving:
         self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
 
     # -- preemption -----------------------------------------------------------------------------------------------
+    @cached_property
+    def preemption(self) -> Preemption:
+        """Listener for the signals of preemption."""
+        return Preemption(self._ctx.world)
+
     @property
     def preempted(self) -> bool:
         """True if any rank was asked to stop (SIGTERM, SIGUSR1). Ranks: every rank, once per step."""
