@@ -131,7 +131,7 @@ def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
 
 
 def _joined(component: Component, together: Agreement, keeps: bool) -> Component:
-    told: list[dict[str, _Piece]] = together.share(
+    positions: list[dict[str, _Piece]] = together.share(
         {
             key: _Piece(value.offset, tuple(value.data.shape), value.owned, value.data.data_ptr())
             for key, value in component.tensors.items()
@@ -144,7 +144,7 @@ def _joined(component: Component, together: Agreement, keeps: bool) -> Component
         if not isinstance(value, Slice):
             tensors[key] = value
             continue
-        pieces = [rank[key] for rank in told]
+        pieces = [rank[key] for rank in positions]
         same = (*value.shape, *(piece.address for piece in pieces))  # tied weights stay one tensor under two names
         if not any(piece.address for piece in pieces) or same not in made:
             made[same] = _assemble(value, pieces, together, keeps)

@@ -28,7 +28,7 @@ from hasten.checkpoint.base import (
 )
 from hasten.checkpoint.format.formats import SUFFIX, encode_safetensors, encode_with_sidecar, tied
 from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
-from hasten.checkpoint.store.retention import Kept, Retention, expired
+from hasten.checkpoint.store.retention import CommittedCheckpoint, Retention, expired
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointBusyError, CheckpointError, MismatchError
@@ -376,7 +376,7 @@ def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[
     for name in store.names():
         number = numbers(name)
         if number is not None and store.complete(name):
-            kept.append(Kept(name, number, store.manifest(name).metrics))
+            kept.append(CommittedCheckpoint(name, number, store.manifest(name).metrics))
     deleted = []
     for name in expired(kept, policy):
         try:

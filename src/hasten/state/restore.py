@@ -43,7 +43,7 @@ log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Restore:
+class RestorePlan:
     """Planned changes of a load, checked but not applied yet."""
 
     parts: RunParts
@@ -227,14 +227,14 @@ def plan_restore(
     world_size: int,
     strict: bool,
     mesh: Mapping[str, int] | None = None,
-) -> Restore:
+) -> RestorePlan:
     """Check the whole checkpoint against the run. Ranks: each rank independently; changes nothing.
 
     `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
     here = GradientLayout(rank, world_size, mesh or checkpoint.manifest.mesh, {})
-    plan = Restore(parts, same_world=checkpoint.same_data(world_size, here.mesh))
+    plan = RestorePlan(parts, same_world=checkpoint.same_data(world_size, here.mesh))
     plain = parts.plain_models()
     names = parameter_names(plain)
     elsewhere = names_elsewhere(plain, names)
@@ -278,7 +278,7 @@ def plan_restore(
     return plan
 
 
-def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool) -> None:
+def _plan_stateful(plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool) -> None:
     parts = plan.parts
     saved_world = checkpoint.manifest.world_size
     source = rank % saved_world
@@ -296,7 +296,7 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size:
             continue
         owner = source
         if saved_world != world_size and name in known and known[name].per_rank and not name.startswith("loader"):
-            owner = _heir(name, thing, checkpoint, source, world_size, strict)
+            owner = _saved_rank(name, thing, checkpoint, source, world_size, strict)
         state = load_packed(checkpoint, name, owner)
         if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):
             raise CorruptCheckpointError(
@@ -309,7 +309,7 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size:
         plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
 
 
-def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
+def _saved_rank(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
     """Return the old rank whose state this rank loads, when states differed and the world size has changed.
 
     Raises: CheckpointError for a registered object, when strict: hasten cannot redistribute its state.
@@ -326,7 +326,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
         return 0
     if strict:
         raise CheckpointError(
-            f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a state of its own "
+            f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a different state "
             f"on each of the {saved_world} processes, which cannot be split over {world_size}. Nothing was loaded. "
             f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
             f"strict=False: rank r then takes the state of rank r % {saved_world}."
@@ -335,7 +335,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
     return source
 
 
-def _plan_window(plan: Restore, checkpoint: Checkpoint, here: GradientLayout, strict: bool) -> None:
+def _plan_window(plan: RestorePlan, checkpoint: Checkpoint, here: GradientLayout, strict: bool) -> None:
     """Plan the gradients of the window in progress, and the clock that counts them."""
     parts = plan.parts
     models = parts.plain_models()

@@ -242,9 +242,9 @@ class Saving:
         self.memory.follow(self._parts.clock.cursors)
 
     def _write_copy(
-        self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, told: Callable[[int], None]
+        self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, announce: Callable[[int], None]
     ) -> None:
-        """Write the state of this machine's ranks; `told` is called with this rank's bytes first. Ranks: every rank."""
+        """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
         run_postponed(self._parts, together)
         group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
@@ -254,7 +254,7 @@ class Saving:
             tree = collect(self._parts, "safetensors", weights)
             tree = self._machine_owners.owned(tree, machine.ranks, together)
             prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self._sizes)
-            told(sum(blob.size for blob in prepared.blobs.values()))
+            announce(sum(blob.size for blob in prepared.blobs.values()))
             finish(prepared, group, self._ctx.world, self._header(name, None))
 
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:

@@ -19,7 +19,7 @@ from hasten.checkpoint import reader
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import newest
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
-from hasten.state.preemption import told_by
+from hasten.state.preemption import stop_reason
 
 
 class Tied(nn.Module):
@@ -279,7 +279,7 @@ for how in sys.argv[2:]:
 
 
 def test_who_told_the_run_to_stop_is_said_in_words() -> None:
-    said = [told_by(number, 3) for number in (-1, signal.SIGTERM)]
+    said = [stop_reason(number, 3) for number in (-1, signal.SIGTERM)]
     assert said == [f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")]
 
 

@@ -398,8 +398,8 @@ def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved
         if begins != _ZIP and not begins.startswith(pickle.PROTO) and "GLOBAL" not in str(error):
             raise _no_torch_file(path, error) from error  # text, an image, ...: not a pickle either
         raise UnsafeCheckpointError(
-            f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "
-            f"whoever wrote the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
+            f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code from "
+            f"the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
             "allow_pickle=True."
         ) from error
     except FORGED as error:

@@ -200,7 +200,7 @@ def safe_name(name: str, where: str) -> str:
     if bad:
         raise UnsafeCheckpointError(
             f"{where}: the manifest names the file {name[:120]!r}, which may lie outside the checkpoint's folder. "
-            "Nothing was read. Do not use this checkpoint: somebody has edited it."
+            "Nothing was read. Do not use this checkpoint: it was edited."
         )
     return name
 

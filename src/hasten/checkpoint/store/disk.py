@@ -374,7 +374,7 @@ def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> Che
     """Return the error for a failed write; if there is no space left, the error names the disk."""
     if error.errno not in FULL:
         return CheckpointError(
-            f"{what} could not be written to {folder}: {error}. Nothing was saved, and what was there before stays. Give a folder that can "
+            f"{what} could not be written to {folder}: {error}. Nothing was saved, and earlier files are unchanged. Give a folder that can "
             "be written to."
         )
     mount = folder.resolve()
@@ -384,11 +384,11 @@ def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> Che
         usage = shutil.disk_usage(folder)
         room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
     except OSError:  # the folder was removed, or the file system does not report free space
-        room = "how much is free cannot be found out"
+        room = "the free space is unknown"
     needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     why = "allows no larger file (ulimit -f)" if error.errno == errno.EFBIG else "is full"
     return CheckpointError(
         f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: "
-        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and what was there before stays. Delete old checkpoints "
-        "(total_limit does it by itself), or save to another disk."
+        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and earlier files are unchanged. Delete old checkpoints "
+        "(total_limit does so automatically), or save to another disk."
     )

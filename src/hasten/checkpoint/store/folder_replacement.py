@@ -35,8 +35,8 @@ def missing(place: Path, names: Sequence[str]) -> CheckpointError:
     """Return the error for a commit that does not find the files it lists."""
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return CheckpointError(
-        f"{place}: {listed} disappeared while the checkpoint was being committed, so it was withdrawn. What was saved there "
-        "before stays as it was. Find out what deletes files there (a clean-up job?), and save again."
+        f"{place}: {listed} disappeared while the checkpoint was being committed, so it was withdrawn. The earlier "
+        "checkpoint is unchanged. Find out what deletes files there (a clean-up job?), and save again."
     )
 
 
@@ -106,7 +106,7 @@ class FolderReplacement:
                 taken = path
             if taken is not None:
                 raise CheckpointError(
-                    f"{taken} is in the way of {file.name}, which this save writes: one is a file, the other a folder. "
+                    f"{taken} conflicts with {file.name}, which this save writes: one is a file, the other a folder. "
                     "Nothing was changed. Move it, or save into another folder."
                 )
 

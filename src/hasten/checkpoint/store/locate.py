@@ -113,7 +113,7 @@ def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
     return store, name
 
 
-def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
+def newer_incomplete(store: CheckpointStore, chosen: str) -> list[str]:
     """Return numbered checkpoints newer than `chosen` that are incomplete (after a crash or a copy), oldest first."""
     names = set(store.names())
     root = Path(store.address)
@@ -124,9 +124,9 @@ def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
     return [name for _, name in newer if not store.complete(name)]
 
 
-def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
+def warn_of_incomplete(store: CheckpointStore, chosen: str) -> None:
     """Log a warning that names the newer, incomplete checkpoints that are skipped."""
-    if skipped := passed_over(store, chosen):
+    if skipped := newer_incomplete(store, chosen):
         log.warning(
             "using %s in %s and skipping newer ones: %s (no manifest, or not all files, as after a crash or a copy "
             "that did not end)",
@@ -209,7 +209,7 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
                 "ranks see different newest checkpoints (%s); %s is loaded, which all have", sorted(set(seen)), name
             )
     if is_main:
-        tell_passed_over(store, name)
+        warn_of_incomplete(store, name)
     return name
 
 
