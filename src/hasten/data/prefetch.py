@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.data.plan import Padding
+from hasten.data.batch_plan import Padding
 from hasten.data.source import Item, ReadAhead
 from hasten.runtime.devices import kind_of
 

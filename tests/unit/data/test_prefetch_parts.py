@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from hasten import trees
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data import build, prefetch
+from hasten.data.batch_plan import Padding
 from hasten.data.loader import plain_move
-from hasten.data.plan import Padding
 from hasten.data.prefetch import InLine, LookAhead, OneAhead, Prefetch, Queue, Slot
 from hasten.data.source import Item
 from tests.support.loaders import prepared

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import IGNORED
 from hasten.strategies.context.ops import held_part
 from hasten.strategies.context.probe import check_labels, check_positions
 from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.context.transformers import NAME
 
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.

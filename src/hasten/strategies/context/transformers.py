@@ -12,9 +12,9 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError, StepError
 from hasten.optional import need
 from hasten.strategies.context.attention import Sharing
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: transformers is untyped here.
 NAME: Final = "sdpa_over_sequence_parts"
