@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hasten.config.sections.parallel import PipelineParallelConfig as PipelineParallelConfig
     from hasten.config.sections.parallel import TorchContextParallelConfig as TorchContextParallelConfig
     from hasten.config.sections.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from hasten.config.sections.trust import TrustSettings as TrustSettings
     from hasten.data.loader import skip_first_batches as skip_first_batches
     from hasten.errors import HastenError as HastenError
     from hasten.errors import HastenWarning as HastenWarning
@@ -109,6 +110,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "PipelineParallelConfig": "hasten.config.sections.parallel",
         "TorchContextParallelConfig": "hasten.config.sections.parallel",
         "TorchTensorParallelConfig": "hasten.config.sections.parallel",
+        "TrustSettings": "hasten.config.sections.trust",
         "skip_first_batches": "hasten.data.loader",
         "HastenError": "hasten.errors",
         "HastenWarning": "hasten.errors",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,20 @@ from hasten.checkpoint.store.locate import check_path
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
-from hasten.config.keywords import Keywords
 from hasten.config.root import Config
-from hasten.config.sections.loop import AutocastKwargs, ProfileKwargs
+from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.sections.loop import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    PerformanceSettings,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TrackingConfig,
+)
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
@@ -69,6 +80,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+Fields: TypeAlias = Mapping[str, Any]
+"""The fields of a settings class as a mapping. Any: values of every type."""
 
 
 class Accelerator:
@@ -83,7 +96,41 @@ class Accelerator:
         optimizer.step()
         optimizer.zero_grad()
     ```
-    Settings given here take precedence over flags, environment and files. Ranks: every rank creates one, with the same settings.
+    Settings given here take precedence over flags, environment and files; None leaves a setting to them. A settings class may also be
+    given as a mapping of its fields. Ranks: every rank creates one, with the same settings.
+
+    Args:
+        mixed_precision: Compute precision: no, bf16, fp16 or fp8.
+        gradient_accumulation_steps: Micro-steps per optimizer update.
+        cpu: Train on the CPU even if an accelerator is available.
+        device_placement: Move models and batches to the process's device.
+        strategy: How training is distributed: auto, none, ddp, fsdp, deepspeed, megatron or xla.
+        project_dir: Folder (or URL) of the run: logs, metrics and checkpoints.
+        log_with: Name of a tracker, a tracker, or a list of both.
+        parallelism_config: Sizes of the mesh axes, with the settings of tensor, context and pipeline parallelism.
+        fsdp_plugin: Settings of fully sharded data parallelism; chooses the strategy fsdp.
+        deepspeed_plugin: Settings of DeepSpeed; chooses the strategy deepspeed.
+        megatron_lm_plugin: Settings of Megatron-LM; chooses the strategy megatron.
+        xla: Settings of torch_xla.
+        dataloader_config: Splitting, shuffling, moving and resuming of loaders.
+        gradient_accumulation_plugin: All settings of gradient accumulation.
+        dynamo_plugin: Settings of torch.compile.
+        project_config: Folders of the run, and the checkpoints to keep.
+        performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
+        trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
+        tracking: Settings of trackers that `log_with` does not hold.
+        kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
+            InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
+        master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
+        recompute: Class names of blocks whose activations are recomputed in backward.
+        checkpoint_in_memory: Updates between two copies of the run's state in the memory of its machines.
+        step_scheduler_with_optimizer: Schedulers step only with an applied update.
+        split_batches: The loader's batch size is the global one, split over processes.
+        dynamo_backend: Backend of torch.compile; `dynamo_plugin` has the other settings.
+        rng_types: Random generators synchronised over all processes at the start of each epoch.
+        debug: Check every collective before it runs (slower); show logs and whole tracebacks.
+        context: An existing process context, instead of the launcher's variables.
+        unknown: Any other name, which raises UnknownSettingError with the nearest or the new spelling.
     """
 
     def __init__(
@@ -96,22 +143,34 @@ class Accelerator:
         strategy: str | None = None,
         project_dir: str | None = None,
         log_with: Any = None,  # Any: a name, a tracker, or a list of them
+        parallelism_config: ParallelismConfig | Fields | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | Fields | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Fields | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | Fields | None = None,
+        xla: XLAConfig | Fields | None = None,
+        dataloader_config: DataLoaderConfiguration | Fields | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None = None,
+        dynamo_plugin: TorchDynamoPlugin | Fields | None = None,
+        project_config: ProjectConfiguration | Fields | None = None,
+        performance: PerformanceSettings | Fields | str | None = None,
+        trust: TrustSettings | Fields | str | None = None,
+        tracking: TrackingConfig | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
+        master_weights: str | None = None,
+        recompute: Sequence[str] | None = None,
+        checkpoint_in_memory: int | None = None,
+        step_scheduler_with_optimizer: bool | None = None,
+        split_batches: bool | None = None,
+        dynamo_backend: str | None = None,
+        rng_types: Sequence[str] | None = None,
+        debug: bool | None = None,
         context: ProcessContext | None = None,
-        **settings: Unpack[Keywords],
+        **unknown: Never,
     ) -> None:
-        given = {
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu,
-            "device_placement": device_placement,
-            "strategy": strategy,
-            "project_dir": project_dir,
-            "log_with": log_with,
-            "kwargs_handlers": kwargs_handlers,
-            **settings,
+        arguments_given = {
+            name: value for name, value in locals().items() if name not in ("self", "context", "unknown")
         }
-        parts: AcceleratorParts = build(given, context)
+        parts: AcceleratorParts = build(arguments_given | unknown, context)
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
@@ -807,7 +866,7 @@ class Accelerator:
         return self.saving.resume()
 
     def roll_back(self) -> bool:
-        """Load the newest checkpoint if `numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
+        """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
 
         The loader calls this method before its next batch. Call it yourself where a loop may end after an update.
         """
