@@ -187,7 +187,7 @@ CASES: dict[str, Case] = {
     "gradients not averaged": Case(everywhere(past_the_model), "gradients", "first.weight"),
     "gradients not averaged, sgd": Case(everywhere(past_the_model), "gradients", "first.weight", (("sgd", True),)),
     "buffer": Case(
-        everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("divergence_ignore", ["norm.*"]))
+        everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("trust", {"divergence_ignore": ["norm.*"]}))
     ),
 }
 

@@ -129,7 +129,7 @@ def test_the_command_in_the_message_gives_the_samples(ctx: ProcessContext, tmp_p
         train(accelerator, 17, first=accelerator.save_state)
     command = re.search(r"fetch it again: hasten (data show .*)", str(caught.value))
     assert command is not None
-    for extra, found in (["--json"], "samples"), (["--dataset", "hasten.testing.toys:Rows"], "sample "):
+    for extra, found in (["--json"], "samples"), (["--dataset", "tests.support.toys:Rows"], "sample "):
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             assert main([*command[1].split(), *extra]) == 0
@@ -295,7 +295,7 @@ def test_shards_are_gathered_for_the_look(ctx: ProcessContext) -> None:
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="numbers_spike=3 has no effect with numbers=off"):
+    with pytest.raises(ConfigError, match=r"numbers_spike=3 has no effect with trust.numbers=off"):
         Accelerator(trust={"numbers": "off", "numbers_spike": 3})
     with pytest.raises(ConfigError, match="under mixed_precision='fp16'"):
         Accelerator(trust={"numbers": "skip", "numbers_spike": 3}, mixed_precision="fp16", cpu=True)

@@ -197,7 +197,10 @@ def test_without_a_checkpoint_or_too_often_every_rank_stops(ctx: ProcessContext,
         run(parts)
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback", "numbers_rollbacks": 1})
     parts.accelerator.save_state()
-    with told() as messages, pytest.raises(NumbersError, match=r"gone back 1 times already \(numbers_rollbacks=1\)"):
+    with (
+        told() as messages,
+        pytest.raises(NumbersError, match=r"gone back 1 times already \(trust.numbers_rollbacks=1\)"),
+    ):
         run(parts)
     assert len(messages) == ctx.is_main
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 import typing
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from hasten import Accelerator, TrustSettings
 from hasten.config.base import Section
+from hasten.config.files import read
 from hasten.config.layers import ARGUMENTS, HANDLERS, MOVED, arguments, from_code
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
@@ -88,3 +90,12 @@ def test_a_word_that_one_check_does_not_know_is_refused() -> None:
         resolve(code={"trust": "stop"})
     with pytest.raises(ConfigError, match="3 settings are wrong"):
         resolve(code={"trust": "on"})
+
+
+def test_trust_in_a_file_and_in_variables(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("schema: 1\ntrust: off\n")
+    trust = resolve(file=read(tmp_path / "a.yaml").entries, env={"HASTEN_TRUST_NUMBERS": "skip"}).config.trust
+    assert (trust.stall, trust.divergence, trust.numbers) == ("off", "off", "skip")
+    (tmp_path / "b.yaml").write_text("schema: 1\nstall: off\n")
+    with pytest.raises(ConfigError, match=r"b.yaml:2: unknown setting 'stall'.*belongs under 'trust.stall'"):
+        read(tmp_path / "b.yaml")
