@@ -67,13 +67,9 @@ HANDLERS: Final = MappingProxyType[type[Section], Path](
 )
 """Section of each settings class in `kwargs_handlers`."""
 
-MOVED: Final = (
-    frozenset(
-        {*(name for name in Config.__dataclass_fields__ if section_at((name,))), *TrustSettings.__dataclass_fields__}
-    )
-    - IN_CODE
-    - ARGUMENTS.keys()
-)
+MOVED: Final = frozenset(
+    {*(name for name in Config.__dataclass_fields__ if section_at((name,))), *TrustSettings.__dataclass_fields__}
+).difference(IN_CODE, ARGUMENTS)
 """Names that only files, flags and variables use; code has another spelling for them."""
 
 CHOSEN_BY: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
