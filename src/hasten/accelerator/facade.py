@@ -42,6 +42,7 @@ from hasten.config.sections.loop import AutocastKwargs, ProfileKwargs
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
+from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
@@ -405,6 +406,36 @@ class Accelerator:
         made = Accumulation(self.clock, self.strategy, models or tuple(self.prepared.models), key, each)
         if models:  # the default, all prepared models, may differ in the next call
             self._accumulations[models] = made
+        return made
+
+    def ema(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        every: int = 1,
+        start: int = 0,
+        only_trained: bool = True,
+        average_buffers: bool = False,
+    ) -> EMA:
+        """Return an exponential moving average of a prepared model's weights, updated after every applied update.
+
+        `decay` is a number or a function of the number of updates; the first `start` updates are copied instead of
+        averaged; `every` averages each n-th update only. `only_trained` leaves out parameters that no optimizer holds.
+        Evaluate and export inside `with ema.swapped():`. The average is part of `save_state` and `load_state`.
+        Ranks: every rank.
+        """
+        self._preparer.done.index_of(model)
+        made = EMA(
+            self.strategy.unwrap(model),
+            self._preparer.done.optimizers,
+            decay=decay,
+            every=every,
+            start=start,
+            only_trained=only_trained,
+            average_buffers=average_buffers,
+        )
+        self.saving.add_average(made.state)
         return made
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

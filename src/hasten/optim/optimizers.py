@@ -101,7 +101,9 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = ()) -> ParameterSp
     Raises: ConfigError if a pattern matches no parameter, or the model has no trainable parameters.
     """
     split = ParameterSplit()
-    special = dict(_special(model))
+    special: dict[int, str] = {}
+    for key, reason_found in _special(model):
+        special.setdefault(key, reason_found)  # a tied head is an embedding
     matched: set[str] = set()
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
