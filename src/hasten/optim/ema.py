@@ -34,11 +34,11 @@ class AverageState(torch.optim.Optimizer):
         found: Tensor = self.state[parameter][_KEY]
         return _local(found)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Any: as in torch
+    def state_dict(self) -> dict[str, Any]:  # Any: as in torch
         """Return the averages by index of their parameter, the averaged buffers and the number of updates."""
         return {**super().state_dict(), "num_updates": dict(self.num_updates), "buffers": dict(self.buffers)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]  # Any: as in torch
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
         """Load averages, buffers and counters."""
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for parameter, values in self.state.items():  # torch casts state to the parameter's dtype

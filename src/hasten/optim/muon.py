@@ -69,7 +69,7 @@ class Muon(Optimizer):
                     )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # Any: the closure's loss
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the closure's loss
         """Update every parameter that has a gradient. Ranks: every rank that holds a shard."""
         loss = None
         if closure is not None:
@@ -180,7 +180,7 @@ def _orthogonalised(like: Tensor, directions: Sequence[Tensor], iteration: _Iter
     if not axes or not is_dtensor(like):
         return list(_whole(torch.stack(list(directions)), iteration))
     plain = placements().Shard
-    kinds = [like.placements[axis] for axis in axes]
+    kinds: list[Any] = [like.placements[axis] for axis in axes]  # Any: shards have a dimension, other placements none
     if like.ndim == 3 and all(type(kind) is plain and kind.dim == 0 for kind in kinds):  # whole matrices on each rank
         return list(_whole(torch.stack(list(directions)), iteration))
     if len(axes) == 1 and type(kinds[0]) is plain:
@@ -255,7 +255,7 @@ class _Exchange:
         work.wait()
         if self.group.rank() >= count:
             return None
-        shards = taken.split([self._numel(extent) for extent in self._sizes()])
+        shards = torch.split(taken, [self._numel(extent) for extent in self._sizes()])
         return torch.cat(
             [shard.view(self._shard_shape(extent)) for shard, extent in zip(shards, self._sizes(), strict=True)],
             dim=self.dim,
@@ -271,7 +271,7 @@ class _Exchange:
         if whole is None:
             given, sends = torch.empty(0, dtype=self.iteration.dtype, device=self.iteration.device), [0] * size
         else:
-            given = torch.cat([shard.reshape(-1) for shard in whole.split(self._sizes(), dim=self.dim)])
+            given = torch.cat([shard.reshape(-1) for shard in torch.split(whole, self._sizes(), dim=self.dim)])
             sends = [self._numel(extent) for extent in self._sizes()]
         taken = given.new_empty(own * count)
         receives = [own if peer < count else 0 for peer in range(size)]
@@ -321,7 +321,8 @@ def _whole_of(local: Tensor, like: DTensor) -> Tensor:
     for axis in axes:
         kinds[axis] = tensors.Replicate()
         whole = whole.redistribute(placements=kinds)
-    return whole._local_tensor
+    found: Tensor = whole._local_tensor
+    return found
 
 
 def _all_gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -21,6 +21,8 @@ STEPS = 9
 
 
 class Net(nn.Module):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -181,6 +183,7 @@ def test_averaged_buffers_several_optimizers_and_skipped_updates(ctx: ProcessCon
     assert ema.num_updates == 2  # two windows of two micro-batches
     seen = net.seen.clone()
     with ema.swapped() as model:
+        assert isinstance(model, Net)
         assert float(model.seen) == 0.5 * (0.5 * 0.0 + 0.5 * 2.0) + 0.5 * 4.0
     assert torch.equal(net.seen, seen)
 

@@ -125,4 +125,4 @@ def test_wrong_use_is_refused_with_the_way_out() -> None:
         {"weight_decay": float("nan")},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Muon([nn.Parameter(torch.zeros(2, 2))], **wrong)  # type: ignore[arg-type]  # wrong values on purpose
+            Muon([nn.Parameter(torch.zeros(2, 2))], **wrong)
