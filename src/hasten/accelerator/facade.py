@@ -152,6 +152,7 @@ class Accelerator:
                 parts.tracking,
                 parts.strategy,
                 self._epochs,
+                averages=self.prepared.averages,
             ),
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
@@ -435,7 +436,7 @@ class Accelerator:
             only_trained=only_trained,
             average_buffers=average_buffers,
         )
-        self.saving.add_average(made.state)
+        self._preparer.done.averages.append(made.state)
         return made
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -40,7 +40,6 @@ from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError
-from hasten.optim.ema import AverageState
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
@@ -170,10 +169,6 @@ class Saving:
                     "load_state_dict(), so there is nothing to save. Add both methods."
                 )
         self._parts.registered.extend(objects)
-
-    def add_average(self, average: AverageState) -> None:
-        """Save and load a moving average of weights too. Ranks: every rank."""
-        self._parts.averages.append(average)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """Call `hook(models, weights, folder)` before each save; it may edit or remove weights and add files."""
