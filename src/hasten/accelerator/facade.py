@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 
-from hasten.accelerator import arguments
+from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
 from hasten.accelerator.captured_step import CapturedStep
@@ -648,6 +648,29 @@ class Accelerator:
         if even_batches is not None:
             arguments.check_flag(even_batches, "join_uneven_inputs(even_batches)")
         return self._preparer.join(joinables, even_batches)
+
+    def generate(
+        self, model: nn.Module, batch: Any, *, gather: bool = True, **options: Any
+    ) -> Tensor:  # Any: the prompts of a batch, and options of the model's generate()
+        """Return the tokens that a prepared model generates for a batch of prompts, of all processes in input order.
+
+        Works with replicated and sharded models and with prompts of different lengths; `options` are those of the model's
+        `generate`. Rows are padded to the longest of all processes, and samples that a loader added as padding are dropped.
+        With `gather=False` each process gets its own rows. Ranks: every rank.
+        """
+        self.prepared.index_of(model)
+        inner = self.strategy.unwrap(model)
+        with self.autocast():
+            tokens = generating.generate(inner, batch, self.num_processes, options)
+        if not gather:
+            return tokens
+        tokens = self.pad_across_processes(
+            tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
+        )
+        found: Tensor = (
+            self.gather(tokens, axes=tuple(BATCH)) if self.clock.active is None else self.gather_for_metrics(tokens)
+        )
+        return found
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
