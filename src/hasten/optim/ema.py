@@ -164,7 +164,7 @@ class EMA:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _check(decay: Decay, every: int, start: int) -> None:

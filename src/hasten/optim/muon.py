@@ -165,7 +165,7 @@ class _Iteration:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _layout(parameter: Tensor) -> tuple[object, ...]:
@@ -304,7 +304,7 @@ def _gathered(like: DTensor, directions: Sequence[Tensor], iteration: _Iteration
             mine = _all_gathered(mine.contiguous(), mesh.get_group(axis))
         for whole in mine[: len(members)]:
             spread = tensors.distribute_tensor(whole.contiguous(), mesh, like.placements, src_data_rank=None)
-            found.append(spread._local_tensor)
+            found.append(spread.to_local())
     return found
 
 
@@ -321,7 +321,7 @@ def _whole_of(local: Tensor, like: DTensor) -> Tensor:
     for axis in axes:
         kinds[axis] = tensors.Replicate()
         whole = whole.redistribute(placements=kinds)
-    found: Tensor = whole._local_tensor
+    found: Tensor = whole.to_local()
     return found
 
 

@@ -21,6 +21,7 @@ _HEADS: Final = frozenset(
     {"lm_head", "head", "heads", "output", "classifier", "score", "cls", "embed_out", "output_layer", "qa_outputs"}
 )
 """Names that models give to the layer that produces their outputs."""
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SHOWN: Final = 3
 
 
@@ -149,7 +150,7 @@ def _special(model: nn.Module) -> Iterator[tuple[int, str]]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             vocabularies.add(module.num_embeddings)
             yield id(module.weight), "embedding"
-        elif isinstance(module, nn.modules.conv._ConvNd):
+        elif isinstance(module, _CONVOLUTIONS):
             yield id(module.weight), "convolution"
         elif isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.ndim == 2:
             last = module
