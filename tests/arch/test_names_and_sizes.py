@@ -16,10 +16,12 @@ FEWEST_LINES: Final = 60
 SMALL: Final = MappingProxyType(
     {
         "__main__.py": "`python -m hasten`",
+        "accelerator/generating.py": "one feature of the facade, loaded on first use",
         "checkpoint/store/retention.py": "imports no torch; used by the writer and by the state of a run",
         "cli/data_cmd.py": "one file for each command",
         "config/effective.py": "imports YAML, which workers do not need",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
+        "config/sections/trust.py": "one file for each topic of settings",
         "data/epoch_position.py": "used by the loader and by the state of a run",
         "launch/deepspeed.py": "one file for each launcher",
         "launch/single.py": "one file for each launcher",

@@ -39,8 +39,8 @@ NEEDS_TORCH: Final = MappingProxyType(
         "launch.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by no module",
     }
 )
-LAZY: Final = frozenset({"hasten", "hasten.bigmodel", "hasten.extending", "hasten.testing", "hasten.trainer"})
-"""Modules of public names, which import a name's module on first use."""
+LAZY: Final = "hasten.lazy"
+"""The module through which others export names that are imported on first use."""
 
 
 def is_pure(module: str) -> bool:
@@ -60,7 +60,7 @@ def modules() -> list[str]:
 def imports() -> grimp.ImportGraph:
     """Return all imports of hasten, those inside functions and of type checkers too, but for lazy public names."""
     graph = grimp.build_graph("hasten", include_external_packages=True, cache_dir=None)
-    for importer in LAZY & graph.modules:
+    for importer in graph.find_modules_that_directly_import(LAZY):
         for imported in graph.find_modules_directly_imported_by(importer):
             graph.remove_import(importer=importer, imported=imported)
     return graph
