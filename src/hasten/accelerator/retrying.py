@@ -31,11 +31,11 @@ from hasten.errors import ArgumentError, OutOfMemoryError, PeerFailedError, Step
 from hasten.optim.batch_size import should_reduce_batch_size
 from hasten.optim.clock import StepClock
 from hasten.optim.gradients import SetAside
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import Axis
-from hasten.state.epochs import PreparedObjects
 from hasten.state.run_state import Randomness
 from hasten.strategies.base import Retry, Strategy
 from hasten.trees import Tree

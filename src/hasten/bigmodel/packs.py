@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import free_host_bytes
-from hasten.bigmodel.solver import readable
+from hasten.bigmodel.placement_plan import readable
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from hasten.data.plan import derive_seed
+from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from torch import nn
+from typing import Any
 
 from hasten.optim.clock import StepClock
-
-
-class PreparedObjects(Protocol):
-    """The objects that an Accelerator has prepared."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
-    @property
-    def schedulers(self) -> Sequence[Any]: ...
-    @property
-    def loaders(self) -> Sequence[Any]: ...
+from hasten.prepare_args import PreparedObjects
 
 
 @dataclass(slots=True, eq=False)

@@ -24,6 +24,7 @@ from hasten.comm.agreement import Agreement
 from hasten.data.loader import Loader
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
+from hasten.optim.ema import AverageState
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.state import epochs
@@ -59,6 +60,8 @@ class RestorePlan:
     same_world: bool = True
     """True if each rank reads the samples that the same rank read in the saved run."""
     seed_generators: Callable[[], object] | None = None
+    restarted: list[AverageState] = field(default_factory=list)
+    """Moving averages that the checkpoint does not hold."""
 
     def apply(self, together: Agreement, previous: PreviousState) -> None:
         """Apply the changes to the run; `previous` saves every value before it changes. Ranks: every rank."""
@@ -75,6 +78,8 @@ class RestorePlan:
         run_copies(copies)
         for plan in plans:
             plan.finish()
+        for average in self.restarted:
+            average.restart()
         for optimizer, groups in zip(parts.objects.optimizers, self.options or [], strict=False):
             for group, own in zip(optimizer.param_groups, groups, strict=True):
                 group.update(own)
@@ -102,6 +107,8 @@ class RestorePlan:
             previous.save_attributes(inner, tensors=False)
             if callable(keeping := getattr(inner, "keeping", None)):  # an engine's state is outside its attributes
                 previous.add("engine", keeping())
+        for average in parts.averages:
+            previous.save_attributes(average, tensors=average in self.restarted)
         for scheduler in parts.objects.schedulers:
             previous.save_attributes(scheduler, tensors=False)
         if parts.precision.scaler is not None:
@@ -242,11 +249,15 @@ def plan_restore(
         if model is not None:
             plan.models.append(plan_model(model, checkpoint.component(numbered_name("model", index)), strict))
     for index, optimizer in enumerate(parts.objects.optimizers):
-        found, inner = (
-            checkpoint.component(numbered_name("optimizer", index)),
-            getattr(optimizer, "optimizer", optimizer),
-        )
+        found = checkpoint.component(numbered_name("optimizer", index))
+        inner = getattr(optimizer, "optimizer", optimizer)
         plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
+    for index, average in enumerate(parts.averages):
+        if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
+            plan.optimizers.append(plan_optimizer(average, names, checkpoint.component(name), strict, elsewhere))
+        else:
+            log.warning("%s holds no moving average: it starts anew from the loaded weights", checkpoint.folder)
+            plan.restarted.append(average)
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
         log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)

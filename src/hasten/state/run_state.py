@@ -23,9 +23,11 @@ from hasten.comm.agreement import Agreement
 from hasten.errors import CorruptCheckpointError, HookError
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
+from hasten.optim.ema import AverageState
 from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.seeding import RngState, set_seed
-from hasten.state.epochs import EpochLoops, PreparedObjects
+from hasten.state.epochs import EpochLoops
 from hasten.state.previous_state import Stateful
 from hasten.state.window_state import gradients_component, unowned_component
 from hasten.strategies.base import KeepsLoopState
@@ -91,6 +93,8 @@ class RunParts:
     loops: KeepsLoopState = field(default_factory=Alone)
     epochs: EpochLoops | None = None
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
+    averages: list[AverageState] = field(default_factory=list)
+    """Moving averages of weights, saved by parameter name as optimizer state is."""
 
     def plain_models(self) -> list[nn.Module]:
         """Return the user's modules, without wrappers."""
@@ -134,6 +138,8 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
     for index, optimizer in enumerate(objects.optimizers):
         inner = getattr(optimizer, "optimizer", optimizer)
         found[numbered_name("optimizer", index)] = optimizer_component(inner, names)
+    for index, average in enumerate(parts.averages):
+        found[numbered_name("ema", index)] = optimizer_component(average, names)
     for index, scheduler in enumerate(objects.schedulers):
         state = getattr(scheduler, "scheduler", scheduler).state_dict()
         found[numbered_name("scheduler", index)] = packed(state, "scheduler", fmt="torch")
