@@ -66,7 +66,7 @@ class Objects:
         return tensors + [v.clone() for s in self.optimizers[0].state.values() for v in s.values()]
 
 
-def parts_of(objects: Objects) -> RunParts:
+def parts_of(objects: Any) -> RunParts:  # Any: unprepared objects, in place of prepared ones
     return RunParts(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
 
 
