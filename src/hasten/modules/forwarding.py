@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CHUNKED_LOSS: Final = "chunked loss"
+"""Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
 _FORWARD = "forward"
 
 

@@ -159,7 +159,7 @@ def test_it_runs_inside_a_recomputed_region() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 def test_it_traces_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest.importorskip("tqdm.auto").tqdm, "monitor_interval", 0)  # else torch leaves its thread
+    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # else torch leaves its thread
     hidden, weight, bias, target, _ = drawn((12,), 6, 11, torch.float32, 1)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     for reduction in ("mean", "none"):
