@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hasten.errors import ArgumentError, ConfigError, StepError
 from hasten.modules.chunked_loss import ChunkedCrossEntropyLoss
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
     for reduction, smoothing, ignored in itertools.product(("mean", "sum", "none"), (0.0, 0.1, 1.0), (-100, 0, 3))
 ]
@@ -84,7 +84,7 @@ def test_token_weights_multiply_the_losses_of_tokens(reduction: str, learned: bo
     each = torchs(hidden, weight, target, bias, {"reduction": "none"}).view(target.shape) * weights
     kept = weights * (target != -100)
     expected = {"none": each, "sum": each.sum(), "mean": each.sum() / kept.sum()}[reduction]
-    loss: Any = ChunkedCrossEntropyLoss(chunk_tokens=4, reduction=reduction)  # type: ignore[arg-type]  # a parametrised word
+    loss: Any = ChunkedCrossEntropyLoss(chunk_tokens=4, reduction=reduction)
     compare(loss(hidden, weight, target, bias, weights), expected, inputs, torch.ones_like(expected), 1e-12)
 
 
@@ -163,7 +163,7 @@ def test_it_traces_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, target, _ = drawn((12,), 6, 11, torch.float32, 1)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     for reduction in ("mean", "none"):
-        loss: Any = ChunkedCrossEntropyLoss(chunk_tokens=5, reduction=reduction, label_smoothing=0.1)  # type: ignore[arg-type]
+        loss: Any = ChunkedCrossEntropyLoss(chunk_tokens=5, reduction=reduction, label_smoothing=0.1)
         compiled: Any = torch.compile(
             lambda h, w, b, t, loss=loss: loss(h, w, t, b), backend="aot_eager", fullgraph=True
         )
