@@ -21,7 +21,7 @@ from hasten.tools.plan.trace import trace
 from hasten.tools.tune import trial
 from hasten.tools.tune.tuning import TrialOutcome
 
-ROOM: Final = Path(hasten.__file__).parent / "planner"
+FOLDERS: Final = [Path(hasten.__file__).parent / "tools" / name for name in ("plan", "tune")]
 Picture = Mapping[tuple[str, str], int]
 
 
@@ -49,7 +49,8 @@ def assignments_to_hasten(tree: ast.Module) -> Iterator[str]:
 def test_no_file_of_the_planner_sets_attributes_of_hasten() -> None:
     found = {
         file.name: complaints
-        for file in sorted(ROOM.glob("*.py"))
+        for folder in FOLDERS
+        for file in sorted(folder.glob("*.py"))
         if (complaints := list(assignments_to_hasten(ast.parse(file.read_text()))))
     }
     assert not found
