@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
     from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
+    from hasten.progress.throughput import Throughput as Throughput
     from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.mesh_plan import Axis as Axis
     from hasten.strategies.base import Caps as Caps
@@ -45,6 +46,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "PreparedScheduler": "hasten.optim.scheduler",
         "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",
+        "Throughput": "hasten.progress.throughput",
         "ProcessContext": "hasten.runtime.context",
         "Axis": "hasten.runtime.mesh_plan",
         "Caps": "hasten.strategies.base",

@@ -84,7 +84,8 @@ def test_token_weights_multiply_the_losses_of_tokens(reduction: str, learned: bo
     each = torchs(hidden, weight, target, bias, {"reduction": "none"}).view(target.shape) * weights
     kept = weights * (target != -100)
     expected = {"none": each, "sum": each.sum(), "mean": each.sum() / kept.sum()}[reduction]
-    loss: Any = ChunkedCrossEntropyLoss(chunk_tokens=4, reduction=reduction)
+    options: dict[str, Any] = {"reduction": reduction}
+    loss = ChunkedCrossEntropyLoss(chunk_tokens=4, **options)
     compare(loss(hidden, weight, target, bias, weights), expected, inputs, torch.ones_like(expected), 1e-12)
 
 
@@ -104,7 +105,7 @@ def test_frozen_weights_get_no_gradient_and_hidden_states_do() -> None:
     hidden.requires_grad_()
     for reduction in ("mean", "none"):
         expected = torchs(hidden, weight, target, bias, {"reduction": reduction})
-        got: Tensor = ChunkedCrossEntropyLoss(chunk_tokens=2, reduction=reduction)(hidden, weight, target, bias)  # type: ignore[arg-type]
+        got: Tensor = ChunkedCrossEntropyLoss(chunk_tokens=2, reduction=reduction)(hidden, weight, target, bias)
         compare(got, expected, [hidden], torch.ones_like(expected), 1e-12)
 
 
@@ -163,12 +164,10 @@ def test_it_traces_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, target, _ = drawn((12,), 6, 11, torch.float32, 1)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     for reduction in ("mean", "none"):
-        loss: Any = ChunkedCrossEntropyLoss(chunk_tokens=5, reduction=reduction, label_smoothing=0.1)
-        compiled: Any = torch.compile(
-            lambda h, w, b, t, loss=loss: loss(h, w, t, b), backend="aot_eager", fullgraph=True
-        )
+        loss = ChunkedCrossEntropyLoss(chunk_tokens=5, reduction=reduction, label_smoothing=0.1)
+        compiled: Any = torch.compile(loss, backend="aot_eager", fullgraph=True)
         expected = torchs(hidden, weight, target, bias, {"reduction": reduction, "label_smoothing": 0.1})
-        compare(compiled(hidden, weight, bias, target), expected, inputs, torch.ones_like(expected), 2e-5)
+        compare(compiled(hidden, weight, target, bias), expected, inputs, torch.ones_like(expected), 2e-5)
 
 
 class LiveBytes(TorchDispatchMode):
