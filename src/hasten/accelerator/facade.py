@@ -762,11 +762,11 @@ class Accelerator:
         """
         if self._throughput is not None:
             self._throughput.detach()
-        made = import_module("hasten.progress.throughput").Throughput(
+        counter = import_module("hasten.progress.throughput")  # imports torch's formulas, not needed without it
+        self._throughput = made = counter.Throughput(
             self.ctx, self.clock, tokens, peak_tflops, flops_per_token, lambda: len(self.prepared.optimizers)
         )
         made.attach()
-        self._throughput = made
         return self._throughput
 
     @property

@@ -325,7 +325,7 @@ def _head_of(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Module,
     if head is None:
         linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
         raise PrepareError(
-            f"{type(model).__name__} does not say which layer computes its logits (no get_output_embeddings()), so nothing can be "
+            f"{type(model).__name__} does not say which layer computes its logits (it has no method get_output_embeddings), so nothing can be "
             f"computed in chunks. Name the layer with head=; its last linear layer is {(linears or ['none'])[-1]!r}."
         )
     return head, next((name for name, part in model.named_modules() if part is head), type(head).__name__)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 # Any in this file: batches of any type, and operators of torch.
 TokenCount = Callable[[Any], int]
 DTYPES: Final = ("fp8", "bf16", "fp16", "fp32", "other")
-_SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SHORT: Final = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
 _FIELDS: Final = ("labels", "input_ids")
 """Fields of a batch whose elements are tokens, the first of them that is there."""
 _SPAN: Final = 32
@@ -61,7 +62,7 @@ class StepFlops(TorchDispatchMode):
         """Remove the mode; returns False while another one was entered later, below which it must stay."""
         if _get_current_dispatch_mode() is not self:
             return False
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return True
 
 
@@ -270,7 +271,7 @@ class Throughput:
             self._stance = torch.compiler.set_stance("eager_on_recompile")
         self._first_counted, self._cycle = (self._updates, self._tokens), max(self._num_optimizers(), 1)
         self._mode = StepFlops()
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _sum(self, mode: StepFlops) -> None:
         """Sum the counted operations over ranks, once. Ranks: every rank, in the same update."""
