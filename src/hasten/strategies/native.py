@@ -21,7 +21,7 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item, is_factory
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, Retry, Spread, Stage, Transform, Weigh, Whole, Wish
-from hasten.strategies.fsdp.own_shards import refuse_unshardable, update_own_shards
+from hasten.strategies.sharded_updates import refuse_unshardable, update_own_shards
 from hasten.trees import Tree
 
 

@@ -23,7 +23,7 @@ from hasten.bigmodel.device_map import (
     tree,
 )
 from hasten.bigmodel.meta import init_empty_weights, init_on_device, meta_names
-from hasten.bigmodel.solver import atoms, place
+from hasten.bigmodel.placement_plan import atoms, place
 from hasten.errors import ConfigError, PrepareError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hasten.bigmodel.solver import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
+from hasten.bigmodel.placement_plan import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
 from hasten.errors import ConfigError
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 
 from hasten.comm.local import LocalComm
+from hasten.data.batch_plan import find, plan_rows
 from hasten.data.iterable import Cutting
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.data.plan import find, plan_rows
 from hasten.data.position import Position
 from hasten.data.readers import BatchReader
 from hasten.data.stream import StreamSource

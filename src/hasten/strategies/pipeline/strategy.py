@@ -26,15 +26,15 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import LoopState, Retry, Spread, Stage, Weigh, Wish
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
 from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
 from hasten.strategies.pipeline.passes import BlockLine, SeenCall, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
-from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
+from hasten.strategies.pipeline.stage_plan import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline.travel import StageWire, share
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import nn
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared
-from hasten.strategies.pipeline.split import StagePlacement
+from hasten.strategies.pipeline.stage_plan import StagePlacement
 from hasten.testing.toys import TinyLM
 
 

@@ -18,7 +18,7 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import Axis, mesh_of
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
-from hasten.strategies.engines.megatron.layout import entries, place
+from hasten.strategies.engines.megatron.shard_plan import entries, place
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, to_hub
 
 GPT2: Final = SimpleNamespace(
