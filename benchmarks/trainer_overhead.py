@@ -25,16 +25,9 @@ from loading import versions
 from recording import RESULTS, record
 from torch.utils.data import DataLoader
 
-from hasten import (
-    Accelerator,
-    DataLoaderConfiguration,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    get_scheduler,
-)
+from hasten import Accelerator, DataLoaderConfiguration, Trainer, TrainerCallback, TrainingArguments
 from hasten.testing.toys import Rows, Scored, seeded
+from hasten.trainer import default_data_collator, get_scheduler
 
 STEP_S, LIMIT, BATCH, DECAY = 5e-3, 0.02, 8, 0.01
 Clock = Callable[[], float]

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
@@ -42,10 +42,11 @@ from hasten.config.sections.loop import AutocastKwargs, ProfileKwargs
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
+from hasten.optim.clock import check_every
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
-from hasten.optim.window import check_every, divided
+from hasten.optim.window import divided
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.mesh_plan import BATCH, Axis
@@ -126,39 +127,52 @@ class Accelerator:
             parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
         )
         self.prepared = self._preparer.done
-        sizes = parts.config.parallelism
-        self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
-        self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
-        self._epochs = EpochLoops(self.prepared, parts.clock)
-        self.saving: Saving = self._saving(parts)
         if parts.config.checkpoint_in_memory is not None:
             self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
-        watch(self, parts.watchdog)
+        if parts.watchdog is not None:
+            watch(self, parts.watchdog)
         self._watch_values(parts)
-        parts.rehearsal.built(self)
+        if parts.rehearsal is not None:
+            parts.rehearsal.built(self)
 
-    def _saving(self, parts: AcceleratorParts) -> Saving:
+    # -- components that are created on first use -------------------------------------------------------------------
+    @cached_property
+    def saving(self) -> Saving:
+        """Saving and loading of this run's checkpoints."""
         return Saving(
-            parts.ctx,
-            parts.config.project,
+            self.ctx,
+            self.config.project,
             RunParts(
                 self.prepared,
-                parts.strategy.unwrap,
-                parts.clock,
-                parts.precision,
-                Randomness(parts.ctx.device),
-                parts.tracking,
-                parts.strategy,
+                self.strategy.unwrap,
+                self.clock,
+                self.precision,
+                Randomness(self.ctx.device),
+                self.tracking,
+                self.strategy,
                 self._epochs,
             ),
-            notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
-            whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
+            notes={"strategy": self.strategy.name, "mixed_precision": self.config.mixed_precision},
+            whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+
+    @cached_property
+    def retrying(self) -> Retrying:
+        """The runner of `run_step`."""
+        return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+
+    @cached_property
+    def _epochs(self) -> EpochLoops:
+        return EpochLoops(self.prepared, self.clock)
+
+    @cached_property
+    def _context(self) -> ContextParallel:
+        return ContextParallel(self.config.parallelism, self.ctx, self.clock, lambda: self.prepared.models)
 
     def _watch_values(self, parts: AcceleratorParts) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
-        if not parts.strategy.caps.splits_sequences:
+        if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self._numbers: NumbersWatch | None = None
         self._rollback: Rollback | None = None
@@ -173,11 +187,10 @@ class Accelerator:
                 self.clock,
                 parts.numbers,
                 self._rollback,
-                self.saving.newest,
+                lambda: self.saving.newest(),
             )
-            self._numbers.on_loss = parts.rehearsal.loss_listener()
-            self._preparer.on_model = self._numbers.follow
             if parts.numbers.then != "report":
+                self._preparer.on_model = self._numbers.follow
                 self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
         if self._sentinel is not None:
@@ -303,14 +316,12 @@ class Accelerator:
                 f"{', '.join(sections)} cannot change: a {type(self.prepared.models[0]).__name__} was prepared under the earlier "
                 "settings and keeps its layout. Call reconfigure() before the first prepare(), or make another Accelerator."
             )
+        saving = self.saving
         self.config = replace(self.config, **sections)
         self.strategy = choose(self.config, self.ctx)
-        self.saving.reconfigure(self.strategy)
+        saving.reconfigure(self.strategy)
         self._preparer.reconfigure(self.config, self.strategy)
-        self.retrying = self._retrying()
-
-    def _retrying(self) -> Retrying:
-        return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+        self.__dict__.pop("retrying", None)
 
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.
@@ -515,7 +526,8 @@ class Accelerator:
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
         arguments.check_callable(fn, "capture_step(fn)")
-        self.rehearsal.capturing()
+        if self.rehearsal is not None:
+            self.rehearsal.capturing()
         return CapturedStep(fn, self.prepared, self.clock, self._numbers, self._preparer.performance.no_step_graph())
 
     def context_parallel(

@@ -10,7 +10,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 
 import torch
 
-from hasten.accelerator import rehearsal
-from hasten.accelerator.rehearsal import Rehearsal
+from hasten.accelerator.rehearsal import Rehearsal, current
 from hasten.comm.agreement import agree
 from hasten.comm.collective_log import Trail
 from hasten.comm.process_group import ProcessGroupComm
@@ -48,6 +46,7 @@ from hasten.runtime.mesh_plan import LOSS, Axis, mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, device_for
+from hasten.tracking.base import Tracker
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
@@ -155,7 +154,7 @@ class AcceleratorParts:
     sentinel: Callable[[ComparedObjects], Sentinel] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
-    rehearsal: Rehearsal
+    rehearsal: Rehearsal | None
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorParts:
@@ -165,8 +164,9 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
             f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
             "context out to read the launcher's variables."
         )
-    asking = rehearsal.current()
-    given = asking.settings(given)
+    rehearsal = current()
+    if rehearsal is not None:
+        given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
     ctx = context or _context(config)
@@ -195,7 +195,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     if run_log is not None:
         trackers.spent = run_log.logged
     return AcceleratorParts(
-        config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, asking
+        config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, rehearsal
     )
 
 
@@ -291,20 +291,22 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
         strategy.caps.sharded_state,
         config.numbers_rollbacks,
         precision.scaler is not None,
-        config.dynamo.makes_cuda_graphs,
+        config.dynamo.backend != "no" and config.dynamo.makes_cuda_graphs,
     )
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
-    any_asked = asked != ()
-    with agree(ctx.world, "loading the trackers") if any_asked else nullcontext():
-        trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=ctx.is_main)
+    trackers: list[Tracker] = []
+    rank = ctx.topology.rank
+    if asked != ():
+        with agree(ctx.world, "loading the trackers"):
+            trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
     return TrackerManager(
         trackers,
-        is_main=ctx.is_main,
-        rank=ctx.rank,
+        is_main=rank == 0,
+        rank=rank,
         directory=Path(folder) if folder else None,
         share=ctx.world.broadcast_object,
         fetch=fetch_scalars,

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hasten.config.base import Section, fit, given, kind_of
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, section_at
+from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, section_at
 from hasten.config.sections.launch import InitProcessGroupKwargs
 from hasten.config.sections.loop import (
     AORecipeKwargs,
@@ -201,13 +201,12 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
     Raises: UnknownSettingError for a variable that is almost spelled like one of hasten's.
     """
     entries = []
-    known = {info.variable: info for info in SETTABLE}
     for name, value in env.items():
         if not name.startswith("HASTEN_") or not value.strip():
             continue  # an empty variable counts as unset
-        if info := known.get(name):
+        if info := BY_VARIABLE.get(name):
             entries.append(SettingEntry(info.path, value, SettingSource("environment", name), text=True))
-        elif near := get_close_matches(name, known, n=1, cutoff=0.93):
+        elif near := get_close_matches(name, BY_VARIABLE, n=1, cutoff=0.93):
             # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
                 f"environment {name}={value}: unknown variable, which would have no effect; did you mean {near[0]}?"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,7 +62,7 @@ class NativeStrategy:
         self._on_optimizer = on_optimizer
         self.caps = caps
         self._spread = spread
-        self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
+        self._transforms = sorted([*transforms, spread], key=attrgetter("stage"))
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         return nullcontext()  # prepare() shards models
@@ -176,13 +178,12 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
         item.value = made
 
 
+@dataclass(slots=True)
 class Alone:
     """Spread of a single process, which does not change models."""
 
-    stage = Stage.SPREAD
-
-    def __init__(self, retries: bool = True) -> None:
-        self._retries = retries
+    stage: ClassVar[Stage] = Stage.SPREAD
+    retries: bool = True
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         return model
@@ -194,7 +195,7 @@ class Alone:
         return nullcontext()
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return Whole() if self._retries else None
+        return Whole() if self.retries else None
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(model.state_dict())

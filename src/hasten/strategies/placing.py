@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -39,18 +41,17 @@ class PlaceOnDevice:
         return model
 
 
+@dataclass(slots=True)
 class Convert:
     """Transform that makes the model compute in the run's precision."""
 
-    stage = Stage.CONVERT
-
-    def __init__(self, masters: MasterWeights = "fp32") -> None:
-        self._masters = masters
-        self._precision: Precision | None = None
+    stage: ClassVar[Stage] = Stage.CONVERT
+    masters: MasterWeights = "fp32"
+    _precision: Precision | None = None
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         self._precision = precision
-        if wish.train and self._masters == "fp32" and precision.spec != "no":
+        if wish.train and self.masters == "fp32" and precision.spec != "no":
             give_masters(model)
         return precision.convert(model)
 

@@ -94,10 +94,15 @@ class TrackerManager:
         """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
         self.spent: Callable[[float], None] | None = None
         """Called with the duration of each logging call on the training thread."""
-        self._names = tuple(tracker.name for tracker in trackers)
+        self._names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
-        self._lanes = [WriterLane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
-        self._shares_id = any(tracker.every_rank for tracker in trackers)
+        self._lanes: list[WriterLane] = []
+        self._shares_id = False
+        for tracker in trackers:
+            self._names += (tracker.name,)
+            self._shares_id |= tracker.every_rank
+            if is_main or tracker.every_rank:
+                self._lanes.append(WriterLane(tracker, self._notices.append))
         self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer()

@@ -64,7 +64,7 @@ def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
     if not isinstance(log_with, str | Tracker | Enum | Iterable):
         raise TrackerError(
             f"log_with={log_with!r} is of type {type(log_with).__name__}, so it is unclear where to log; give a name such as 'jsonl', a "
-            "hasten.Tracker, or a list of them."
+            "hasten.extending.Tracker, or a list of them."
         )
     asked = [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
     found: list[Tracker] = []
@@ -118,8 +118,8 @@ def _create(name: str) -> Tracker:
 def _checked(name: str, tracker: Any) -> Tracker:
     if not isinstance(tracker, Tracker):
         raise TrackerError(
-            f"the entry point {name!r} of group {GROUP!r} made a {type(tracker).__name__}, not a hasten.Tracker; "
-            "it cannot be started. Let its class derive from hasten.Tracker."
+            f"the entry point {name!r} of group {GROUP!r} made a {type(tracker).__name__}, not a hasten.extending.Tracker; "
+            "it cannot be started. Let its class derive from hasten.extending.Tracker."
         )
     return tracker
 

@@ -14,17 +14,10 @@ from datasets import Dataset as HubDataset
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from hasten import (
-    PREEMPTED_EXIT_CODE,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    read_metrics,
-)
+from hasten import PREEMPTED_EXIT_CODE, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, read_metrics
 from hasten.errors import ArgumentError, ConfigError, ContradictionError
 from hasten.testing.toys import Rows, Scored, TinyLM, next_token_loss, seeded
+from hasten.trainer import default_data_collator
 from hasten.trainer.callbacks import EVENTS
 from hasten.trainer.settings import accelerator_settings
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
+from hasten import bigmodel, extending, trainer
 from hasten.accelerator.established import INSTEAD, VALUES
 from hasten.config.keywords import Keywords
 from hasten.tools.migrate.arguments import advice
@@ -20,6 +21,10 @@ from hasten.tools.migrate.schedules import lengths
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
 _MAIN: Final = "Accelerator"
+HOMES: Final = MappingProxyType(
+    {name: module for module in (extending, trainer, bigmodel, hasten) for name in module.__all__}  # the last one wins
+)
+"""The public module from which a migrated script imports each name."""
 NOTES: Final = MappingProxyType(
     {
         "free_memory": "gives one None for one object, where Accelerate gives a list; drop the comma of `model, = ...`",
@@ -143,20 +148,25 @@ class _Script:
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         assert node.module is not None, "a module without a name is relative"
-        taken = [one for one in node.names if one.name in hasten.__all__]
-        left = [one for one in node.names if one.name not in hasten.__all__]
-        for one in taken:
-            self._known[one.asname or one.name] = one.name
+        taken: dict[str, list[ast.alias]] = {}
+        for one in node.names:
+            if one.name in HOMES:
+                self._known[one.asname or one.name] = one.name
+                taken.setdefault(HOMES[one.name].__name__, []).append(one)
+        left = [one for one in node.names if one.name not in HOMES]
         for one in left:
             self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
         begin, end = self._span(node)
-        if taken and not left:  # only the module's name, to preserve parentheses and comments between the names
+        if (
+            len(taken) == 1 and not left
+        ):  # only the module's name, to preserve parentheses and comments between the names
             at = self._bytes.index(node.module.encode(), begin)
-            self.edits.append(_Edit(at, at + len(node.module), NEW))
+            self.edits.append(_Edit(at, at + len(node.module), next(iter(taken))))
         elif taken:
             indent = " " * node.col_offset
             comments = [f"{text}\n{indent}" for text in _comments(self._bytes[begin:end].decode())]
-            parts = (f"from {NEW} import {_names(taken)}", f"from {node.module} import {_names(left)}")
+            homes = [*sorted(taken.items()), *([(node.module, left)] if left else [])]
+            parts = [f"from {home} import {_names(names)}" for home, names in homes]
             self.edits.append(_Edit(begin, end, "".join(comments) + f"\n{indent}".join(parts)))
 
     def _import(self, node: ast.Import) -> None:
@@ -222,7 +232,7 @@ class _Script:
         if isinstance(node, ast.Name):
             return self._known.get(node.id)
         if isinstance(node, ast.Attribute) and _root(node) in self._modules:
-            return node.attr if node.attr in hasten.__all__ else None
+            return node.attr if node.attr in HOMES else None
         return None
 
     def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
@@ -242,13 +252,11 @@ class _Script:
             or _root(node) not in self._modules
             or isinstance(node.value, ast.Attribute)
         ):
-            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in hasten.__all__:
+            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in HOMES:
                 self._replace_dotted(node)
             return
-        if node.attr in hasten.__all__ and OLD in self._modules and isinstance(node.value, ast.Name):
-            if node.value.id == OLD:
-                begin, _ = self._span(node)
-                self.edits.append(_Edit(begin, begin + len(OLD), NEW))
+        if node.attr in HOMES:
+            self._replace_dotted(node)
         elif node.attr not in ("utils", "state", "tracking", "logging", "data_loader"):
             self._note(node, f"accelerate.{node.attr} has no equivalent of that name in hasten")
 
@@ -256,7 +264,8 @@ class _Script:
         """Replace a dotted name: accelerate.utils.set_seed becomes hasten.set_seed."""
         begin, end = self._span(node)
         root = _root(node)
-        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}.{node.attr}"))
+        inner = HOMES[node.attr].__name__.removeprefix(NEW)
+        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}{inner}.{node.attr}"))
 
     def _call(self, node: ast.Call, objects: set[str]) -> None:
         name = self._name(node.func)
@@ -267,7 +276,7 @@ class _Script:
             if self._num_made > 1:
                 self._note(node, "each hasten Accelerator has settings of its own; Accelerate shares the first one's")
         if name is not None:
-            self._keywords(node, name, getattr(hasten, name))
+            self._keywords(node, name, getattr(HOMES[name], name))
         if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
             return
         if node.func.value.id not in objects:

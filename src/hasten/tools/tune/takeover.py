@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.preparing import PreparedObjects
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
 from hasten.tools.plan.gpu_rules import gpu_rules
 from hasten.tools.plan.traced import OWN, OptimizerFacts, PrecisionName
 from hasten.tools.tune.tuning import happened

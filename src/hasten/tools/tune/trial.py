@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.preparing import PreparedObjects
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
@@ -110,6 +110,8 @@ class Timed(Rehearsal):
         self._accelerator = accelerator
         self.precision = accelerator.precision.spec
         self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
+        if accelerator._numbers is not None:
+            accelerator._numbers.on_loss = self.loss
         clock = accelerator.clock
         before = clock.after_update
 
@@ -133,10 +135,6 @@ class Timed(Rehearsal):
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
         self.whole_step = True
-
-    def loss_listener(self) -> Callable[[Tensor], None]:
-        """Return the callback that records losses."""
-        return self.loss
 
     def _resized(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         values = self.spec.values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ class ModuleCall:
     random: tuple[Tensor, Tensor | None]
 
 
+@dataclass(slots=True)
 class LastCalls:
     """The latest forward of each model that is followed."""
 
-    def __init__(self) -> None:
-        self._calls: dict[int, ModuleCall] = {}
+    _calls: dict[int, ModuleCall] = field(default_factory=dict)
 
     def follow(self, model: nn.Module) -> None:
         """Record the forwards of this model from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.planner.llama import llama
+from tests.unit.tools.plan.llama import llama
 
 from hasten.errors import ConfigError
 from hasten.runtime.links import Links, read

@@ -12,21 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hasten import (
-    Accelerator,
-    DataCollatorWithPadding,
-    DataLoaderConfiguration,
-    EvalPrediction,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    get_scheduler,
-    set_seed,
-)
+from hasten import Accelerator, DataLoaderConfiguration, Trainer, TrainerCallback, TrainingArguments, set_seed
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Rows, Scored, Tagged, Tagger, seeded
+from hasten.trainer import DataCollatorWithPadding, EvalPrediction, default_data_collator, get_scheduler
 
 
 class StopAt(TrainerCallback):

@@ -166,3 +166,25 @@ def test_lengths_that_count_updates_already_stay(old: str, new: str) -> None:
 def test_a_schedule_made_before_its_accelerator_stays() -> None:
     lines = SCHEDULED.format(made="CosineAnnealingLR(optimizer, 40)").splitlines()
     assert "num_processes" not in migrate("\n".join([lines[0], lines[2], lines[1], lines[3]])).text
+
+
+def test_names_of_public_modules_are_imported_from_there() -> None:
+    text = (
+        "import accelerate as acc\n"
+        "import accelerate\n"
+        "from accelerate import Accelerator, cpu_offload, init_empty_weights\n"
+        "from accelerate.big_modeling import dispatch_model  # one\n"
+        "from accelerate.hooks import ModelHook\n"
+        "acc.utils.set_module_tensor_to_device, accelerate.disk_offload\n"
+    )
+    done = migrate(text)
+    assert done.text.splitlines() == [
+        "import hasten as acc",
+        "import hasten",
+        "from hasten import Accelerator, init_empty_weights",
+        "from hasten.bigmodel import cpu_offload",
+        "from hasten.bigmodel import dispatch_model  # one",
+        "from hasten.extending import ModelHook",
+        "acc.bigmodel.set_module_tensor_to_device, hasten.bigmodel.disk_offload",
+    ]
+    exec(compile(done.text, "script", "exec"), {})  # every name exists

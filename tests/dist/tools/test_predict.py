@@ -13,13 +13,14 @@ from typing import Final
 
 import pytest
 
-from hasten import Accelerator, DataCollatorWithPadding, Trainer, TrainingArguments, classification_metrics
+from hasten import Accelerator, Trainer, TrainingArguments
 from hasten.cli.main import main
 from hasten.errors import ConfigError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.tools.predict.predict import predict_file
 from hasten.tools.predict.rows import RowParts, read_rows
+from hasten.trainer import DataCollatorWithPadding, classification_metrics
 
 MODULE: Final = """
 from pathlib import Path

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.planner.llama import llama
+from tests.unit.tools.plan.llama import llama
 
 from hasten.config import files
 from hasten.errors import ConfigError

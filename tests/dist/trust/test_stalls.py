@@ -24,6 +24,7 @@ from hasten.trust.stall import observe as ending
 pytestmark = pytest.mark.timed
 
 HERE: Final = Path(__file__).parent
+SUPPORT: Final = Path(__file__).parents[2] / "support"
 SCRIPT: Final = HERE / "stall_cases.py"
 AFTER_S: Final = 1.5
 WITHIN_S: Final = 10.0
@@ -102,7 +103,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its native library keeps a pipe forever
     path = str(tmp_path_factory.mktemp("warm") / "socket")
     server = subprocess.Popen(
-        [sys.executable, str(HERE / "rank_zygote.py"), "serve", path], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path], stdout=subprocess.PIPE, text=True
     )
     assert server.stdout is not None
     assert server.stdout.readline() == "ready\n"
@@ -121,7 +122,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(warm: str, name: str, *words: str) -> int:
-    rank = [sys.executable, "-S", str(HERE / "rank_zygote.py"), "rank", warm, "train.py", name]
+    rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, "train.py", name]
     return main(
         ["launch", "--cpu", "--num_processes=2", f"--stall_after_s={AFTER_S}", *words, "--no_python", "--", *rank]
     )

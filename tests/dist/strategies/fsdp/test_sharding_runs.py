@@ -158,7 +158,7 @@ def test_what_is_recomputed(ctx: ProcessContext) -> None:
 @ranks(2)
 def test_the_snippets_of_the_page_run(ctx: ProcessContext, tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text("utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "sharding.md").read_text("utf-8")
     for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(snippet, "docs/sharding.md", "exec"), {})
 

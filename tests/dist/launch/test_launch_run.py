@@ -346,7 +346,7 @@ time.sleep(100)
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[subprocess.Popen[str]]:
     """A process with torch loaded that forks launchers."""
-    command = [sys.executable, str(Path(__file__).with_name("launch_zygote.py"))]
+    command = [sys.executable, str(Path(__file__).parents[2] / "support" / "launch_zygote.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
         assert process.stdin is not None

@@ -20,6 +20,7 @@ from hasten.cli.main import main
 pytestmark = pytest.mark.timed
 
 HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[2] / "support"
 SCRIPT = HERE / "odd_cases.py"
 AFTER_S = 1.5
 HOLD_S, NOTE_S = "4", "1.2"
@@ -36,7 +37,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a process that forks ranks."""
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its native library keeps a pipe forever
     path = str(tmp_path_factory.mktemp("warm") / "socket")
-    words = [sys.executable, str(HERE / "rank_zygote.py"), "serve", path]
+    words = [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
@@ -53,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(warm: str, *words: str, size: int = 2, after_s: float | None = None) -> int:
-    rank = [sys.executable, "-S", str(HERE / "rank_zygote.py"), "rank", warm, "train.py", *words]
+    rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, "train.py", *words]
     settings = [] if after_s is None else [f"--stall_after_s={after_s}"]
     return main(["launch", "--cpu", f"--num_processes={size}", *settings, "--no_python", "--", *rank])
 

@@ -212,7 +212,7 @@ def test_budgets_are_durations() -> None:
 @pytest.mark.timeout(310)
 def test_the_digits_example_is_tuned_from_end_to_end(tmp_path: Path) -> None:
     """Real runs of a real script: the table has the script as it is and candidates, and the settings are written."""
-    script = Path(__file__).parents[3] / "examples" / "digits.py"
+    script = Path(__file__).parents[4] / "examples" / "digits.py"
     options = ["--budget", "90s", "--updates", "10", "--json", "-o", str(tmp_path / "config.yaml")]
     command = [
         sys.executable,

@@ -20,7 +20,7 @@ from hasten.testing.machines import NamespaceMachine, Zygote, machines, meet, wa
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
-ZYGOTE: Final = Path(__file__).with_name("launch_zygote.py")
+ZYGOTE: Final = Path(__file__).parents[2] / "support" / "launch_zygote.py"
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from hasten.testing.machines import NamespaceMachine, Zygote, machines, meet, wa
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 HERE: Final = Path(__file__).parent
+SUPPORT: Final = Path(__file__).parents[2] / "support"
 SCRIPT: Final = HERE / "memory_copies_train.py"
 RETURN_S: Final = 10.0
 
@@ -25,7 +26,7 @@ RETURN_S: Final = 10.0
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     if reason := why_impossible():
         pytest.skip(reason)
-    with warm_launcher(HERE / "launch_zygote.py", tmp_path_factory.mktemp("home")) as process:
+    with warm_launcher(SUPPORT / "launch_zygote.py", tmp_path_factory.mktemp("home")) as process:
         yield process
 
 
@@ -33,7 +34,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a process that forks ranks."""
     path = str(tmp_path_factory.mktemp("warm") / "socket")
-    words = [sys.executable, str(HERE / "rank_zygote.py"), "serve", path]
+    words = [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
@@ -50,7 +51,7 @@ class Job:
         self.hosts = hosts
         self._folder = folder
         self._every = every or None
-        rank = [sys.executable, "-S", str(HERE / "rank_zygote.py"), "rank", warm, str(SCRIPT)]
+        rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, str(SCRIPT)]
         self._words = ["--max_restarts=99", "--no_python", "--", *rank, strategy, str(updates), str(every)]
         for number in range(2):
             (folder / f"updates-{number}").unlink(missing_ok=True)
