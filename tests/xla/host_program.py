@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.xla.training import Run, net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator, set_seed
 from hasten.errors import DivergenceError, HastenError
+from tests.xla.training import Run, net
 
 # Any in this file: prepared objects, and results of scenarios.
 

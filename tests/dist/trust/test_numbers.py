@@ -129,7 +129,7 @@ def test_the_command_in_the_message_gives_the_samples(ctx: ProcessContext, tmp_p
         train(accelerator, 17, first=accelerator.save_state)
     command = re.search(r"fetch it again: hasten (data show .*)", str(caught.value))
     assert command is not None
-    for extra, found in (["--json"], "samples"), (["--dataset", "hasten.testing.toys:Rows"], "sample "):
+    for extra, found in (["--json"], "samples"), (["--dataset", "tests.support.toys:Rows"], "sample "):
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             assert main([*command[1].split(), *extra]) == 0
