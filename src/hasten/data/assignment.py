@@ -122,6 +122,5 @@ def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
     """Raise ConfigError for pad="full" where the number of rows of a full batch is unknown."""
     if config.pad == "full":
         raise ConfigError(
-            f'pad="full" with {what}, so the rows that the last batches should be filled to are not known, and they would '
-            f'stay short. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
+            f'pad="full" with {what}, so the size of a full batch is unknown. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
         )

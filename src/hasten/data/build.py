@@ -61,7 +61,7 @@ def prepare_loader(
         return loader
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
-        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
+        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
     seats = Seats(
         ctx.mesh.index(ctx.rank, *BATCH),
         ctx.mesh.size(*BATCH),
@@ -128,13 +128,13 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
     """Raise PrepareError for a loader with settings that a prepared one cannot preserve."""
     if not getattr(loader, "in_order", True):
         raise PrepareError(
-            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
-            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+            "the loader has in_order=False, so batches arrive in the order in which workers finish, and end of epoch, padding and "
+            "position are unknown. Build it with in_order=True."
         )
     if getattr(loader, "next_iter_state", None) is not None:
         raise PrepareError(
-            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
-            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
+            "the StatefulDataLoader has a loaded state for its next iteration, which prepare() would lose. Prepare the loader first, "
+            "then load the state_dict() of a prepared loader into it."
         )
 
 

@@ -234,8 +234,8 @@ class DispatchSource(OuterSource):
             item, more, error = wire.receive()
             if error is not None:
                 raise PeerFailedError(
-                    f"rank {self._comm.ranks[0]}, which reads the data for all ranks, failed with {error}; this rank "
-                    f"has no batch to go on with. Look at that rank's traceback."
+                    f"rank {self._comm.ranks[0]}, which reads the data for all ranks, failed with {error}; so this rank has no batch. "
+                    "See the traceback of that rank."
                 )
             if item is not None:
                 yield item

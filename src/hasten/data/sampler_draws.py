@@ -68,7 +68,9 @@ class DrawTrial:
             steady = once is not None and again is not None and _sketch(once) == _sketch(again)
             sketches = comm.all_gather_object(_sketch(once) if steady and once is not None else None)
             if _are_different([None if one is None else (set(one[0]), one[1]) for one in sketches]):
-                raise different_data(f"{type(self._sampler).__name__} yields other indices on every rank", comm.size)
+                raise different_data(
+                    f"{type(self._sampler).__name__} yields different indices on every rank", comm.size
+                )
 
 
 def _sketch(units: list[Any]) -> tuple[list[int], int]:

@@ -193,9 +193,9 @@ class StreamSource:
         origins = stream.get("origins", (None,) * saved)
         if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
             raise DataError(
-                "the stream's shards are shuffled without a seed, or with another one than in the run that was saved, so "
-                "their order cannot be found again and samples would be lost or read twice. Give shuffle() the seed of "
-                "the saved run; without one, begin a new epoch with loader.set_epoch() instead of a loaded state."
+                "the stream's shards are shuffled without a seed, or with a different one than in the saved run, so their order cannot "
+                "be reproduced and samples would be lost or read twice. Give shuffle() the seed of "
+                "the saved run; without one, start a new epoch with loader.set_epoch() instead of a loaded state."
             )
         if not any(stream["positions"]):  # the start of an epoch, for any number of workers and ranks
             return Mark(tuple(Stand(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
@@ -210,15 +210,15 @@ class StreamSource:
         if saved != self._num_workers:
             raise DataError(
                 f"the stream's position was saved with {saved} reading worker(s), and this loader has "
-                f"{self._num_workers}; each worker reads a part of its own, so samples would be lost or repeated. "
+                f"{self._num_workers}; each worker reads a different part, so samples would be lost or repeated. "
                 f"Set num_workers={saved}."
             )
         shards = stream.get("shards", self._cutting.num_shards)
         own = self._cutting.sharing != "strided"
         if shards != self._cutting.num_shards or ("shards" in stream) != own:
             raise DataError(
-                f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there "
-                f"are {self._cutting.num_shards} now; a rank's part is another one, so samples would be lost or "
+                f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there are "
+                f"{self._cutting.num_shards} now; the parts of the ranks differ, so samples would be lost or "
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
@@ -314,8 +314,8 @@ def _raise_failures(told: list[int], error: Exception | None, comm: Comm) -> Non
     failed = [comm.ranks[member] for member, said in enumerate(told) if said == _FAILED]
     if failed:
         raise PeerFailedError(
-            f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank has no step to take with them. "
-            f"Look at the traceback of that rank."
+            f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank cannot take a step with them. See the "
+            "traceback of that rank."
         )
 
 
@@ -328,9 +328,9 @@ def _go_on(told: list[int], comm: Comm, drop_last: bool) -> bool:
     empty = [comm.ranks[member] for member, said in enumerate(told) if said == _EMPTY]
     if empty and len(empty) < len(told) and not drop_last:
         raise DataError(
-            f"the stream gave no sample to rank(s) {', '.join(map(str, empty))} of {len(told)}, so they could not take "
-            f"a step with the others. Give the dataset at least {len(told)} shards, or samples for every rank; "
-            f"drop_last=True ends the epoch where the shortest rank does, even_batches=False lets each rank end alone."
+            f"the stream has no sample for rank(s) {', '.join(map(str, empty))} of {len(told)}, so these ranks could not take part in a "
+            f"step. Give the dataset at least {len(told)} shards, or samples for every rank; "
+            f"drop_last=True ends the epoch with the shortest rank, even_batches=False ends each rank separately."
         )
     return all(said == _MORE for said in told) if drop_last else any(said == _MORE for said in told)
 

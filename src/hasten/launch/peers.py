@@ -79,8 +79,8 @@ class Peers:
                 if now - since < _SILENCE_S:
                     continue
                 raise MachineLost(
-                    f"machine {machine} ({host}) has been silent for {_SILENCE_S:g} s: it is down, or the network to it is. "
-                    f"The job cannot go on without it; look there, then start again."
+                    f"machine {machine} ({host}) has not responded for {_SILENCE_S:g} s: it is down, or the network to it is. The job "
+                    "cannot continue without it; check the machine, then restart the job."
                 )
 
         self.suspects = tuple(suspects)
@@ -99,8 +99,8 @@ class Peers:
         for machine, code in self._codes().items():
             if machine != self.index and code not in (0, PREEMPTED):
                 raise PeerMachineFailed(
-                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot go on "
-                    f"without it. Look at its output.",
+                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot continue without it. "
+                    "Check its output.",
                     code=code,
                 )
 
@@ -227,7 +227,7 @@ class PeerWatch:
             raise self._problem
         silent = time.monotonic() - self._last_word
         if silent > _NO_ANSWER_S:
-            raise MachineLost(f"{self._lost} (no answer for {silent:.0f} s)")
+            raise MachineLost(f"{self._lost} (no response for {silent:.0f} s)")
         return self._waiting
 
     def wait_done(self) -> None:

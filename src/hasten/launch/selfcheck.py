@@ -119,9 +119,7 @@ def measured_links(accelerator: Accelerator) -> Links:
 
     Raises: CheckFailed if there is only one process.
     """
-    _expect(
-        accelerator.num_processes > 1, "there are no links between the processes of a job of one; start two or more"
-    )
+    _expect(accelerator.num_processes > 1, "measuring links needs at least two processes; start two or more")
     topology = accelerator.ctx.topology
     machines = gather_object(topology.node_rank, accelerator.comm)
     beside = [rank for rank, machine in enumerate(machines) if machine == topology.node_rank]
@@ -233,7 +231,7 @@ def _written(accelerator: Accelerator, file: str) -> str:
     if accelerator.is_main_process:
         links.write(file)
     inside = "" if links.node_gb_s is None else f"{links.node_gb_s:.2f} GB/s inside a machine, "
-    between = "" if links.network_gb_s is None else f"{links.network_gb_s:.2f} GB/s between machines for each process, "
+    between = "" if links.network_gb_s is None else f"{links.network_gb_s:.2f} GB/s between machines per process, "
     return f"{inside}{between}written to {file}"
 
 
@@ -243,7 +241,7 @@ def main() -> int:
     file = sys.argv[1] if len(sys.argv) > 1 else None
     good = run(accelerator, CHECKS if file is None else (*CHECKS, ("links", lambda given: _written(given, file))))
     if accelerator.is_main_process:
-        sys.stdout.write("everything works\n" if good else "something does not work, see above\n")
+        sys.stdout.write("everything works\n" if good else "some checks failed, see above\n")
     return 0 if good else 1
 
 

@@ -73,7 +73,7 @@ class Progress(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
-            raise ConfigError("progress() got nothing to iterate over; give an iterable, or call update() by hand.")
+            raise ConfigError("progress() has no iterable to iterate over; pass one, or call update() directly.")
         pulse = self._here.pulse
         if pulse is not None:
             pulse.asked()

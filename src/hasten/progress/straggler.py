@@ -95,7 +95,7 @@ class Straggler:
     def __str__(self) -> str:
         factor = self.seconds / max(self.usual_s, 1e-9)
         return (
-            f"rank {self.rank} holds up the rest: {self.seconds * 1e3:.3g} ms to its backward pass, "
+            f"rank {self.rank} is slower than the others: {self.seconds * 1e3:.3g} ms to its backward pass, "
             f"{factor:.1f}x the usual {self.usual_s * 1e3:.3g} ms"
         )
 

@@ -94,7 +94,7 @@ class NativeStrategy:
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         if self._stages is not None:
             raise StepError(
-                "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (pp_size > 1). Replace the "
+                "accelerator.backward() cannot reach the layers that are on other pipeline ranks (pp_size > 1). Replace the "
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
                 "loss_of takes the model and a batch and returns the loss."
             )
@@ -162,17 +162,16 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
     for item in items:
         if isinstance(item.value, Placeholder) and not placeholders:
             raise PrepareError(
-                f"{type(item.value).__name__} stands for an optimizer that DeepSpeed makes from its configuration, so that nothing "
-                "would be trained here. Use strategy='deepspeed', or prepare a real optimizer."
+                f"{type(item.value).__name__} is a placeholder for an optimizer that DeepSpeed creates, so nothing would be trained "
+                "with this strategy. Use strategy='deepspeed', or prepare a real optimizer."
             )
         if not is_factory(item.value):
             continue
         trainable = [model for model in models if any(p.requires_grad for p in model.parameters())]
         if len(trainable) != 1:
             raise PrepareError(
-                f"an optimizer factory was given with {len(trainable)} trainable models, so it is not clear which "
-                "parameters it is for; prepare each model with its factory in a call of its own, or make the "
-                "optimizer yourself."
+                f"an optimizer factory was given with {len(trainable)} trainable models, so it is unclear which parameters it is for; "
+                "prepare each model with its factory in a separate call, or create the optimizer."
             )
         made: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
         item.value = made

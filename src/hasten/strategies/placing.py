@@ -29,8 +29,8 @@ class PlaceOnDevice:
         if on_meta:
             raise PrepareError(
                 f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
-                "train. Fill them first with load_checkpoint_in_model(model, folder), or shard it with "
-                "strategy='fsdp', which fills meta parameters."
+                "train. Load them first with load_checkpoint_in_model(model, folder), or use strategy='fsdp', which initializes meta "
+                "parameters."
             )
         # the code that loaded the model has already spread it over devices
         if not wish.place or hasattr(model, "hf_device_map") or is_dispatched(model):
@@ -75,7 +75,7 @@ def give_masters(model: nn.Module) -> None:
     if changed:
         counts = " and ".join(f"{count} {str(dtype).removeprefix('torch.')}" for dtype, count in changed.items())
         log.info(
-            "%s: %s parameters are trained as float32 master weights (master_weights=keep leaves them as they are)",
+            "%s: %s parameters are trained as float32 master weights (master_weights=keep keeps their dtype)",
             type(model).__name__,
             counts,
         )

@@ -61,8 +61,8 @@ class Recompute:
         found = self._find(model)
         if not found and is_trainable(model):
             raise ConfigError(
-                f"{self._setting} asks to recompute activations, but {type(model).__name__} has no repeated block, so "
-                "nothing would be saved. Name the classes of its blocks in recompute."
+                f"{self._setting} is set, but {type(model).__name__} has no repeated block to recompute. Name the classes of its blocks "
+                "in recompute."
             )
         inside = {id(part) for block in found for part in block.modules() if part is not block}
         return [block for block in found if id(block) not in inside]

@@ -106,7 +106,7 @@ def chosen(only: str | None) -> tuple[Cell, ...]:
     if strangers := [word for word in wanted if word not in known] or ([] if wanted else [only]):
         names = ", ".join(dict.fromkeys(cell.backend for cell in everything))
         raise ConfigError(
-            f"--only {strangers[0]!r} names no cell of the matrix, so nothing would be tried; name backends ({names}), precisions (fp32, "
+            f"--only {strangers[0]!r} matches no cell of the matrix; name backends ({names}), precisions (fp32, "
             "bf16, fp16) or both as in ddp-bf16."
         )
     backends = {word for word in wanted if word in {cell.backend for cell in everything}}
@@ -224,7 +224,9 @@ def _show(outcomes: Sequence[CellOutcome]) -> None:
 
 def table(outcomes: Sequence[CellOutcome]) -> Table:
     """Return a table with one row per cell, narrow enough for a terminal of 80 columns."""
-    shown = Table(title="the same training in one plain process, and here", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(
+        title="the same training in one plain process, and in this configuration", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for title, side in (
         ("backend", "left"),
         ("precision", "left"),

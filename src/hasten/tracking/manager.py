@@ -135,8 +135,8 @@ class TrackerManager:
         unknown = set(init_kwargs or ()) - set(self._names)
         if unknown:
             raise TrackerError(
-                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self._names)}; these settings would "
-                "be lost. Use the names given to log_with."
+                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self._names)}; these settings would be ignored. Use "
+                "the names passed to log_with."
             )
         self.finish()
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -234,7 +234,7 @@ class TrackerManager:
         if dataframe is not None:
             columns, data = [str(column) for column in dataframe.columns], dataframe.values.tolist()
         if columns is None or data is None:
-            raise TrackerError(f"the table {name!r} came without content. Give columns and data, or a dataframe.")
+            raise TrackerError(f"the table {name!r} has no content. Pass columns and data, or a dataframe.")
         rows = plain_rows(name, columns, data)
         entry = TableEntry(name=name, columns=list(columns), rows=rows, step=self._next(step), time_s=time.time())
         self._post(entry, log_kwargs or {})
@@ -243,7 +243,7 @@ class TrackerManager:
         """Send everything logged so far to the trackers and wait until they have written it."""
         self._send()
         if not self._writer.drain(timeout_s):
-            self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training goes on.")
+            self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training continues.")
         self._announce()
 
     def _ready(self, action: str) -> bool:
@@ -251,8 +251,8 @@ class TrackerManager:
             return False
         if self._run is None:
             raise TrackerError(
-                f"{action} was called before init_trackers; the values have no run to go to. "
-                "Call accelerator.init_trackers('project') once, on every rank."
+                f"{action} was called before init_trackers; so the values cannot be logged. Call accelerator.init_trackers('project') "
+                "once, on every rank."
             )
         self._start()
         self._announce()
@@ -315,7 +315,7 @@ class TrackerManager:
         Raises: TrackerError if no tracker has this name.
         """
         if name not in self._names:
-            raise TrackerError(f"there is no tracker {name!r}; log_with gave {list(self._names)}.")
+            raise TrackerError(f"there is no tracker {name!r}; the trackers of log_with are {list(self._names)}.")
         self._start()
         for lane in self._lanes:
             if lane.tracker.name == name and (lane.open or not self._started):
@@ -365,8 +365,8 @@ class TrackerManager:
             if self._logged:
                 self._warn_once(
                     "late resume",
-                    f"a checkpoint of run {state['run_id']} was loaded after run {self._run.run_id} had begun to log, "
-                    "so the curve does not continue. Call load_state before the first log.",
+                    f"a checkpoint of run {state['run_id']} was loaded after run {self._run.run_id} had started logging, so the curve "
+                    "does not continue. Call load_state before the first log.",
                 )
                 return
             run, kwargs = self._run, self._init_kwargs

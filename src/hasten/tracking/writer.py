@@ -113,11 +113,11 @@ class WriterLane:
     def _write_one(self, record: Record) -> bool:
         match record:
             case Entry():
-                return self._try("log", lambda: self.tracker.log(record), "training goes on without these values")
+                return self._try("log", lambda: self.tracker.log(record), "training continues without these values")
             case ImageEntry():
-                return self._try("log_images", lambda: self.tracker.log_images(record), "training goes on")
+                return self._try("log_images", lambda: self.tracker.log_images(record), "training continues")
             case TableEntry():
-                return self._try("log_table", lambda: self.tracker.log_table(record), "training goes on")
+                return self._try("log_table", lambda: self.tracker.log_table(record), "training continues")
 
     def _try(self, action: str, call: Callable[[], None], consequence: str) -> bool:
         try:

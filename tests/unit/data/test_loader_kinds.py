@@ -157,7 +157,7 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_twice() -> None:
     wrong: Any = DistributedSampler(DATA, num_replicas=2, rank=0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="num_replicas=3, rank=1"):
         prepared(DataLoader(DATA, sampler=wrong), 1, 3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Leave the sampler out"):
+    with pytest.raises(ConfigError, match="Remove the sampler"):
         prepared(DataLoader(DATA, sampler=wrong), 0, 2, dispatch_batches=True)  # type: ignore[arg-type]
 
 

@@ -118,7 +118,7 @@ def test_a_changed_setting_is_named_by_itself() -> None:
     left = report(0, config="a", settings={"mixed_precision": "'bf16'", "strategy": "'ddp'"})
     right = report(1, config="b", settings={"strategy": "'ddp'"})
     assert disagreements([left, right]) == ["the setting mixed_precision: 'bf16' on h0; its default on h1"]
-    with pytest.raises(LaunchError, match=r"do not run the same thing(.|\n)*--check_in warn"):
+    with pytest.raises(LaunchError, match=r"the machines differ(.|\n)*--check_in warn"):
         check_agreement([left, right])
 
 

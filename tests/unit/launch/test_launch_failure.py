@@ -110,7 +110,7 @@ def test_signals_are_named() -> None:
 
 def test_a_preempted_run_is_told_apart_from_a_failure() -> None:
     preempted = Failure(0, "h", PREEMPTED_EXIT_CODE, 0.0, pid=1, summary="", traceback="")
-    assert "told to stop" in (hint_for(preempted) or "")
+    assert "saved a checkpoint and stopped" in (hint_for(preempted) or "")
 
 
 def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:

@@ -101,7 +101,7 @@ def test_counting_by_hand() -> None:
     with Progress[int](here=Surroundings(display=sheet), total=10) as bar:
         bar.update(4, samples=8)
     assert (sheet.readings[-1].step, sheet.closed) == (4, 1)
-    with pytest.raises(ConfigError, match="nothing to iterate"):
+    with pytest.raises(ConfigError, match="no iterable to iterate"):
         next(iter(bar))
 
 

@@ -246,7 +246,7 @@ def test_log_before_init_is_an_error_and_without_trackers_nothing() -> None:
 
 def test_unknown_names_are_errors() -> None:
     manager = TrackerManager([ListTracker()])
-    with pytest.raises(TrackerError, match="names given to log_with"):
+    with pytest.raises(TrackerError, match="names passed to log_with"):
         manager.init("project", init_kwargs={"lst": {}})
     with pytest.raises(TrackerError, match="no tracker"):
         manager.get("lst")

@@ -115,7 +115,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommError, match="chmod 700"):
         private_folder(folder)
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(CommError, match="others could read"):
+    with pytest.raises(CommError, match="other users could impersonate this job"):
         private_folder(tmp_path / "link")
 
 
@@ -135,7 +135,7 @@ def test_without_a_job_the_command_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["top"]) == 2
-    assert "you have no running job on this machine" in capsys.readouterr().err
+    assert "no running job of this user was found on this machine" in capsys.readouterr().err
 
 
 def test_the_log_is_kept_whatever_its_handlers() -> None:

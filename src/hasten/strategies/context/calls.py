@@ -112,7 +112,7 @@ class CallHook:
         if self._trainable and model.training and torch.is_grad_enabled() and not spanned:
             raise StepError(
                 f"{type(self._inner).__name__} was called for training outside accelerator.context_parallel(), although "
-                f"cp_size={self._ranks}: each of {self._ranks} ranks would compute whole sequences, and nothing would be split. "
+                f"cp_size={self._ranks}: each of {self._ranks} ranks would compute whole sequences. "
                 f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
             )
 
@@ -152,9 +152,8 @@ class CallHook:
             value = given.get(name)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
                 raise StepError(
-                    f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which is no buffer of the "
-                    "context-parallel block and spans whole sequences, beside parts of them. Add it to the buffers, "
-                    "with its sequence dimension."
+                    f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which spans whole sequences but "
+                    "is not a buffer of the context-parallel block. Add it to the buffers, with its sequence dimension."
                 )
 
     def _refuse_windows(self, length: int) -> None:
@@ -166,7 +165,7 @@ class CallHook:
             if isinstance(window, int) and window < length and (kinds is None or kind in kinds):
                 raise StepError(
                     f"{type(self._base).__name__} has config.{name}={window}, and sequences of {length} tokens that are split over "
-                    f"{self._ranks} ranks are attended to whole. Use sequences of at most {window} tokens, or cp_size=1."
+                    f"{self._ranks} ranks are attended to without a window. Use sequences of at most {window} tokens, or cp_size=1."
                 )
 
     def _refuse_other_positions(self) -> None:
@@ -179,8 +178,8 @@ class CallHook:
         if padded or hasattr(self._base, "get_rope_index"):
             why = f"counts positions from {padded[0]!r}'s padding_idx" if padded else "computes them from its images"
             raise StepError(
-                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {why}; from a "
-                "part of a sequence it would get others. Compute position_ids of whole sequences and pass them as a buffer."
+                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {why}; for a part of "
+                "a sequence they would be wrong. Compute position_ids of whole sequences and pass them as a buffer."
             )
 
     def _shifted(self, block: Opened, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -195,8 +194,8 @@ class CallHook:
             return None
         if "loss_function" not in inspect.unwrap(type(self._base).forward).__code__.co_names:
             raise StepError(
-                f"{type(self._base).__name__} shifts labels by itself, by code of its own, so that the tokens at the ends of each "
-                "rank's part would be lost. Shift the labels before the block and compute the loss from the logits."
+                f"{type(self._base).__name__} shifts labels in its forward, so the tokens at the ends of each rank's part would be "
+                "lost. Shift the labels before the block and compute the loss from the logits."
             )
         whole = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
         mine = block.part(whole, labels[1])

@@ -48,9 +48,9 @@ def check_positions(
             worst = max(worst, _difference(expected, mine, block))
     if worst > _TOLERANCE:
         raise StepError(
-            f"{type(inner).__name__} gets no positions in this context-parallel block, and attention sees other queries, keys or "
-            f"values in parts of a sequence than in the whole (they differ by {worst:.0%}): it makes positions from the length of "
-            "its input, or mixes neighbouring tokens outside attention. Give the model the positions as an argument and a buffer: "
+            f"{type(inner).__name__} receives no positions in this context-parallel block, and queries, keys or values of attention "
+            f"differ between parts of a sequence and the whole sequence (by {worst:.0%}): it computes positions from the length of its "
+            "input, or mixes neighbouring tokens outside attention. Pass the positions to the model and to the block as a buffer: "
             "context_parallel([tokens, labels, positions], [1, 1, 1]) with positions = torch.arange(length).expand(batch, -1), or set "
             "cp_size=1."
         )
@@ -78,7 +78,7 @@ def check_labels(
     if most > 0 and len(found) == 2 and found[0] == found[1]:
         raise StepError(
             f"{type(inner).__name__} returns a loss that the first label of this rank's part of {name!r} does not change: it shifts "
-            "labels by itself, and would lose or mix up the tokens at the ends of parts. Shift the labels before the block "
+            "labels in its forward, so tokens at the ends of parts would be lost or mixed up. Shift the labels before the block "
             "and compute the loss from the logits, with torch.nn.functional.cross_entropy()."
         )
 

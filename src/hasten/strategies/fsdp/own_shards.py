@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ELEMENTWISE: Final = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """Optimizers in which elements are updated independently, so that updating a shard equals sharding the update."""
-_IN_SHARDS: Final = "AdamW, SGD or another optimizer that updates each element by itself"
+_IN_SHARDS: Final = "AdamW, SGD or another elementwise optimizer"
 Collect = Callable[..., Any]  # Any: torch's method, which differs by optimizer
 
 
@@ -50,8 +50,8 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
         uneven = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
         if uneven is not None:
             raise PrepareError(
-                f"{name} joins all parameters into one vector, which torch cannot do when a parameter of shape "
-                f"{tuple(uneven.shape)} is not shared evenly by {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
+                f"{name} concatenates all parameters, which torch does not support if a parameter of shape {tuple(uneven.shape)} is not "
+                f"sharded evenly over {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
                 "or strategy='ddp'."
             )
 

@@ -152,11 +152,11 @@ class ShardModel:
         notes = []
         if len(blocks) < len(chosen):
             notes.append(
-                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded on their own, because they share "
-                f"{tied[0]!r} with another block: they join the group around them"
+                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded separately, because they share {tied[0]!r} with "
+                "another block: they are sharded with the enclosing group"
             )
         if zero_dims:
-            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
+            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and are replicated on every rank")
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
         return ShardLayout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
 
@@ -221,8 +221,8 @@ class ShardModel:
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible under fsdp: every rank must take part in every gather of "
-            "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
+            "join_uneven_inputs() is not supported under fsdp: every rank must take part in every all-gather of parameters. Use "
+            "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
@@ -267,9 +267,9 @@ def _called_inside(block: nn.Module, inputs: object) -> None:
     # gathered parameters of split layers are DTensors too, but only along the tensor-parallel axis
     if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):
         raise StepError(
-            f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
-            "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "
-            f"own: fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
+            f"a {type(block).__name__} was called outside its model's forward. With a world size of one all parameters are in one shard "
+            "group, which is only gathered by a call of the model. Call the model, or shard the blocks as separate groups: "
+            f"fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
         )
 
 
@@ -311,16 +311,15 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
     name = type(model).__name__
     if isinstance(model, CONTAINERS):
         raise PrepareError(
-            f"a {name} is never called itself, so nothing would gather its parameters. Put its modules into a module "
-            "with a forward, or prepare each of them."
+            f"a {name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
+            "prepare each of them."
         )
     known = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
     inner = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
     if known or inner:
         raise PrepareError(
-            f"{(known or inner)[0]!r} of {name} is also part of a model that is sharded already, and a parameter can "
-            "be in one shard group only. Prepare one module that holds both models, and call its parts through "
-            "methods marked with mark_forward_method()."
+            f"{(known or inner)[0]!r} of {name} is also part of a model that is already sharded, but a parameter can only be in one "
+            "shard group. Prepare one module that contains both models, and call them through methods marked with mark_forward_method()."
         )
 
 
@@ -334,8 +333,8 @@ def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: 
         if len(group) > 1:
             (one, first), (other, second) = list(group.items())[:2]
             raise PrepareError(
-                f"{first!r} is {one} and {second!r} is {other}; both are trained in one shard group, whose gradients "
-                "are reduced together in one dtype. Bring the trained parameters to one dtype (model.float()), or use "
+                f"{first!r} is {one} and {second!r} is {other}; both are trainable and in one shard group, whose gradients are reduced "
+                "in one dtype. Convert the trainable parameters to one dtype (model.float()), or use "
                 "mixed_precision='bf16' with master_weights='fp32'."
             )
 

@@ -46,8 +46,8 @@ class _GatherShards:
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: step()'s
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise StepError(
-                f"{type(optimizer).__name__}.step(closure) cannot update sharded parameters: they are gathered one by one, after "
-                "the gradients are known. Call backward() and step() instead."
+                f"{type(optimizer).__name__}.step(closure) is not supported for sharded parameters, which are gathered one by one after "
+                "the backward. Call backward() and step() instead."
             )
         groups = optimizer.param_groups
         params = [list(group["params"]) for group in groups]

@@ -102,9 +102,9 @@ class Learner:
             again.fill = 0.0
             if not _has_nan(line.run(again, call)):
                 raise PrepareError(
-                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, and only "
-                    "the hidden state of the blocks passes between stages. Give blocks what they need through the hidden "
-                    "state, compute it from the batch, or do not cut this model (pp_size=1)."
+                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, but only the "
+                    "hidden state of the blocks is sent between stages. Pass the value through the hidden state, compute it from the "
+                    "batch, or do not use a pipeline for this model (pp_size=1)."
                 )
         return out
 

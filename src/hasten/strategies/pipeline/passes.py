@@ -101,16 +101,16 @@ class Elsewhere(nn.Module):
         if (at.stage == 0 and not at.entered) or (at.final and at.done):
             side, other = ("after", "first_stage") if at.stage == 0 and not at.entered else ("before", "last_stage")
             raise PrepareError(
-                f"{self.name!r} was taken for a module that runs {side} the blocks, by the order in which the model "
-                f"registers its parts, but it is called on the other side. Name it: pp_handler.{other}=({self.name!r},)."
+                f"{self.name!r} was expected to run {side} the blocks, based on the order in which the model registers its modules, but "
+                f"it is called on the other side. Name it: pp_handler.{other}=({self.name!r},)."
             )
         calls = at.seen.units.get(self.name, [])
         number = at.calls[self.name]
         at.calls[self.name] += 1
         if number >= len(calls):
             raise PrepareError(
-                f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is "
-                "not known here. A forward must take the same way on every stage."
+                f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is unknown here. A "
+                "forward must call the same modules on every stage."
             )
         device = self.__dict__["line"].device
         return trees.map_leaves(lambda leaf: _filled(leaf, at.fill, device), calls[number])
@@ -143,7 +143,7 @@ def holes(tree: Any) -> Any:  # Any: output of a module
     if type(tree) is dict:
         return {key: holes(part) for key, part in tree.items()}
     raise PrepareError(
-        f"a module before the blocks returned a {type(tree).__name__}, which cannot stand for itself on other pipeline "
+        f"a module before the blocks returned a {type(tree).__name__}, which cannot be represented by a placeholder on other pipeline "
         "stages. Return tensors, or tuples, lists and dicts of them."
     )
 
@@ -327,8 +327,8 @@ class _LeaveStage(_Hook):
         hidden = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(hidden, Tensor):
             raise PrepareError(
-                f"a {type(block).__name__} returned a {type(output).__name__}, but what passes between pipeline stages is one "
-                "tensor. Let blocks return the hidden state, alone or first in a tuple."
+                f"a {type(block).__name__} returned a {type(output).__name__}, but pipeline stages exchange one tensor. Let blocks "
+                "return the hidden state, alone or first in a tuple."
             )
         if not at.final:
             raise _BlocksDone(hidden)
@@ -361,8 +361,8 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     if "hidden_states" in kwargs:
         return kwargs["hidden_states"]
     raise PrepareError(
-        f"block {name!r} is called without a positional argument, so it is not clear which of {sorted(kwargs)} passes from "
-        "pipeline stage to stage. Give the hidden state as the first argument."
+        f"block {name!r} is called without a positional argument, so it is unclear which of {sorted(kwargs)} is sent between pipeline "
+        "stages. Pass the hidden state as the first argument."
     )
 
 

@@ -80,7 +80,7 @@ class Pipeline:
         if forwarding.find(model, TAG) is not None:
             return model
         ctx, rank = self._ctx, self._comm.rank
-        with agree(ctx.world, f"cutting {type(model).__name__} into pipeline stages"):
+        with agree(ctx.world, f"splitting {type(model).__name__} into pipeline stages"):
             cut = decide(model, self._config, self._place)
             _refuse(model)
         source = source_of(model, self._fsdp, ctx)
@@ -127,7 +127,7 @@ class Pipeline:
         forward = forwarding.find(model, TAG)
         if not isinstance(forward, StageForward):
             raise PrepareError(
-                f"a {type(model).__name__} was given that this Accelerator has not cut into pipeline stages; pass what "
+                f"a {type(model).__name__} was passed that this Accelerator has not split into pipeline stages; pass the model that "
                 "prepare() returned."
             )
         return forward.line
@@ -200,15 +200,15 @@ class Pipeline:
         model, line = forward.module, forward.line
         if torch.is_grad_enabled():
             raise StepError(
-                f"{type(model).__name__} was called with gradients enabled, but its layers lie on {self._comm.size} pipeline "
-                "ranks, and a backward would end at the stage's first block. Train with accelerator.forward_backward("
+                f"{type(model).__name__} was called with gradients enabled, but its layers are on {self._comm.size} pipeline "
+                "ranks, so backward would stop at the stage's first block. Train with accelerator.forward_backward("
                 "model, batch, loss_of), and call the model under torch.no_grad()."
             )
         if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
             raise StepError(
-                f"{type(model).__name__} was called with a cache of keys, as generate() does with use_cache=True, but a pipeline stage "
-                "has no keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
-                "(accelerator.save_model) and generate in a process that holds all of it."
+                f"{type(model).__name__} was called with a key-value cache, as generate() does with use_cache=True, but a pipeline "
+                "stage does not have the keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
+                "(accelerator.save_model) and generate in a process with the whole model."
             )
         rows = trees.batch_size((args, kwargs))
         size = max(1, -(-(rows or 1) // self._count))
@@ -275,13 +275,13 @@ class Pipeline:
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         raise PrepareError(
-            f"mark_forward_method({name!r}) is not possible under pipeline parallelism: only the forward of the model passes "
-            "through the stages. Call the model itself."
+            f"mark_forward_method({name!r}) is not supported under pipeline parallelism: only the model's forward runs through the "
+            "stages. Call the model."
         )
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible under pipeline parallelism: every stage must take part in every batch. Use "
+            "join_uneven_inputs() is not supported under pipeline parallelism: every stage must take part in every batch. Use "
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
@@ -314,14 +314,18 @@ def _refuse(model: nn.Module) -> None:
     """Raise for settings of the model that stages cannot run with, and turn its cache off."""
     if getattr(model, "is_gradient_checkpointing", False):
         raise PrepareError(
-            f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
-            "begin. Switch its gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
+            f"{type(model).__name__} recomputes activations around the calls of its blocks, where pipeline stages begin. Turn its "
+            "gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
     for key in ("config", "generation_config"):
         settings: Any = getattr(model, key, None)  # Any: transformers' settings of the model
         if getattr(settings, "use_cache", False):
             settings.use_cache = False
-            log.info("%s: %s.use_cache is switched off: a stage has no keys of other stages", type(model).__name__, key)
+            log.info(
+                "%s: %s.use_cache is set to False: a stage does not have the keys of other stages",
+                type(model).__name__,
+                key,
+            )
 
 
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:
@@ -330,8 +334,8 @@ def _refuse_batch_norm(model: nn.Module, count: int) -> None:
     name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
     if name is not None:
         raise StepError(
-            f"{name!r} normalises by the mean and variance of its batch, and under pipeline parallelism it sees one of {count} "
-            "micro-batches at a time: other numbers than those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
+            f"{name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {count} "
+            "micro-batches at a time, so the results would differ from those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
             "statistics with .eval(), or set pp_handler.num_microbatches=1 with schedule='gpipe'."
         )
 
@@ -376,7 +380,7 @@ def _account(model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]
         lines.append(
             f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(held)}, {costs[stage] / total:.0%} of the work"
         )
-    text = f"{type(model).__name__} is cut into {len(cut.ranges)} stages: " + "; ".join(lines)
+    text = f"{type(model).__name__} is split into {len(cut.ranges)} stages: " + "; ".join(lines)
     if ties:
         text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
     return text

@@ -41,19 +41,21 @@ def trace(
     Raises: ConfigError when the loop does not reach a step, or the step cannot run on fake tensors.
     """
     if not hasattr(os, "fork"):
-        raise ConfigError("planning forks the training loop, which this system cannot; run it on Linux or macOS.")
+        raise ConfigError("planning needs fork(), which this system does not support; run it on Linux or macOS.")
     found = Findings()
     takeover = Takeover(precisions, found.look, workers or min(4, os.cpu_count() or 1))
     steps = takeover.run(loop)
     failed = next((step for step in steps if step.error and not step.run.recompute), None)
     if failed is not None:
         raise ConfigError(
-            f"the training step of {name} cannot be traced: {failed.error}. A step that depends on numbers of a batch has no "
-            "plan; give module:function with the model and inputs alone."
+            f"the training step of {name} cannot be traced: {failed.error}. A step that depends on the values of a batch cannot be "
+            "planned; give module:function with the model and inputs only."
         )
     for step in steps:
         if step.error:
-            log.warning("recompute is left out of the plan of %s: its step cannot be traced (%s)", name, step.error)
+            log.warning(
+                "recompute is excluded from the plan of %s, because its step cannot be traced (%s)", name, step.error
+            )
             break
     own = tuple(sorted(takeover.own.items()))
     return replace(found.joined(name, [step for step in steps if not step.error]), own=own)

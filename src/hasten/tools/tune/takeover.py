@@ -120,8 +120,8 @@ class Takeover(Rehearsal):
         if self._run is not None:
             self._answer(TracedStep(self._run, error=what))
         raise ConfigError(
-            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it alone to see where, or "
-            "give module:function, which needs no data."
+            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it directly to see the cause, or give "
+            "module:function, which needs no data."
         )
 
     # -- in the parent process --------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ class Takeover(Rehearsal):
             return os.fork()
         except OSError as error:
             raise ConfigError(
-                f"the process that runs the script cannot be copied ({error.strerror}): what the script has loaded by its first prepare() "
-                "is too large for this machine. Load less data, or give module:function, which needs none."
+                f"the process that runs the script cannot be copied ({error.strerror}): the script has loaded too much data before its "
+                "first prepare(). Load less data, or give module:function, which needs none."
             ) from error
 
     # -- in a fork --------------------------------------------------------------------------------------------------

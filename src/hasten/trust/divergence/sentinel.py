@@ -110,7 +110,7 @@ class Sentinel:
             self._advance(None)
             time.sleep(_LOOK_S)
         if self._pending:
-            log.warning("the last divergence check was left out: not every rank came to it")
+            log.warning("the last divergence check was skipped: not every rank reached it")
 
     def _advance(self, step: int | None) -> None:
         """Advance every check as far as possible without waiting; `step` is None at the end of training."""
@@ -119,7 +119,7 @@ class Sentinel:
                 if step is None or step > check.step:
                     self._move(check, step)
         except LOST:  # the process that serves the store has exited, which is reported there
-            log.warning("divergence checks end here: the job's store is gone")
+            log.warning("divergence checks stop here: the connection to the job's store is lost")
             self._pending.clear()
 
     def _move(self, check: _Check, step: int | None) -> None:
@@ -189,19 +189,19 @@ class Sentinel:
     def _act(self, found: Divergence) -> None:
         self._pending.clear()  # checks taken in the meantime would report the same again
         if self._settings.then == "stop" and not found.mild:
-            message = found.message("every rank stops here; divergence=report would go on")
+            message = found.message("every rank stops here; divergence=report would continue")
             raise DivergenceError(message, found.cause, found.step, found.differences[0].name, found.odd)
         self._replicas.forgiven.update((one.kind, one.name) for one in found.differences)
         if self._ctx.is_main:
-            text = found.message("training goes on, and these are not compared any more")
+            text = found.message("training continues, and these values are no longer compared")
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _warn_of_unmatched(self) -> None:
         unmatched = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
         if unmatched:
             text = (
-                f"divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it "
-                "excludes nothing from the comparison of ranks there. Give canonical names such as 'encoder.*.running_mean'."
+                f"divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it has no "
+                "effect. Give canonical names such as 'encoder.*.running_mean'."
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
 

@@ -57,8 +57,8 @@ def private_folder(folder: Path) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise CommError(
-            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}; others could read or answer in place "
-            f"of this job. Remove it, or run `chmod 700 {folder}` if it is yours."
+            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}; other users could impersonate this "
+            f"job. Remove it, or run `chmod 700 {folder}` if it is yours."
         )
     return folder
 

@@ -117,7 +117,7 @@ class Neighbours:
         elif share >= IDLE_SHARE:
             words = f"it uses {share:.0%} of a processor core"
         else:
-            words = "it wants to run while others use the processor" if fields[_STATUS] == "R" else "it sleeps"
+            words = "it is runnable while other processes use the processor" if fields[_STATUS] == "R" else "it sleeps"
         self._used[rank] = (now, used, faults, words)
         return words
 

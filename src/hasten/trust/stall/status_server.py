@@ -102,7 +102,7 @@ class Desk:
             path.chmod(0o600)
             made.listen(4)
         except (OSError, CommError) as error:
-            log.info("`hasten top` cannot see this rank: %s", error)
+            log.info("`hasten top` cannot connect to this rank: %s", error)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the given seconds or for `ring`, answering requests; return whether a post was requested."""
@@ -152,7 +152,7 @@ class Desk:
                         return True
                     connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
         except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
-            log.debug("no answer was given: %s", error)
+            log.debug("the request was not answered: %s", error)
         return False
 
     def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values

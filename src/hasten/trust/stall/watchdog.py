@@ -171,7 +171,7 @@ class Watchdog:
         waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
         self._longest_s = max(self._longest_s, waited)
         if self._reported:
-            log.warning("the ranks go on after %.0f s", waited)
+            log.warning("the ranks make progress again after %.0f s", waited)
         self._reported = ()
         self._evidence.forget()
         try:
@@ -202,7 +202,7 @@ class Watchdog:
                 self._judge(_world(self._ranks, notes, states, ended), lost)
                 self._ask(notes, states)
         except LOST as error:
-            log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
+            log.debug("the watchdog of rank %d lost the connection to the store: %s", self._observer.rank, error)
 
     def _say_that_it_moves(self, now: float) -> None:
         """Post that this rank makes progress, because a waiting rank asked."""
@@ -211,7 +211,7 @@ class Watchdog:
             self._bulletin.post(msgspec.structs.replace(state, moves=True))
             self._asked_at = now
         except LOST as error:
-            log.debug("rank %d could not post: %s", self._observer.rank, error)
+            log.debug("rank %d could not post its state: %s", self._observer.rank, error)
 
     def _say_that_it_failed(self) -> None:
         """Post the exception that ended the main thread, if another thread keeps the process alive."""
@@ -292,10 +292,10 @@ class Watchdog:
 
     def _then(self, ends: bool, limit_s: float) -> str:
         if ends:
-            return f"the job ends (exit code {ending.STALLED}); stall=report would let it wait"
+            return f"the job ends (exit code {ending.STALLED}); stall=report would keep waiting"
         if self._settings.then == "report":
-            return "the job goes on waiting (stall=report)"
-        return f"the job goes on waiting, and ends after {limit_s:.0f} s"
+            return "the job keeps waiting (stall=report)"
+        return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 
     def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
         """End this process, unless its training thread does so first."""

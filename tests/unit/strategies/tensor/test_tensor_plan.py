@@ -137,7 +137,7 @@ class Joined(nn.Module):
 
 def test_nothing_to_split_names_a_plan_for_this_very_model() -> None:
     net = model(Joined)
-    with pytest.raises(PrepareError, match=r"joins queries, keys and values .* 'colwise_thirds'") as raised:
+    with pytest.raises(PrepareError, match=r"concatenates queries, keys and values .* 'colwise_thirds'") as raised:
         decide(net, "auto", (), 2)
     plan = working_plan(net, 2)
     assert plan == {"*.parts.*.qkv": "colwise_gather_output", "*.parts.*.proj": "colwise_gather_output"}

@@ -220,7 +220,7 @@ def test_a_launch_chooses_its_strategy_and_says_why(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"], "no accelerator called"),
+        (["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"], "the accelerator"),
         (["absent.py", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "'absent.py' does not exist"),
         (["builtins:int", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "returns int; return the model"),
         (["no.such:thing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "cannot be built"),

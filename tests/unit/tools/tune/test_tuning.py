@@ -114,7 +114,7 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
     assert len(found.trials) == 2
     assert found.not_tried == [{"a": 2}, {"a": 3}]
     assert conclusion(found, ["fused=True"], "c.yaml", changed=False) == [
-        "best: the script as it is; nothing that was tried is faster at equal losses",
+        "best: the unchanged script; no candidate is faster at equal losses",
         "not tried, because the budget was spent: a (2, 3); give a longer --budget, or --only some",
         "  in the script: fused=True",
         "written: c.yaml, which leaves every setting as it is",
@@ -138,7 +138,7 @@ def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
     assert found.not_tried_words == ["batch_size (32, 64)", "b"]
     nothing = course({}, Knob("a", (1, 2)), trials=1)
     assert conclusion(nothing, [], None, changed=False) == [
-        "the script was measured as it is; nothing else was tried",
+        "only the unchanged script was measured",
         "not tried, because the budget was spent: a; give a longer --budget, or --only some",
     ]
 

@@ -156,7 +156,7 @@ def refuse_other_devices(ctx: ProcessContext) -> None:
         reached = "none"
     if reached != ctx.device.type:
         raise ConfigError(
-            f"strategy='megatron' was asked for on {ctx.device.type!r}, and megatron-core calls CUDA throughout; train on NVIDIA GPUs, "
+            f"strategy='megatron' is not supported on {ctx.device.type!r}, because megatron-core needs CUDA; train on NVIDIA GPUs, "
             "or use strategy='fsdp' with tp_size and pp_size."
         )
 
@@ -173,8 +173,8 @@ def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
             return
         if world is dist.group.WORLD:
             raise ConfigError(
-                f"an Accelerator with {_shown(sizes)} was made in a process that has one with {_shown(known)}, and megatron-core keeps one "
-                "layout per process. Start another process."
+                f"an Accelerator with {_shown(sizes)} was created in a process that already has one with {_shown(known)}, but "
+                "megatron-core supports one layout per process. Start another process."
             )
         state.destroy_model_parallel()
     with quiet():

@@ -45,7 +45,7 @@ class FromFirstHost:
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if any(isinstance(tensor, _LAZY) for tensor in held.values()):
             raise PrepareError(
-                f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so that hosts cannot be given the same ones; "
+                f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be broadcast to all hosts; "
                 "run one batch through the model before prepare()."
             )
         self._compare(model, [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in held.items()])
@@ -163,7 +163,7 @@ class AcrossHosts(Alone):
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible on several XLA hosts: each takes part in every average of gradients. Use "
+            "join_uneven_inputs() is not supported on several XLA hosts: each host must take part in every gradient reduction. Use "
             "even_batches=True (the default), which gives every host the same number of batches."
         )
 
