@@ -263,17 +263,17 @@ def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") ->
 def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]) -> None:
     """Raise unless every tensor of the model has a device, and every name of the map exists in the model."""
     tensors = [name for name, _ in named_tensors(model)]
-    homeless = [name for name in tensors if owner_in(device_map, name) is None]
-    if homeless:
+    unplaced = [name for name in tensors if owner_in(device_map, name) is None]
+    if unplaced:
         raise ConfigError(
-            f"the device map has no entry for {_few(homeless)}, so the model could not run. Add an entry "
+            f"the device map has no entry for {_few(unplaced)}, so the model could not run. Add an entry "
             "for each, or for the whole model under the name ''."
         )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
-    strangers = [name for name in device_map if name not in known]
-    if strangers:
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
         raise ConfigError(
-            f"the device map names {_few(strangers)}, which {type(model).__name__} does not have; the entries would have no effect. Use "
+            f"the device map names {_few(unknown)}, which {type(model).__name__} does not have; the entries would have no effect. Use "
             "names from model.named_modules()."
         )
 

@@ -94,9 +94,9 @@ class Runner:
                 "updates": self._given.updates,
                 "hopeless_s": hopeless,
             }
-            told = Path(folder) / "spec.json"
-            told.write_bytes(msgspec.json.encode(spec))
-            command = [*self._command(), str(told), *self._script]
+            spec_file = Path(folder) / "spec.json"
+            spec_file.write_bytes(msgspec.json.encode(spec))
+            command = [*self._command(), str(spec_file), *self._script]
             start = time.monotonic()
             left = max(30.0, self._deadline - start)
             try:

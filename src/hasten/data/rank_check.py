@@ -50,13 +50,13 @@ def agree_on_loader(
         return LoaderAgreement(seed, False)
     length = length_of(loader.dataset)
     finding = _finding(loader) if given is None else {}
-    told = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))
+    gathered = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))
     for name in (*facts, "already_sharded"):
-        _refuse_difference(name, [others[0].get(name) for others in told], comm)
-    seed = told[0][3]
+        _refuse_difference(name, [others[0].get(name) for others in gathered], comm)
+    seed = gathered[0][3]
     if given:
         return LoaderAgreement(seed, True)
-    found = [others[2] for others in told]
+    found = [others[2] for others in gathered]
     splits = [one.get("split") for one in found]
     if given is None and all(splits):
         split = ForeignSplit(*finding["split"])
@@ -68,7 +68,7 @@ def agree_on_loader(
             "split the parts again"
         )
         return LoaderAgreement(seed, True)
-    _refuse_difference(_LENGTH, ["unknown" if others[1] is None else others[1] for others in told], comm)
+    _refuse_difference(_LENGTH, ["unknown" if others[1] is None else others[1] for others in gathered], comm)
     if given is None:
         _compare(loader, found, seed, comm, compares)
     return LoaderAgreement(seed, False, checks=given is None)

@@ -248,7 +248,7 @@ class PeerWatch:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        told = False
+        announced = False
         suspects: tuple[str, ...] = ()
         ended: dict[int, int] = {}
         while not self._stop.is_set():
@@ -261,10 +261,10 @@ class PeerWatch:
                     suspects = self._peers.suspects
                     launcher_files.write_silent(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
-                if self._finished and not told:
+                if self._finished and not announced:
                     self._peers.say_done()
-                    told = True
-                self._all_done = told and self._peers.all_done()
+                    announced = True
+                self._all_done = announced and self._peers.all_done()
             except LaunchError as error:
                 self._problem = error
                 return

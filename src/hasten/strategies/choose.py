@@ -19,7 +19,7 @@ from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, Spread, Strategy, Transform
+from hasten.strategies.base import Caps, DistributionTransform, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp.strategy import Replicate
@@ -139,12 +139,14 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
         alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
-        return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
+        return NativeStrategy("tensor", alone.TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
     # loads torch.distributed.tensor, which takes most of a second
     fsdp2 = import_module("hasten.strategies.fsdp.strategy")
-    spread: Spread = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+    distribution: DistributionTransform = fsdp2.ShardModel(
+        config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep"
+    )
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
-    return NativeStrategy("fsdp", spread, transforms, caps)
+    return NativeStrategy("fsdp", distribution, transforms, caps)
 
 
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
@@ -164,7 +166,7 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
         )
     mesh = WorldMesh()
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
-    within: Spread = Alone()
+    within: DistributionTransform = Alone()
     if sharded:
         fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor
         within = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")

@@ -29,7 +29,7 @@ from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
-from hasten.strategies.base import Stage, Wish, is_trainable
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.compiling import SETTLING, is_compiled, is_settling, options, uncompiled
 
@@ -43,10 +43,10 @@ class CompileAhead:
 
     stage = Stage.COMPILE_BLOCKS
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         name = type(model).__name__
         blocks = [block for _, block in repeated_blocks(model) if not is_compiled(block)]
-        if not wish.train or not is_trainable(model) or is_settling(model):
+        if not request.train or not is_trainable(model) or is_settling(model):
             return model
         if not blocks:
             log.info("performance: %s is not compiled: it has no repeated block", name)

@@ -31,7 +31,7 @@ from hasten.tracking.values import (
     plain_rows,
     snapshot,
 )
-from hasten.tracking.writer import Record, Silent, Writer, WriterLane
+from hasten.tracking.writer import DummyTracker, Record, TrackerWriter, Writer
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +96,13 @@ class TrackerManager:
         """Called with the duration of each logging call on the training thread."""
         self._names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
-        self._lanes: list[WriterLane] = []
+        self._lanes: list[TrackerWriter] = []
         self._shares_id = False
         for tracker in trackers:
             self._names += (tracker.name,)
             self._shares_id |= tracker.every_rank
             if is_main or tracker.every_rank:
-                self._lanes.append(WriterLane(tracker, self._notices.append))
+                self._lanes.append(TrackerWriter(tracker, self._notices.append))
         self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer()
@@ -287,7 +287,7 @@ class TrackerManager:
                     draft.values[name] = next(numbers)
         self._put(lambda lane: [draft.entry(lane.tracker.name) for draft in drafts], len(drafts))
 
-    def _put(self, records: Callable[[WriterLane], list[Record]], num: int) -> None:
+    def _put(self, records: Callable[[TrackerWriter], list[Record]], num: int) -> None:
         def writing() -> None:
             for lane in self._lanes:
                 lane.write(records(lane))
@@ -320,7 +320,7 @@ class TrackerManager:
         for lane in self._lanes:
             if lane.tracker.name == name and (lane.open or not self._started):
                 return lane.tracker.native if unwrap else lane.tracker
-        return Silent()
+        return DummyTracker()
 
     # ---- ending and resuming
 

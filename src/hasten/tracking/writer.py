@@ -63,7 +63,7 @@ Record = Entry | ImageEntry | TableEntry
 Notify = Callable[[str], None]
 
 
-class WriterLane:
+class TrackerWriter:
     """Delivery of records to one tracker, which never raises."""
 
     def __init__(self, tracker: Tracker, notify: Notify) -> None:
@@ -134,15 +134,15 @@ class WriterLane:
         return True
 
 
-class Silent:
+class DummyTracker:
     """Dummy that accepts any call and any attribute and does nothing; false in a condition."""
 
-    def __getattr__(self, name: str) -> Silent:
+    def __getattr__(self, name: str) -> DummyTracker:
         if name.startswith("__"):  # copy, pickle and inspect look for protocols; there are none
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: object, **kwargs: object) -> Silent:
+    def __call__(self, *args: object, **kwargs: object) -> DummyTracker:
         return self
 
     def __bool__(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.manager import TrackerManager
-from hasten.tracking.writer import Silent
+from hasten.tracking.writer import DummyTracker
 
 
 class ListTracker(Tracker):
@@ -162,7 +162,7 @@ def test_only_the_main_process_logs_and_others_get_a_silent_stand_in() -> None:
     manager.init("project")
     manager.log({"loss": 1.0})
     stand_in = manager.get("list", unwrap=True)
-    assert isinstance(stand_in, Silent)
+    assert isinstance(stand_in, DummyTracker)
     assert not stand_in.config.update({"a": 1})
     manager.finish()
     assert tracker.run is None

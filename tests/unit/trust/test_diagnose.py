@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hasten.comm.collective_log import LIBRARIES, Trail, caller
-from hasten.trust.divergence.state import Note, SeenState, Spot, State, Status
+from hasten.trust.divergence.state import CodeLine, Note, SeenState, State, Status
 from hasten.trust.stall import observe as processes
 from hasten.trust.stall import stacks
 from hasten.trust.stall import wording as words
@@ -38,7 +38,7 @@ def state(
         "quiet_s": 31.0,
         "function": "main",
     }
-    return State(rank=rank, host="h", pid=100 + rank, spot=Spot(site, call, f"{call}(x)"), **{**plain, **changes})
+    return State(rank=rank, host="h", pid=100 + rank, spot=CodeLine(site, call, f"{call}(x)"), **{**plain, **changes})
 
 
 def here(*states: State) -> list[SeenState]:

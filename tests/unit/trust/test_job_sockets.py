@@ -23,7 +23,7 @@ from hasten.errors import CommError
 from hasten.runtime.topology import Topology
 from hasten.trust.stall.job_sockets import Address, ask, listening, private_folder
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.status_server import Desk, RecentLog
+from hasten.trust.stall.status_server import RecentLog, StatusServer
 
 NOBODY = 65534
 
@@ -31,13 +31,15 @@ NOBODY = 65534
 @contextmanager
 def served(folder: Path) -> Iterator[Path]:
     """The socket of a desk that a thread beside this one serves."""
-    desk = Desk(Observer(3, Trail(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder)
-    desk.open()
+    status_server = StatusServer(
+        Observer(3, Trail(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder
+    )
+    status_server.open()
     over = threading.Event()
 
     def serve() -> None:
         while not over.is_set():
-            desk.wait(5.0)
+            status_server.wait(5.0)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -45,9 +47,9 @@ def served(folder: Path) -> Iterator[Path]:
         yield folder / Address(os.getppid(), 3, os.getpid()).name
     finally:
         over.set()
-        desk.ring()
+        status_server.wake()
         thread.join()
-        desk.close()
+        status_server.close()
 
 
 def test_a_desk_answers_its_owner_and_leaves_nothing(tmp_path: Path) -> None:

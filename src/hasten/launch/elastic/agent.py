@@ -90,15 +90,15 @@ class MachineSupervisor:
         return restarts_left
 
     def _told_elsewhere(self) -> bool:
-        peers, told = self._handler.peers, [False]
+        peers, signalled = self._handler.peers, [False]
         if peers is None or not all(f.code == PREEMPTED for f in self.failures if not f.stopped):
             return False
 
         def ask() -> None:
-            told[0] = peers.stopping()
+            signalled[0] = peers.stopping()
 
         ending.within(ending.COLLECT_S, ask)
-        return told[0]
+        return signalled[0]
 
     def stopping(self, number: signal.Signals) -> int:
         """Notify the other machines, and return the seconds that the processes may take to save and exit."""

@@ -32,7 +32,7 @@ _WRITE: Final = (
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenBlock:
     """State of a running `context_parallel()` block: the buffers before sharding, and the attention inside the block."""
 
     layout: SequenceLayout
@@ -57,7 +57,7 @@ class Opened:
 class CallHook:
     """Forward pre-hook of a prepared model; copies of the model share it."""
 
-    def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], Opened | None]) -> None:
+    def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], OpenBlock | None]) -> None:
         self._inner = inner
         self._trainable = trainable
         self._ranks = ranks
@@ -66,8 +66,8 @@ class CallHook:
         self._base: Any = inside() if callable(inside) else inner
         self._signature = inspect.signature(inner.forward)
         self._accepts = inspect.signature(self._base.forward).parameters
-        told = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
-        self._causal = bool(told) and all(told)
+        flags = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
+        self._causal = bool(flags) and all(flags)
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> CallHook:
@@ -101,7 +101,7 @@ class CallHook:
                 bound.arguments.setdefault(more or name, {})[name] = value
         return bound.args, bound.kwargs
 
-    def _check_labels(self, model: nn.Module, block: Opened, given: dict[str, Any]) -> None:
+    def _check_labels(self, model: nn.Module, block: OpenBlock, given: dict[str, Any]) -> None:
         parameters = self._signature.parameters.values()
         if all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
             for name in _LABELS:
@@ -116,7 +116,7 @@ class CallHook:
                 f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
             )
 
-    def _told(self, block: Opened, given: Mapping[str, Any]) -> bool:
+    def _told(self, block: OpenBlock, given: Mapping[str, Any]) -> bool:
         """Return whether an argument holds the positions of the sequence, or is not one of the buffers.
 
         An argument that is no buffer may be positions that the caller computed inside the block.
@@ -126,7 +126,7 @@ class CallHook:
         known = [places.get(id(tensor)) for tensor in tensors]
         return None in known or any(block.counting()[number] for number in known if number is not None)
 
-    def _completed(self, block: Opened, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _completed(self, block: OpenBlock, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments to change, with their new values."""
         changed: dict[str, Any] = {}
         sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
@@ -146,7 +146,7 @@ class CallHook:
             self._complete_mask(block, mask, self._labels_of(block, given, labels), changed)
         return changed
 
-    def _refuse_wholes(self, block: Opened, given: Mapping[str, Any], length: int) -> None:
+    def _refuse_wholes(self, block: OpenBlock, given: Mapping[str, Any], length: int) -> None:
         """Raise StepError for an argument that spans the whole sequence beside sharded ones."""
         for name in _SEQUENCES:
             value = given.get(name)
@@ -182,7 +182,7 @@ class CallHook:
                 "a sequence they would be wrong. Compute position_ids of whole sequences and pass them as a buffer."
             )
 
-    def _shifted(self, block: Opened, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    def _shifted(self, block: OpenBlock, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Return this rank's labels and all labels, shifted by one, for a model that would shift its shard of them itself.
 
         Raises: StepError for a model that shifts labels and takes no shifted ones.
@@ -205,7 +205,7 @@ class CallHook:
         return mine, whole
 
     def _labels_of(
-        self, block: Opened, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
+        self, block: OpenBlock, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """Return the whole shifted labels, aligned with the tokens that predict them."""
         if shifted is not None:
@@ -214,7 +214,7 @@ class CallHook:
         return None if found is None else found[0]
 
     def _complete_mask(
-        self, block: Opened, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
+        self, block: OpenBlock, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
     ) -> None:
         """Remove a right-padding mask from the model's arguments, and hide the padding in attention where it matters."""
         whole, dim = mask

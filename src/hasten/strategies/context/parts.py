@@ -21,7 +21,7 @@ _TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift
 
 
 @dataclass(slots=True)
-class SequenceCut:
+class SequenceSplitter:
     """Splitter of batches into sequence shards, one for each process of a group."""
 
     comm: Comm
@@ -99,10 +99,10 @@ def _check_padding(mask: Any) -> None:
         )
 
 
-class PartedSource(OuterSource):
+class SequenceShardSource(OuterSource):
     """Shards of the sequences of every process of a group, in turn; a position counts shards."""
 
-    def __init__(self, inner: BatchSource, cut: SequenceCut) -> None:
+    def __init__(self, inner: BatchSource, cut: SequenceSplitter) -> None:
         super().__init__(inner)
         self._cut = cut
 
@@ -126,25 +126,25 @@ class PartedSource(OuterSource):
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
 
-    def copied(self, even: bool | None = None) -> PartedSource:
-        return PartedSource(self._inner.copied(even), self._cut)
+    def copied(self, even: bool | None = None) -> SequenceShardSource:
+        return SequenceShardSource(self._inner.copied(even), self._cut)
 
     def _parts(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield rounds of shards; members without batches left still get shards of the other members' last batches."""
         cut, comm = self._cut, self._cut.comm
         while True:
             mine, error = self._next(items, cut.parts)
-            told = comm.all_gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"))
+            gathered = comm.all_gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"))
             if error is not None:
                 raise error
             if failed := next(
-                (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, told, strict=True) if words), None
+                (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, gathered, strict=True) if words), None
             ):
                 raise DataError(
                     f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops "
                     "here; fix that error first."
                 )
-            given = [parts[comm.rank] for parts, _ in told if parts is not None]
+            given = [parts[comm.rank] for parts, _ in gathered if parts is not None]
             if not given:
                 return
             for part in given:

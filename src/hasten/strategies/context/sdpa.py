@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.context.attention import Manner, Sharing, blockwise
+from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.ops import all_parts, collect, swap
 
@@ -78,7 +78,7 @@ class SequenceAttention:
     """
 
     original: Attention
-    sharing: Sharing
+    sharing: SequenceGroup
     way: Way
     lengths: frozenset[int]
     """Lengths of this rank's shards of the sequences."""
@@ -114,7 +114,7 @@ class SequenceAttention:
         if not enable_gqa and query.shape[_HEADS] != key.shape[_HEADS]:
             key, value = (t.expand(*query.shape[: t.ndim - 2], *t.shape[-2:]) for t in (key, value))
         query, key, value = _autocast(query, key, value)
-        manner = Manner(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        manner = AttentionCall(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
         match self.way:
             case _ if self.sharing.group.size() == 1:  # this rank has all heads and the whole sequence
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
@@ -162,8 +162,8 @@ class SequenceAttention:
         Raises: StepError on every rank if the masks of two ranks contradict each other.
         """
         sizes = [0] * 6 if hidden is None else [1, hidden.dtype == torch.bool, *[1] * (4 - hidden.ndim), *hidden.shape]
-        told = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
-        everyone = torch.stack(all_parts(told, self.sharing.group)).tolist()
+        gathered = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
+        everyone = torch.stack(all_parts(gathered, self.sharing.group)).tolist()
         if any(row[0] for row in everyone):
             raise problem or StepError(
                 "another rank of this sequence received an attention mask that cannot be completed for this rank, so this rank stops "
@@ -194,7 +194,7 @@ class SequenceAttention:
             )
 
     def _with_all_keys(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: AttentionCall
     ) -> Tensor:
         """Compute attention in one call over all keys, ordered by the ranks that hold them."""
         group, layout = self.sharing.group, self.sharing.layout
@@ -209,7 +209,7 @@ class SequenceAttention:
         return self.original(query, key, value, mask, dropout_p, False, scale=manner.scale, enable_gqa=gqa)
 
     def _by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: AttentionCall
     ) -> Tensor:
         """Compute attention over whole sequences for a subset of the heads, between two exchanges."""
         group, ranks = self.sharing.group, self.sharing.layout.ranks

@@ -17,8 +17,8 @@ from hasten.optim.clock import StepClock
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
-from hasten.strategies.context.attention import Sharing
-from hasten.strategies.context.calls import CallHook, Opened
+from hasten.strategies.context.attention import SequenceGroup
+from hasten.strategies.context.calls import CallHook, OpenBlock
 from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
 from hasten.strategies.context.ops import collect, held_part
@@ -74,7 +74,7 @@ class ContextParallel:
         comm = ctx.groups(Axis.CP) if ranks > 1 else None
         self._comm = comm if isinstance(comm, ProcessGroupComm) else None
         self._patch = AttentionPatch()
-        self._opened: Opened | None = None
+        self._opened: OpenBlock | None = None
 
     def follow(self, model: nn.Module, inner: nn.Module) -> None:
         """Complete the arguments of the model's calls inside blocks, and refuse training calls outside of them."""
@@ -116,7 +116,7 @@ class ContextParallel:
                 tensor.data = held_part(tensor.data, dim, self._layout, self._rank)
             attention = SequenceAttention(
                 self._patch.original(),
-                Sharing(group, self._layout, "ring" if self._way == "ring" else "gather"),
+                SequenceGroup(group, self._layout, "ring" if self._way == "ring" else "gather"),
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in chosen),
                 MaskReader(self._layout),
@@ -126,7 +126,7 @@ class ContextParallel:
                 attention.start()
             self._clock.joined = True
             held = [(tensor, whole, dim) for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True)]
-            self._opened = Opened(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
+            self._opened = OpenBlock(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)

@@ -27,11 +27,11 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS
-from hasten.strategies.base import LoopState, Retry, Stage, Whole, Wish, is_trainable
+from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage, is_trainable
 from hasten.strategies.ddp.buckets import BucketOrders, through
 
 
-class Replica:
+class DDPRetry:
     """Retry of a model under DDP: passes accumulate local gradients, and one reduction follows when all ranks are done.
 
     DDP cannot recover from an error during a reduction, so nothing is reduced before every rank has finished its passes.
@@ -202,7 +202,7 @@ def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the instance's fo
 class Replicate:
     """Transform that wraps trainable models so that backward averages their gradients over the ranks of the loss."""
 
-    stage = Stage.SPREAD
+    stage = Stage.DISTRIBUTE
 
     def __init__(self, config: DistributedDataParallelKwargs, by_size: bool = False) -> None:
         self._config = config
@@ -210,8 +210,8 @@ class Replicate:
         self._buckets = BucketOrders()
         self._wrapped = WeakSet[Replicated]()
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
             return model
         comm = ctx.groups(*LOSS)
         if not isinstance(comm, ProcessGroupComm):
@@ -221,7 +221,7 @@ class Replicate:
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be "
                 "replicated; run one batch through the model before prepare()."
             )
-        indexed = ctx.device.type != "cpu" and wish.place
+        indexed = ctx.device.type != "cpu" and request.place
         wrapped = Replicated(
             model,
             device_ids=[ctx.device.index] if indexed else None,
@@ -256,7 +256,7 @@ class Replicate:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return Replica(model) if isinstance(model, DistributedDataParallel) else Whole()
+        return DDPRetry(model) if isinstance(model, DistributedDataParallel) else PlainRetry()
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(self.undo(model).state_dict())

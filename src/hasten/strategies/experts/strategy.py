@@ -22,7 +22,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import EXPERTS, MeshSpec
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.experts.ops import route, share
 from hasten.strategies.experts.plan import decide
 from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
@@ -106,8 +106,8 @@ class DivideExperts:
         self._fsdp = fsdp
         self._mesh = mesh
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train or expert_groups(model):
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or expert_groups(model):
             return model
         if precision.spec == "fp8":
             raise ConfigError(

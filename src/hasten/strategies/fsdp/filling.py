@@ -24,7 +24,7 @@ class WeightSource(StrEnum):
 
     EVERYONE = "everyone"
     RANK_0 = "rank 0"
-    NOBODY = "nobody"
+    NO_RANK = "no rank"
 
 
 def source_of(
@@ -53,7 +53,7 @@ def source_of(
     if everyone[0]:
         if buffers:
             _refuse_lost_buffers(model, config)
-        return WeightSource.NOBODY
+        return WeightSource.NO_RANK
     if not config.sync_module_states:
         raise PrepareError(
             f"only some ranks built {type(model).__name__} with weights, and fsdp.sync_module_states=False prevents rank 0 from "

@@ -150,7 +150,7 @@ def _all_groups(model: nn.Module) -> Iterator[Any]:
 _RESET: Final = "reset_iter_state"
 
 
-class Sharded:
+class FSDPRetry:
     """Retry of a model under FSDP2, whose forward and backward gather and reduce as usual."""
 
     meets = True

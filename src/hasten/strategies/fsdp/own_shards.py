@@ -112,12 +112,12 @@ def _collect_shards(
     collect: Collect, makes_state: bool, group: dict[str, Any], *lists: list[Any]
 ) -> Any:  # Any: torch's method
     """Collect the tensors of one update (parameters, gradients, state), with local tensors in place of DTensors."""
-    told = collect(group, *lists)
+    gathered = collect(group, *lists)
     if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
-        return told
+        return gathered
     for values in lists:
         values[:] = [value._local_tensor if is_dtensor(value) else value for value in values]
-    return told
+    return gathered
 
 
 def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:

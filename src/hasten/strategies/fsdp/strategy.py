@@ -32,7 +32,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
-from hasten.strategies.base import LoopState, Retry, Stage, Whole, Wish
+from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
 from hasten.strategies.fsdp.filling import (
     WeightSource,
@@ -44,7 +44,7 @@ from hasten.strategies.fsdp.filling import (
     scatter_from_rank_0,
     source_of,
 )
-from hasten.strategies.fsdp.gradients import HeldGradients, Sharded
+from hasten.strategies.fsdp.gradients import FSDPRetry, HeldGradients
 from hasten.strategies.fsdp.wrapping import (
     CONTAINERS,
     blocks_to_shard,
@@ -84,7 +84,7 @@ class ShardLayout:
 class ShardModel:
     """Transform that shards parameters, gradients and optimizer state, and replicates over the replicate axis."""
 
-    stage = Stage.SPREAD
+    stage = Stage.DISTRIBUTE
 
     def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
         self._config = config
@@ -96,11 +96,11 @@ class ShardModel:
         self._held = HeldGradients()
         self._sharded = WeakValueDictionary[int, nn.Parameter]()  # sharded parameters by id, while they exist
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if isinstance(model, FSDPModule):
             return model
-        if not wish.train:
-            return model.to(ctx.device) if wish.place and not hasattr(model, "hf_device_map") else model
+        if not request.train:
+            return model.to(ctx.device) if request.place and not hasattr(model, "hf_device_map") else model
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
             layout = self._decide(model, precision, ctx)
@@ -118,7 +118,7 @@ class ShardModel:
         keep_rest_on_device(model, ctx)
         if source is WeightSource.RANK_0:
             scatter_from_rank_0(model, wholes, ctx)
-        elif source is WeightSource.NOBODY:
+        elif source is WeightSource.NO_RANK:
             fill_by_function(model, self._config)
         self._remember(model)
         carry_hooks(model, hooks)
@@ -209,8 +209,8 @@ class ShardModel:
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
         if not isinstance(model, FSDPModule):
-            return Whole()
-        return Sharded(model, self._held, partial(self.no_sync, model), syncs=boundary)
+            return PlainRetry()
+        return FSDPRetry(model, self._held, partial(self.no_sync, model), syncs=boundary)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""

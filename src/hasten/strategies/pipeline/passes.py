@@ -67,10 +67,10 @@ class Pass:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Stand-in for a module of another stage, with its plain attributes and meta tensors for its parameters."""
 
-    def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockLine) -> None:
+    def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockChain) -> None:
         super().__init__()
         kept = {key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"}
         kept |= {key: _without_memory(p) for key, p in original.named_parameters(recurse=False)}
@@ -189,7 +189,7 @@ class StageForward(forwarding.Forward):
 
     tag = TAG
 
-    def __init__(self, line: BlockLine, call: Callable[..., Any]) -> None:
+    def __init__(self, line: BlockChain, call: Callable[..., Any]) -> None:
         self.line = line
         self.call = call
         self.gathers_output = True
@@ -221,7 +221,7 @@ class StageForward(forwarding.Forward):
         return out
 
 
-class BlockLine:
+class BlockChain:
     """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the running pass."""
 
     def __init__(self, model: nn.Module, cut: StageCut, part: StagePart, rank: int, device: torch.device) -> None:
@@ -233,7 +233,7 @@ class BlockLine:
         self.recording = False
         self._container = model.get_submodule(cut.container)
         self._blocks: dict[int, nn.Module] = {}
-        self._stand_ins: dict[int, Elsewhere] = {}
+        self._stand_ins: dict[int, RemoteModule] = {}
         self._streams = {stage: ApartStream(model, stage) for stage in self.stages}
         self._take_out(model, rank)
 
@@ -242,7 +242,7 @@ class BlockLine:
         prefix = f"{self.cut.container}." if self.cut.container else ""
         for index, name in enumerate(self.cut.blocks):
             block = self._container.get_submodule(name)
-            self._stand_ins[index] = Elsewhere(prefix + name, index, block, self)
+            self._stand_ins[index] = RemoteModule(prefix + name, index, block, self)
             if rank in self.cut.ranks_of(prefix + name):
                 self._blocks[index] = block
             else:
@@ -250,7 +250,7 @@ class BlockLine:
         for name in (*self.cut.first, *self.cut.last):
             unit = model.get_submodule(name)
             if rank not in self.cut.ranks_of(name):
-                swap(model, name, Elsewhere(name, None, unit, self))
+                swap(model, name, RemoteModule(name, None, unit, self))
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
@@ -260,7 +260,7 @@ class BlockLine:
             self._blocks[stop - 1].register_forward_hook(_LeaveStage(self, stop - 1))
         for name in self.cut.first:
             unit = model.get_submodule(name)
-            if not isinstance(unit, Elsewhere):
+            if not isinstance(unit, RemoteModule):
                 unit.register_forward_hook(_Record(self, name))
         model.register_forward_hook(_HandOn(self))
 
@@ -291,14 +291,14 @@ class BlockLine:
 class _Hook:
     """Hook on a module of the line."""
 
-    def __init__(self, line: BlockLine) -> None:
+    def __init__(self, line: BlockChain) -> None:
         self.line = line
 
 
 class _EnterStage(_Hook):
     """Hook that passes the hidden state of the previous stage to the first block of a stage."""
 
-    def __init__(self, line: BlockLine, index: int) -> None:
+    def __init__(self, line: BlockChain, index: int) -> None:
         super().__init__(line)
         self.index = index
 
@@ -313,7 +313,7 @@ class _EnterStage(_Hook):
 class _LeaveStage(_Hook):
     """Hook that ends the forward after the last block of a stage."""
 
-    def __init__(self, line: BlockLine, index: int) -> None:
+    def __init__(self, line: BlockChain, index: int) -> None:
         super().__init__(line)
         self.index = index
 
@@ -337,7 +337,7 @@ class _LeaveStage(_Hook):
 class _Record(_Hook):
     """Hook that records the shapes of the outputs of a module before the blocks."""
 
-    def __init__(self, line: BlockLine, name: str) -> None:
+    def __init__(self, line: BlockChain, name: str) -> None:
         super().__init__(line)
         self.name = name
 

@@ -25,13 +25,13 @@ from hasten.optim.window import Number, checked_weight
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
-from hasten.strategies.base import LoopState, Retry, Spread, Stage, Weigh, Wish
+from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Retry, Stage, Weigh
 from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
 from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
-from hasten.strategies.pipeline.passes import BlockLine, SeenCall, StageForward
+from hasten.strategies.pipeline.passes import BlockChain, SeenCall, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
 from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline.travel import StageWire, share
@@ -46,10 +46,14 @@ class Pipeline:
     `within` spreads the part of the model on a stage over that stage's ranks.
     """
 
-    stage = Stage.SPREAD
+    stage = Stage.DISTRIBUTE
 
     def __init__(
-        self, config: PipelineParallelConfig, fsdp: FullyShardedDataParallelPlugin, ctx: ProcessContext, within: Spread
+        self,
+        config: PipelineParallelConfig,
+        fsdp: FullyShardedDataParallelPlugin,
+        ctx: ProcessContext,
+        within: DistributionTransform,
     ) -> None:
         self._config = config
         self._within = within
@@ -86,20 +90,20 @@ class Pipeline:
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
             _materialise(model, ctx.device)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             copy_from_rank_0(model, ctx)
         ties = shared(model, cut)
         held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}
         groups = groups_of(list(held.values()))
         if ctx.is_main:
             log.info(_account(model, cut, ties))
-        line = BlockLine(model, cut, part_of(model, cut, rank), rank, ctx.device)
+        line = BlockChain(model, cut, part_of(model, cut, rank), rank, ctx.device)
         forwarding.replace(model, StageForward(line, self._call))
         self._ties[model] = {name: groups[ranks] for name, ranks in held.items()}
         return model
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        spread = self._within.apply(model, wish, self._stage_ctx, precision)
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        spread = self._within.apply(model, request, self._stage_ctx, precision)
         line = self._line(spread)
         if spread not in self._shared:
             line.attach(spread)
@@ -123,7 +127,7 @@ class Pipeline:
             parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
         )
 
-    def _line(self, model: nn.Module) -> BlockLine:
+    def _line(self, model: nn.Module) -> BlockChain:
         forward = forwarding.find(model, TAG)
         if not isinstance(forward, StageForward):
             raise PrepareError(
@@ -160,7 +164,7 @@ class Pipeline:
         return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
 
     def _stepper(
-        self, model: nn.Module, line: BlockLine, micro: Tree, loss_of: LossOf, counts: bool
+        self, model: nn.Module, line: BlockChain, micro: Tree, loss_of: LossOf, counts: bool
     ) -> tuple[Stepper, Counted | None]:
         """Return the schedule for this kind of micro-batch, and the labels that its loss averages over."""
         kind = ("train", model.training, counts, *signature(micro))
@@ -229,7 +233,7 @@ class Pipeline:
         return share(result, self._comm, last) if forward.gathers_output else result
 
     def _run_through(
-        self, line: BlockLine, forward: StageForward, micros: list[Any], seen: list[SeenCall]
+        self, line: BlockChain, forward: StageForward, micros: list[Any], seen: list[SeenCall]
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
         wire, rank_of, here = StageWire(self._comm), self._place.rank_of, self._comm.rank
@@ -303,7 +307,7 @@ class CutStages:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         return self._pipeline.cut(model)
 
     def undo(self, model: nn.Module) -> nn.Module:

@@ -25,8 +25,8 @@ from hasten.tools.plan.traced import (
     PrecisionName,
     Variant,
 )
-from hasten.tools.tune.takeover import Takeover, TracedStep
-from hasten.tools.tune.watch import Anatomy, Saved
+from hasten.tools.tune.takeover import ScriptPlanner, TracedStep
+from hasten.tools.tune.watch import ModuleRoles, Saved
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def trace(
     if not hasattr(os, "fork"):
         raise ConfigError("planning needs fork(), which this system does not support; run it on Linux or macOS.")
     found = Findings()
-    takeover = Takeover(precisions, found.look, workers or min(4, os.cpu_count() or 1))
+    takeover = ScriptPlanner(precisions, found.look, workers or min(4, os.cpu_count() or 1))
     steps = takeover.run(loop)
     failed = next((step for step in steps if step.error and not step.run.recompute), None)
     if failed is not None:
@@ -66,13 +66,13 @@ class Findings:
     """Facts about the models, collected before they are replaced by fake ones."""
 
     parameters: tuple[ParameterKind, ...] = ()
-    anatomy: Anatomy = field(default_factory=Anatomy)
+    anatomy: ModuleRoles = field(default_factory=ModuleRoles)
     num_blocks: int = 0
     largest_block: int = 0
     tp_sizes: tuple[int, ...] = ()
     tp_summed: int = 0
 
-    def look(self, models: list[nn.Module]) -> Anatomy:
+    def look(self, models: list[nn.Module]) -> ModuleRoles:
         """Record parameters, blocks and layers that can be split."""
         model = max(models, key=lambda one: sum(p.numel() for p in one.parameters()))
         blocks = _outermost(blocks_to_recompute(model, FullyShardedDataParallelPlugin()))
@@ -94,7 +94,7 @@ class Findings:
         self.num_blocks = len(blocks)
         self.largest_block = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
         rows = [model.get_submodule(name) for name, style in split.styles.items() if style.startswith("rowwise")]
-        self.anatomy = Anatomy(
+        self.anatomy = ModuleRoles(
             blocks=frozenset(id(block) for block in blocks),
             block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
             by_rows=frozenset(id(layer) for layer in rows),

@@ -28,7 +28,7 @@ from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.store import LOST
 from hasten.trust.divergence.divergence import EVIDENCE, Divergence, Record, find
-from hasten.trust.divergence.fingerprint import Ballot, Fingerprints
+from hasten.trust.divergence.fingerprint import Fingerprints, FingerprintStore
 from hasten.trust.divergence.replicas import ComparedTensor, Replicas
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class SentinelSettings:
+class DivergenceCheckSettings:
     """Interval of the comparison, and the reaction to a difference."""
 
     every: int = 100
@@ -73,14 +73,16 @@ class _Check:
     answer: _Answer | None = None
 
 
-class Sentinel:
+class DivergenceCheck:
     """One rank's side of the checks. Called by the training thread after each update."""
 
-    def __init__(self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: SentinelSettings) -> None:
+    def __init__(
+        self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: DivergenceCheckSettings
+    ) -> None:
         self._replicas = replicas
         self._ctx = ctx
         self._settings = settings
-        self._ballot = Ballot(store, ctx.rank, ctx.mesh)
+        self._store = FingerprintStore(store, ctx.rank, ctx.mesh)
         self._fingerprints = Fingerprints()
         self._pending: deque[_Check] = deque()
         self._taken = 0
@@ -127,17 +129,17 @@ class Sentinel:
         if check.stage == "taken":
             self._post(check)
             check.stage = "posted"
-        if check.stage == "posted" and (agreed := self._ballot.verdict(number)) is not None:
+        if check.stage == "posted" and (agreed := self._store.verdict(number)) is not None:
             if agreed:
                 self._agreed_at = check.step
                 self._pending.remove(check)
                 return
-            self._ballot.show(number, _records(check))
+            self._store.show(number, _records(check))
             check.stage = "shown"
-        if check.stage == "shown" and self._ctx.is_main and (held := self._ballot.shown(number)) is not None:
+        if check.stage == "shown" and self._ctx.is_main and (held := self._store.shown(number)) is not None:
             self._decide(check, held)
             check.stage = "answered"
-        if check.stage in ("shown", "answered") and (text := self._ballot.answer(number)) is not None:
+        if check.stage in ("shown", "answered") and (text := self._store.answer(number)) is not None:
             check.answer = msgspec.json.decode(text, type=_Answer)
             check.stage = "known"
         if check.stage == "known" and check.answer is not None:
@@ -153,7 +155,7 @@ class Sentinel:
         now = self._moment
         each = -(-now // max(1, self._replicas.clock.num_updates))
         answer = _Answer(found, now + _HEARD_AFTER * max(1, each))
-        self._ballot.set_answer(check.number, msgspec.json.encode(answer).decode())
+        self._store.set_answer(check.number, msgspec.json.encode(answer).decode())
 
     @property
     def _moment(self) -> int:
@@ -184,7 +186,7 @@ class Sentinel:
         """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
-        self._ballot.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
+        self._store.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
 
     def _act(self, found: Divergence) -> None:
         self._pending.clear()  # checks taken in the meantime would report the same again

@@ -13,7 +13,7 @@ from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.mesh_plan import Axis
-from hasten.strategies.context.parts import SequenceCut
+from hasten.strategies.context.parts import SequenceSplitter
 from hasten.strategies.context.transformers import SpannedAttention
 from hasten.strategies.engines.deepspeed.engine import name_sequence_group
 
@@ -27,7 +27,7 @@ class SplitSequences:
         comm = accelerator.ctx.groups(Axis.CP)
         assert isinstance(comm, ProcessGroupComm), "several processes have a process group"
         self._accelerator, self._handler, self._comm = accelerator, handler, comm
-        self._cut = SequenceCut(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
+        self._cut = SequenceSplitter(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 
     @classmethod

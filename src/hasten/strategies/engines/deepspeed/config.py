@@ -334,8 +334,8 @@ def _precision(filling: _Filling, facts: Facts) -> None:
 def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
     """Fill the batch sizes; DeepSpeed's accumulation is off, because the loop's clock accumulates."""
     config, world = filling.config, facts.world_size
-    told = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
-    for steps in told:
+    requested = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
+    for steps in requested:
         if steps not in (None, AUTO, facts.accumulation):
             raise ConfigError(
                 f"DeepSpeed's gradient_accumulation_steps={steps} and the loop's gradient_accumulation_steps="

@@ -231,13 +231,13 @@ def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
 
     init._zero_init_param = noted
     # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
-    told = Told(config) if "transformers" in sys.modules else None
+    registered = RegisteredConfig(config) if "transformers" in sys.modules else None
     try:
         with torchs_linear(), init, _Gathering(deepspeed.zero.GatheredParameters):
             yield
     finally:
-        if told is not None:
-            told.forget()
+        if registered is not None:
+            registered.forget()
     for parameter in built:
         _round(parameter, init.dtype)
 
@@ -250,7 +250,7 @@ def _round(parameter: Any, dtype: torch.dtype) -> None:
         parameter.partition()
 
 
-class Told:
+class RegisteredConfig:
     """DeepSpeed configuration registered with transformers: its models are built partitioned, or whole (None).
 
     The registration lasts as long as this object, or until `forget`.

@@ -21,11 +21,11 @@ from hasten.optim.window import divided
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, Retry, Weigh, Wish
+from hasten.strategies.base import Caps, LoopState, PrepareRequest, Retry, Weigh
 from hasten.strategies.engines.deepspeed import engine as deepspeed_engine
 from hasten.strategies.engines.deepspeed.config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.engines.deepspeed.config import building as partitioning
-from hasten.strategies.engines.deepspeed.engine import Told, building, is_partitioned, make_whole
+from hasten.strategies.engines.deepspeed.engine import RegisteredConfig, building, is_partitioned, make_whole
 from hasten.strategies.engines.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.strategies.engines.deepspeed.own_checkpoints import complete, show_rates
 from hasten.strategies.engines.deepspeed.shards import weight_slice
@@ -68,9 +68,9 @@ class DeepSpeedStrategy:
         self.engines: list[Engine] = []
         """Engines in the order in which they were prepared."""
         self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by id of the script's optimizer
-        self._told: Told | None = None
+        self._told: RegisteredConfig | None = None
         if config.deepspeed.zero3_init_flag:
-            self._told = Told(partitioning(config.deepspeed, config.mixed_precision))
+            self._told = RegisteredConfig(partitioning(config.deepspeed, config.mixed_precision))
             deepspeed_engine.join(ctx)  # transformers starts to partition models right away
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
@@ -88,9 +88,9 @@ class DeepSpeedStrategy:
             if optimizer is None or not train:
                 if is_partitioned(item.value):
                     make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
-                wish = Wish(place=item.place, train=False)
-                placed = self._place.apply(item.value, wish, ctx, precision)
-                item.value = self._convert.apply(placed, wish, ctx, precision)
+                request = PrepareRequest(place=item.place, train=False)
+                placed = self._place.apply(item.value, request, ctx, precision)
+                item.value = self._convert.apply(placed, request, ctx, precision)
             else:
                 self._start(item, optimizer, bundle, ctx)
         for item in bundle.of("scheduler"):

@@ -45,16 +45,16 @@ def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: the us
 
     Raises: StepError for arguments that the engine would ignore, or without tokens.
     """
-    told = {name: value for name, value in values.items() if value is not None}
+    passed = {name: value for name, value in values.items() if value is not None}
     takes = _TAKES[facts.family]
-    unused = sorted(told.keys() - {*takes, "return_dict", "use_cache"})
+    unused = sorted(passed.keys() - {*takes, "return_dict", "use_cache"})
     if unused:
         raise StepError(
             f"the model was called with {unused}, which the engine's layers do not support; pass only {', '.join(takes)}."
         )
-    if "input_ids" not in told:
+    if "input_ids" not in passed:
         raise StepError(f"the model was called without input_ids, which a {facts.family} model needs; pass input_ids.")
-    found = Given((name, told[name]) for name in takes if name in told)
+    found = Given((name, passed[name]) for name in takes if name in passed)
     if facts.family == "t5" and "decoder_input_ids" not in found:
         found["decoder_input_ids"] = _shifted(found.get("labels"), facts)
     return found

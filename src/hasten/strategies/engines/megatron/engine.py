@@ -144,8 +144,8 @@ _SIZES: Final = MappingProxyType(
 
 def _shown(sizes: Mapping[str, int | None]) -> str:
     """Return the parallel sizes that are not 1, by the names of the plugin's fields."""
-    told = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
-    return ", ".join(told) or "data parallel ranks only"
+    shown = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
+    return ", ".join(shown) or "data parallel ranks only"
 
 
 def refuse_other_devices(ctx: ProcessContext) -> None:

@@ -22,7 +22,7 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import LOSS, Axis
-from hasten.strategies.base import Caps, LoopState, Weigh, Wish
+from hasten.strategies.base import Caps, LoopState, PrepareRequest, Weigh
 from hasten.strategies.context.ops import all_parts
 from hasten.strategies.engines.megatron import engine as megatron_engine
 from hasten.strategies.engines.megatron.call import Given
@@ -173,9 +173,9 @@ class MegatronStrategy:
             if item is owner:
                 self._start(item, optimizers[0])
                 continue
-            wish = Wish(place=item.place, train=False)
-            placed = self._place.apply(item.value, wish, ctx, precision)
-            item.value = self._convert.apply(placed, wish, ctx, precision)
+            request = PrepareRequest(place=item.place, train=False)
+            placed = self._place.apply(item.value, request, ctx, precision)
+            item.value = self._convert.apply(placed, request, ctx, precision)
         for item in bundle.of("scheduler"):
             if self._given is not None and getattr(item.value, "optimizer", None) is self._given:
                 item.value.optimizer = self.optimizer
@@ -194,15 +194,15 @@ class MegatronStrategy:
         source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is WeightSource.RANK_0:
             _materialise(module, self._ctx.device)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             copy_from_rank_0(module, self._ctx)
         megatron_engine.join(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
         shared = self._plugin.use_distributed_optimizer
-        built = megatron_engine.build(made, facts, source is WeightSource.NOBODY, seed, shared)
+        built = megatron_engine.build(made, facts, source is WeightSource.NO_RANK, seed, shared)
         calls = Calls(self._evaluate, self._draw)
         model = MegatronModel(built, facts, module.config, own_ranks(), self._plugin, calls)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             model.fill(dict(module.state_dict()))
         bind(given, model, groups)
         self._cut(model)
