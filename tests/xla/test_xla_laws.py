@@ -268,7 +268,7 @@ def test_a_background_save_holds_the_numbers_of_its_moment(tmp_path: Path) -> No
 
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:
-    run = made(samples(40), numbers="stop")
+    run = made(samples(40), trust={"numbers": "stop"})
     x, y = next(iter(run.loader))
     loss = nn.functional.cross_entropy(run.model(x), y) * float("nan")
     run.accelerator.backward(loss)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, current line of code, and the last lines of its log. Only jobs of the same user are shown. Ranks respond from a "
-        "background thread; jobs with stall=off, and single processes that were not started by `hasten launch`, are not shown.",
+        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown.",
     )
     parser.add_argument(
         "job",
@@ -73,7 +73,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
-            "no running job of this user was found on this machine; jobs with stall=off and plain `python script.py` processes are not "
+            "no running job of this user was found on this machine; jobs with trust.stall=off and plain `python script.py` processes are not "
             "shown. Start the job with `hasten launch`."
         )
     if job is None and len(jobs) > 1:

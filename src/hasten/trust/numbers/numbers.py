@@ -55,10 +55,10 @@ class Rollback:
     def refusal(self, knows_batches: bool) -> str:
         """Return the reason why a rollback is not possible; empty if it is. Ranks: every rank."""
         if not knows_batches:
-            return "numbers=rollback needs batches from a prepared loader; prepare() the loader, or use numbers=skip"
+            return "trust.numbers=rollback needs batches from a prepared loader; prepare() the loader, or use trust.numbers=skip"
         if self.times >= self.limit:
             return (
-                f"the run was already rolled back {self.times} times (numbers_rollbacks={self.limit}), so single batches are probably "
+                f"the run was already rolled back {self.times} times (trust.numbers_rollbacks={self.limit}), so single batches are probably "
                 "not the cause"
             )
         if self._newest() is None:
@@ -268,8 +268,8 @@ class NumbersWatch:
                     f"{what} in update {update.step} on rank {self._ctx.rank}",
                     *self._describe(update).lines,
                     f"  why:  {_WHY}",
-                    "  now:  training continues, and this rank reports no further losses; numbers=stop would stop before the update and "
-                    "name the module, numbers=skip would skip the update",
+                    "  now:  training continues, and this rank reports no further losses; trust.numbers=stop would stop before the update and "
+                    "name the module, trust.numbers=skip would skip the update",
                 ]
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
@@ -308,7 +308,7 @@ class NumbersWatch:
 
     def _act(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
         if self._settings.then == "stop":
-            now = "every rank stops, before the update; numbers=skip would skip the update and continue"
+            now = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
             raise _error(step, findings, now)
         how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
         self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler are unchanged"))

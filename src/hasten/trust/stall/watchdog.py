@@ -292,9 +292,9 @@ class Watchdog:
 
     def _then(self, ends: bool, limit_s: float) -> str:
         if ends:
-            return f"the job ends (exit code {ending.STALLED}); stall=report would keep waiting"
+            return f"the job ends (exit code {ending.STALLED}); trust.stall=report would keep waiting"
         if self._settings.then == "report":
-            return "the job keeps waiting (stall=report)"
+            return "the job keeps waiting (trust.stall=report)"
         return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 
     def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
