@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.solver import Device, Node, atoms, balanced, place
+from hasten.bigmodel.placement_plan import Device, Node, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
 from hasten.modules.names import tied_groups

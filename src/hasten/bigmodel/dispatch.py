@@ -15,7 +15,7 @@ from hasten.bigmodel.meta import meta_names
 from hasten.bigmodel.offload_files import DiskWeights
 from hasten.bigmodel.packs import HostPool, PackedTensor, Table, aligned, mapped_entry
 from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place, moved
-from hasten.bigmodel.solver import readable
+from hasten.bigmodel.placement_plan import readable
 from hasten.bigmodel.stream import Streamer
 from hasten.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
 from hasten.checkpoint.export import parse_size

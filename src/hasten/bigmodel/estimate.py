@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hasten.bigmodel.device_map import tree
 from hasten.bigmodel.meta import init_empty_weights
-from hasten.bigmodel.solver import atoms
+from hasten.bigmodel.placement_plan import atoms
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import read_tensors
 from hasten.errors import CheckpointError, ConfigError

@@ -28,7 +28,7 @@ from hasten.bigmodel.device_map import (
 )
 from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
 from hasten.bigmodel.offload_files import save_offload_index
-from hasten.bigmodel.solver import readable
+from hasten.bigmodel.placement_plan import readable
 from hasten.bigmodel.units import FoundBlocks, tensors_in
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.filling import run_copies

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import free_host_bytes
-from hasten.bigmodel.solver import readable
+from hasten.bigmodel.placement_plan import readable
 from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reshard import Copy

@@ -8,10 +8,10 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
+from hasten.data.batch_plan import LoaderPlan, plan_batches, plan_rows
 from hasten.data.dispatch import DataRanks
 from hasten.data.foreign import plainly
 from hasten.data.order import DistributedOrder, SampleOrder, check_distributed, order_of
-from hasten.data.plan import LoaderPlan, plan_batches, plan_rows
 from hasten.data.sampler import Assignment
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
 from hasten.errors import ConfigError

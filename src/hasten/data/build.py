@@ -13,13 +13,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.assignment import ALONE, assignment_of, refuse_full_padding
+from hasten.data.batch_plan import plan_rows
 from hasten.data.dispatch import DataRanks, DispatchReader, DispatchSource
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, LoaderParts, MakeMove, Track
 from hasten.data.memory import Memory
 from hasten.data.placement import ahead_of, depth_of, move_of, pins
-from hasten.data.plan import plan_rows
 from hasten.data.position import Position
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader

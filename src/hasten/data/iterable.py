@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
 from hasten.config.sections.loop import Pad
+from hasten.data.batch_plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
-from hasten.data.plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.workers import Forwarding, OwnRng, RandomStates, States
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hasten.data import epoch_position as standing
-from hasten.data.plan import derive_seed
+from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError

@@ -22,9 +22,9 @@ from torch.utils.data import (
 )
 
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import Indices, Shuffle, derive_seed
 from hasten.data.foreign import length_of, plainly
 from hasten.data.memory import Memory, decode_value, encode_value
-from hasten.data.plan import Indices, Shuffle, derive_seed
 from hasten.data.position import Position, Witness
 from hasten.data.sampler_draws import NUM_UNITS, DrawTrial, plain_unit
 from hasten.data.workers import OwnRng, RandomStates, States, decode_states, encode_states

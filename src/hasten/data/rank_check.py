@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import derive_seed
 from hasten.data.first_samples import read_head
 from hasten.data.foreign import ForeignSplit, length_of, plainly, split_by_itself
 from hasten.data.hub_parts import ItemsPart, are_parts, part_of
-from hasten.data.plan import derive_seed
 from hasten.data.rank_differences import asks_for_rank, decoded, description, different_data, samples_differ
 from hasten.errors import DataError
 from hasten.runtime.logs import get_logger

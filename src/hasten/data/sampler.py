@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch.utils.data import BatchSampler
 
+from hasten.data.batch_plan import Indices, LoaderPlan, cut, reading_of
 from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder
-from hasten.data.plan import Indices, LoaderPlan, cut, reading_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, fit_of
 from hasten.data.workers import Picked

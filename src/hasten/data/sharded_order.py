@@ -9,9 +9,9 @@ from typing import Any, Final, Literal
 import torch
 
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import Indices
 from hasten.data.foreign import ForeignSplit
 from hasten.data.order import SampleOrder, SharedOrder
-from hasten.data.plan import Indices
 from hasten.data.position import Part, Position
 from hasten.errors import ConfigError, DataError, PeerFailedError
 

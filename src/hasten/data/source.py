@@ -13,9 +13,9 @@ from typing import Any, Final, Literal, NoReturn, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import SharedOrder
-from hasten.data.plan import Padding, derive_seed
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
 from hasten.data.sharded_order import PartOrder

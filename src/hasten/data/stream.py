@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.first_samples import read_head
 from hasten.data.foreign import has_fixed_shard_order, length_of
 from hasten.data.iterable import BlockCollate, Cutting, Start, StreamShard, WorkerPosition
-from hasten.data.plan import Padding, derive_seed
 from hasten.data.position import Position, Unit
 from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
 from hasten.data.source import Item, engine_of, own_generator

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.data.plan import derive_seed
+from hasten.data.batch_plan import derive_seed
 from hasten.errors import DataError
 
 # Any in this file: states of three libraries, in three formats.

@@ -31,7 +31,7 @@ from hasten.strategies.base import (
     Transform,
     Weigh,
 )
-from hasten.strategies.fsdp.own_shards import refuse_unshardable, update_own_shards
+from hasten.strategies.sharded_updates import refuse_unshardable, update_own_shards
 from hasten.trees import Tree
 
 

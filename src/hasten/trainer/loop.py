@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
-from hasten.trainer.planning import TrainingPlan
+from hasten.trainer.step_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer

@@ -45,10 +45,10 @@ from hasten.trainer.loss import (
     smoothed_loss,
 )
 from hasten.trainer.needs import check_given_optimizers
-from hasten.trainer.planning import TrainingPlan, plan_training
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
+from hasten.trainer.step_plan import TrainingPlan, plan_training
 
 # Any in this file: datasets, batches, outputs and tokenizers of any type.
 

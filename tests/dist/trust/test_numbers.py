@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten import Accelerator
 from hasten.cli.main import main
-from hasten.data import plan as lookup
+from hasten.data import batch_plan as lookup
 from hasten.errors import ConfigError, DataError, HastenWarning, NumbersError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -98,7 +98,7 @@ def test_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good.write_text("mixed_precision: bf16\n")
     bad.write_text("mixed_precision: bf61\nlaunhc: {}\n")
     assert main(["config", "check", str(good)]) == 0
-    assert capsys.readouterr().out == f"{good}: right (ours, 1 settings)\n"
+    assert capsys.readouterr().out == f"{good}: valid (ours, 1 settings)\n"
     assert main(["config", "check", str(bad)]) == 2
     message = capsys.readouterr().err
     assert message.startswith("hasten config: 2 settings are wrong:")

@@ -187,7 +187,7 @@ def test_batches_of_varying_size_can_be_split() -> None:
     check_even(shares)
     assert sorted(global_order(shares)) == DATA
     assert [len(row.values) for row in shares[0]] == [2, 1, 2, 1, 2, 1, 2, 1, 2]
-    with pytest.raises(DataError, match="Make batches of at least 2 rows"):
+    with pytest.raises(DataError, match="Use batches of at least 2 rows"):
         shares_of(build, 2, split_batches=True, even_batches=False)
 
 

@@ -73,7 +73,7 @@ def test_equal_ends_share_a_line() -> None:
 
 def test_a_lost_machine_is_named_first() -> None:
     text = render_failure([failed(0, GLOO_LOST)], lost=["machine 1 (host-b)"])
-    assert text.startswith("machine 1 (host-b) does not answer any more")
+    assert text.startswith("machine 1 (host-b) no longer responds")
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_the_straggler_is_the_one_clearly_slower_rank() -> None:
     found = find_straggler({0: 0.010, 1: 0.030, 2: 0.011})
     assert found is not None
     assert found.rank == 1
-    assert "rank 1 holds up the rest: 30 ms" in str(found)
+    assert "rank 1 is slower than the others: 30 ms" in str(found)
 
 
 def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
@@ -312,7 +312,7 @@ def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
     for _ in Progress(range(1), here=BarContext(display=outer, watch=watch)):
         for _ in Progress(range(2), here=BarContext(display=inner, pulse=pulse, watch=watch)):
             pulse.reached()
-    assert inner.readings[-1].hint.startswith("rank 1 holds up the rest")
+    assert inner.readings[-1].hint.startswith("rank 1 is slower than the others")
     assert outer.readings[-1].hint == ""
 
 

@@ -277,7 +277,7 @@ def test_the_end_that_a_callback_asked_for_is_named(tmp_path: Path, capsys: pyte
             control.should_training_stop = True
 
     make(tmp_path, [Enough()], disable_tqdm=False).train()
-    assert "stopped at step 1/5: a callback asked for it" in capsys.readouterr().err.splitlines()[-1]
+    assert "stopped at step 1/5: requested by a callback" in capsys.readouterr().err.splitlines()[-1]
     make(tmp_path, disable_tqdm=False).train()
     assert "stopped" not in capsys.readouterr().err
 

@@ -156,7 +156,7 @@ def test_a_silent_rank_is_named_with_its_pid() -> None:
     assert (found.cause, found.missing) == ("silent", (1,))
     assert "pid 4711 on node7" in found.sentence
     text = words.report(found, world, 31.0, "it waits")
-    assert "rank 1: does not answer" in text
+    assert "rank 1: does not respond" in text
     assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
 
 

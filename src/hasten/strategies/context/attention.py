@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.ops import Rotation, all_parts, summed_part
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 _TILE: Final = 512
 """Number of queries whose scores are in memory at a time if no fused kernel can be used."""

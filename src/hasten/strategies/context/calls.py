@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import IGNORED
 from hasten.strategies.context.ops import held_part
 from hasten.strategies.context.probe import check_labels, check_positions
 from hasten.strategies.context.sdpa import SequenceAttention
-from hasten.strategies.context.transformers import NAME
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+SPANNING_ATTENTION: Final = "sdpa_over_sequence_parts"
+"""Name of an attention function of transformers that spans the shards of all ranks itself, outside a block too."""
 _LABELS: Final = ("labels", "targets", "target", "y")
 """Arguments from which a user's model may compute its loss."""
 _SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
@@ -108,7 +109,7 @@ class CallHook:
                 check_labels(model, self._inner, (), given, block, name)
 
     def _refuse_outside(self, model: nn.Module) -> None:
-        spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == NAME
+        spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == SPANNING_ATTENTION
         if self._trainable and model.training and torch.is_grad_enabled() and not spanned:
             raise StepError(
                 f"{type(self._inner).__name__} was called for training outside accelerator.context_parallel(), although "

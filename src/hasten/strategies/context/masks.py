@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 IGNORED: Final = -100
 """Label of tokens that the loss ignores, as in torch's cross entropy."""

@@ -25,7 +25,7 @@ from hasten.runtime.mesh_plan import EXPERTS, MeshSpec
 from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.experts.ops import route, share
 from hasten.strategies.experts.plan import decide
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
 

@@ -34,16 +34,6 @@ from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
 from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
-from hasten.strategies.fsdp.filling import (
-    WeightSource,
-    allocate_meta,
-    copy_from_rank_0,
-    fill_by_function,
-    keep_rest_on_device,
-    named_tensors,
-    scatter_from_rank_0,
-    source_of,
-)
 from hasten.strategies.fsdp.gradients import FSDPRetry, HeldGradients
 from hasten.strategies.fsdp.wrapping import (
     CONTAINERS,
@@ -58,6 +48,16 @@ from hasten.strategies.gradient_hooks import (
     hooks_to_carry,
     refuse_gradient_hooks,
     refuse_later_hooks,
+)
+from hasten.strategies.weight_sources import (
+    WeightSource,
+    allocate_meta,
+    copy_from_rank_0,
+    fill_by_function,
+    keep_rest_on_device,
+    named_tensors,
+    scatter_from_rank_0,
+    source_of,
 )
 from hasten.strategies.whole import average_gradients, scalars, whole_on_main
 

@@ -15,7 +15,7 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.modules.names import StagePart
 from hasten.strategies.base import parameter_device
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.pipeline.split import Range, StagePlacement, balanced
+from hasten.strategies.pipeline.stage_plan import Range, StagePlacement, balanced
 from hasten.trees import Tree
 
 _LISTS = (nn.ModuleList, nn.Sequential)

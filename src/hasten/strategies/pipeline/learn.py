@@ -15,7 +15,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError
 from hasten.strategies.pipeline.passes import BlockChain, Pass, SeenCall, as_plain, from_plain
 from hasten.strategies.pipeline.schedule import Learnt
-from hasten.strategies.pipeline.split import StagePlacement
+from hasten.strategies.pipeline.stage_plan import StagePlacement
 from hasten.strategies.pipeline.travel import StageWire
 from hasten.trees import Tree
 

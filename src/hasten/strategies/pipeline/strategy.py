@@ -26,15 +26,15 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Retry, Stage, Weigh
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
 from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
 from hasten.strategies.pipeline.passes import BlockChain, SeenCall, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
-from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
+from hasten.strategies.pipeline.stage_plan import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline.travel import StageWire, share
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Pipeline:
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
             _materialise(model, ctx.device)
-        if source is not WeightSource.NO_RANK:
+        if source is not WeightSource.NOBODY:
             copy_from_rank_0(model, ctx)
         ties = shared(model, cut)
         held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}

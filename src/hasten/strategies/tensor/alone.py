@@ -11,8 +11,8 @@ from hasten.modules.names import is_dtensor
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest
-from hasten.strategies.fsdp.filling import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
 from hasten.strategies.native import Alone
+from hasten.strategies.weight_sources import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
 from hasten.strategies.whole import whole_on_main
 
 

@@ -151,7 +151,7 @@ class Rowwise(SplitForward):
         )
 
 
-class _Table(SplitForward):
+class _SplitEmbedding(SplitForward):
     """Forward of an embedding of which this rank holds some rows or columns."""
 
     def looked_up(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
@@ -165,7 +165,7 @@ class _Table(SplitForward):
             self.module.__dict__["padding_idx"] = whole
 
 
-class VocabularyRows(_Table):
+class VocabularyRows(_SplitEmbedding):
     """Embedding lookup of tokens whose rows this rank holds; the results are summed over ranks."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class VocabularyRows(_Table):
         return leave(rows.masked_fill(other.unsqueeze(-1), 0), self.group)
 
 
-class TableColumns(_Table):
+class TableColumns(_SplitEmbedding):
     """Embedding lookup in this rank's columns of a table."""
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import PrepareRequest, Stage
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
 from hasten.strategies.tensor.ops import ApartStream, DrawnApart
 from hasten.strategies.tensor.plan import decide
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any
 
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
@@ -15,7 +15,6 @@ from hasten.runtime.mesh_plan import BATCH
 from hasten.tools.plan.search import SIMPLER, LayoutPlan, Option
 from hasten.tools.plan.traced import Candidate
 
-_SHOWN: Final = 3
 Test = Callable[[Candidate], bool]
 
 

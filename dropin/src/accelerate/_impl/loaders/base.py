@@ -13,15 +13,14 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
+from accelerate._impl.loaders.sequence_parts import SequenceShardSource, SequenceSplitter
+from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.random import synchronize_rng_states
 from hasten.data.loader import Loader, LoaderParts, Move, Track, forward_epoch
 from hasten.data.position import Position
-from hasten.data.prefetch import OneAhead
 from hasten.data.source import BatchSource
-from hasten.data.torch_source import TorchSource
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.strategies.context.parts import SequenceShardSource, SequenceSplitter
 
 # Any in this file: batches, datasets and samplers are the user's own.
 

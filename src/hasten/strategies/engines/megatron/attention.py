@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.ops import all_parts, collect
+from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.megatron.package import package
 
 

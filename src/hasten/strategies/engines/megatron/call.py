@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.megatron.families import ModelFacts
 
 IGNORED: Final = -100

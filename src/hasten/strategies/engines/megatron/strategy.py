@@ -28,16 +28,16 @@ from hasten.strategies.engines.megatron import engine as megatron_engine
 from hasten.strategies.engines.megatron.call import Given
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
-from hasten.strategies.engines.megatron.layout import expert_of, renumbered
 from hasten.strategies.engines.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.strategies.engines.megatron.optimizer import MegatronOptimizer
 from hasten.strategies.engines.megatron.package import hushed, own_ranks, package
+from hasten.strategies.engines.megatron.shard_plan import expert_of, renumbered
 from hasten.strategies.engines.megatron.weights import box_of, part_of, to_hub
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.native import make_optimizers
-from hasten.strategies.pipeline.split import check_rows
+from hasten.strategies.pipeline.stage_plan import check_rows
 from hasten.strategies.pipeline.travel import share
 from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
 

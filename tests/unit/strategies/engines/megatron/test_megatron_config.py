@@ -18,7 +18,7 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import Axis, mesh_of
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
-from hasten.strategies.engines.megatron.layout import entries, place
+from hasten.strategies.engines.megatron.shard_plan import entries, place
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, to_hub
 
 GPT2: Final = SimpleNamespace(
@@ -147,7 +147,7 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
     other: Any = {bool: not info.default}.get(type(info.default), 7)
     (complaint,) = absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", name))})
     assert str(complaint).startswith(f"megatron.{name}=")
-    assert "is not supported in this version; " in str(complaint)
+    assert "is not in this version; " in str(complaint)
 
 
 def test_degrees_are_axes_of_the_mesh() -> None:
@@ -182,8 +182,8 @@ def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str)
         ("t5", {"recompute_activations": True}, "without the gradient of relative positions; remove it"),
         ("t5", {"seq_length": 12}, "use encoder_seq_length and decoder_seq_length"),
         ("t5", {"context_parallel_size": 2}, r"causal models \(gpt2, llama, mixtral\) can be split; set it to 1"),
-        ("bert", {"context_parallel_size": 2}, "was set for a bert model"),
-        ("bert", {"decoder_seq_length": 12}, "has no meaning for a bert model"),
+        ("bert", {"context_parallel_size": 2}, "is not supported for bert models"),
+        ("bert", {"decoder_seq_length": 12}, "has no effect for bert models"),
         ("gpt2", {"encoder_seq_length": 12}, "use seq_length"),
         ("gpt2", {"use_rotary_position_embeddings": True}, "use other position embeddings; remove it"),
         ("llama", {"expert_model_parallel_size": 2}, "which have no experts; remove it"),
@@ -255,7 +255,7 @@ def test_a_variant_that_would_be_computed_differently_is_refused(base: Any, chan
 
 
 def test_another_head_is_refused() -> None:
-    with pytest.raises(PrepareError, match=r"a BertForSequenceClassification, .* give a BertForMaskedLM"):
+    with pytest.raises(PrepareError, match=r"BertForSequenceClassification: .* pass a BertForMaskedLM"):
         check_class(["BertForSequenceClassification", "Module"], model_facts(BERT))
     check_class(["MyBert", "BertForMaskedLM"], model_facts(BERT))
 

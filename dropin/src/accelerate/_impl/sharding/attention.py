@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,14 +11,13 @@ from torch.nn import functional
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError, StepError
 from hasten.optional import need
-from hasten.strategies.context.attention import SequenceGroup
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.attention import Sharing
+from hasten.strategies.context.calls import SPANNING_ATTENTION
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: transformers is untyped here.
-NAME: Final = "sdpa_over_sequence_parts"
-"""Attention implementation that models get in a run with sp_size."""
 
 
 class SpannedAttention:
@@ -28,7 +27,7 @@ class SpannedAttention:
         layout = SequenceLayout(comm.size, balanced=False)
         self._attention = SequenceAttention(
             functional.scaled_dot_product_attention,
-            SequenceGroup(comm.group, layout, "gather"),
+            Sharing(comm.group, layout, "gather"),
             "ulysses",
             frozenset(),
             MaskReader(layout),
@@ -48,16 +47,16 @@ class SpannedAttention:
                 f"sequence (sp_size={self._ranks}). Use a transformers model that does, or hasten's context_parallel(), which splits "
                 "sequences for any module."
             )
-        if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", NAME):
+        if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", SPANNING_ATTENTION):
             raise PrepareError(
-                f"attention by {kind!r} is not supported with sp_size={self._ranks}, which uses torch's scaled_dot_product_attention "
+                f"attention by {kind!r} was asked for with sp_size={self._ranks}, which uses torch's scaled_dot_product_attention "
                 "(including its flash kernels). Set attn_implementation='sdpa' when loading the model, or sp_attn_implementation='sdpa' "
                 "together with sp_size."
             )
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
-        transformers.AttentionInterface.register(NAME, self)
-        transformers.AttentionMaskInterface.register(NAME, need("transformers.masking_utils").sdpa_mask)
-        inner.set_attn_implementation(NAME)
+        transformers.AttentionInterface.register(SPANNING_ATTENTION, self)
+        transformers.AttentionMaskInterface.register(SPANNING_ATTENTION, need("transformers.masking_utils").sdpa_mask)
+        inner.set_attn_implementation(SPANNING_ATTENTION)
 
     def __call__(
         self,
