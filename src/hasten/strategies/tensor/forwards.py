@@ -151,14 +151,14 @@ class Rowwise(SplitForward):
         if self.region is not None:
             raise StepError(
                 f"a layer split rowwise got {got} features instead of {wanted}: with "
-                "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
-                "all of them. Take the number of tokens from a projection's output, as in "
+                "sequence_parallel the hidden states of a block contain part of the tokens, but the projections return all of them. "
+                "Take the number of tokens from a projection's output, as in "
                 "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
             )
         raise StepError(
             f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {got} features instead of the "
-            f"{wanted} of one rank, so its input is not what a layer split colwise gives. Name the layers with tp_plan: "
-            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that is not to be split."
+            f"{wanted} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
+            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
         )
 
 
