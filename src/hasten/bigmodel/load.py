@@ -206,7 +206,7 @@ def _compare(
             "not. Nothing was loaded. Give the files of this model, or load with strict=False."
         )
     if missing:
-        log.warning("%s lacks %s; they keep the values they have", checkpoint, _few(missing))
+        log.warning("%s lacks %s; these keep their values", checkpoint, _few(missing))
     return missing, unexpected
 
 
@@ -311,7 +311,7 @@ def work_out(
         return device_map
     if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ConfigError(
-            f"device_map={device_map!r} is not a way to place a model; use 'auto', 'balanced', 'balanced_low_0', "
+            f"device_map={device_map!r} is unknown; use 'auto', 'balanced', 'balanced_low_0', "
             "'sequential' or a map from names to devices."
         )
     limits: Mapping[DeviceKey, float | str] | None = max_memory

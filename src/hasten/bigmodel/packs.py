@@ -88,7 +88,7 @@ class HostPool:
         with self._lock:
             said, self._pin = not self._pin, False
         if not said:
-            log.warning("%s Further offloaded weights use ordinary memory, which devices read more slowly.", why)
+            log.warning("%s Further offloaded weights use ordinary memory, which is slower to copy to the device.", why)
 
     def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """Return the slab and offset of a tensor that is page-locked already; None if it must be copied."""

@@ -117,7 +117,7 @@ class Loader(DataLoader[Any]):
     parts: LoaderParts
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError("a Loader is made by prepare(), not by hand: call accelerator.prepare(DataLoader(...))")
+        raise TypeError("a Loader is created by prepare(), not directly: call accelerator.prepare(DataLoader(...))")
 
     @classmethod
     def made(cls, user: DataLoader[Any], parts: LoaderParts, **shown: Any) -> Loader:
@@ -130,7 +130,7 @@ class Loader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and "parts" in self.__dict__:
             raise PrepareError(
-                f"{name} of a prepared loader cannot be changed, because its workers are arranged already. Set it on "
+                f"{name} of a prepared loader cannot be changed, because its workers are already configured. Set it on "
                 f"the DataLoader before prepare()."
             )
         super().__setattr__(name, value)
@@ -313,7 +313,7 @@ class Loader(DataLoader[Any]):
         steps = self.parts.source.steps()
         if steps is None:
             kind = "its dataset is a stream" if isinstance(self.dataset, IterableDataset) else "its sampler has none"
-            raise TypeError(f"this loader has no length: {kind}. Count batches as they come, or give it a __len__.")
+            raise TypeError(f"this loader has no length: {kind}. Count batches while iterating, or implement __len__.")
         return max(steps - self.parts.skip, 0)
 
     def is_running(self) -> bool:

@@ -93,7 +93,7 @@ class Slot:
         return view.copy_(x)
 
 
-class CopyLane:
+class CopyStream:
     """A side stream that copies batches to the device; memory is not reused while either side needs it."""
 
     def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
@@ -203,7 +203,7 @@ class Queue:
         self._device = device
         self._depth = depth
         self._in_line = in_line
-        self._lane: CopyLane | None = None
+        self._lane: CopyStream | None = None
         self._batches: deque[tuple[Any, bool]] = deque()
 
     def __len__(self) -> int:
@@ -213,7 +213,7 @@ class Queue:
         """Append a batch, and start its copy if it is large."""
         small = self._in_line.takes(batch)
         if not small and self._lane is None:
-            self._lane = CopyLane(self._device, self._depth, self._in_line.skip_keys)
+            self._lane = CopyStream(self._device, self._depth, self._in_line.skip_keys)
         self._batches.append((batch if small or self._lane is None else self._lane.send(batch), small))
 
     def popleft(self) -> Any:

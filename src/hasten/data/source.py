@@ -245,7 +245,7 @@ class IndexedSource:
                 self._explain(error, notes, at, number)
             if not notes:
                 raise DataError(
-                    f"{type(self._loader).__name__} gave a batch that was not asked for (rank {self._rank}, batch "
+                    f"{type(self._loader).__name__} returned an unexpected batch (rank {self._rank}, batch "
                     f"{number}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
                     f"Prepare a plain DataLoader, and wrap the prepared one."
                 )

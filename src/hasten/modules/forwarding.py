@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
+CHUNKED_LOSS: Final = "chunked loss"
+"""Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
 FORWARD = "forward"
 
 

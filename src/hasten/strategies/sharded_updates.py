@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ELEMENTWISE: Final = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """Optimizers in which elements are updated independently, so that updating a shard equals sharding the update."""
-_IN_SHARDS: Final = "AdamW, SGD or another optimizer that updates each element by itself"
+_IN_SHARDS: Final = "AdamW, SGD or another elementwise optimizer"
 _MARK: Final = "updates_wholes"
 Collect = Callable[..., Any]  # Any: torch's method, which differs by optimizer
 
@@ -58,8 +58,8 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
         uneven = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
         if uneven is not None:
             raise PrepareError(
-                f"{name} joins all parameters into one vector, which torch cannot do when a parameter of shape "
-                f"{tuple(uneven.shape)} is not shared evenly by {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
+                f"{name} concatenates all parameters, which torch does not support if a parameter of shape {tuple(uneven.shape)} is not "
+                f"sharded evenly over {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
                 "or strategy='ddp'."
             )
 
@@ -181,8 +181,8 @@ class _GatherShards:
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: step()'s
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise StepError(
-                f"{type(optimizer).__name__}.step(closure) cannot update sharded parameters: they are gathered one by one, after "
-                "the gradients are known. Call backward() and step() instead."
+                f"{type(optimizer).__name__}.step(closure) is not supported for sharded parameters, which are gathered one by one after "
+                "the backward. Call backward() and step() instead."
             )
         groups = optimizer.param_groups
         params = [list(group["params"]) for group in groups]

@@ -149,7 +149,7 @@ class TrainingLoop:
         stopping = trainer.accelerator.preempted
         self._act(stopping)
         if stopping:
-            control.stop_reason = "a signal asked for it; a checkpoint was saved"
+            control.stop_reason = "after a signal; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
             trainer.accelerator.end_training()
             raise SystemExit(PREEMPTED_EXIT_CODE)

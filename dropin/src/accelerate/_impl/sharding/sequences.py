@@ -9,7 +9,7 @@ from torch import nn
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.sequence_parts import SequenceCut
+from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.attention import SpannedAttention
@@ -27,7 +27,7 @@ class SplitSequences:
         comm = accelerator.ctx.groups(Axis.CP)
         assert isinstance(comm, ProcessGroupComm), "several processes have a process group"
         self._accelerator, self._handler, self._comm = accelerator, handler, comm
-        self._cut = SequenceCut(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
+        self._cut = SequenceSplitter(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 
     @classmethod
