@@ -34,7 +34,7 @@ class Forward:
 
     @property
     def __name__(self) -> str:
-        return str(getattr(self.inner, "__name__", _FORWARD))
+        return str(getattr(self.inner, "__name__", "forward"))
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

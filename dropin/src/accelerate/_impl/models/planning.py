@@ -224,12 +224,16 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
     max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
     numbers = sorted(key for key in max_memory if isinstance(key, int))
+    _check_devices(numbers, [key for key in max_memory if key not in (*numbers, *_NAMED)])
+    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
+
+
+def _check_devices(numbers: Sequence[int], strangers: Sequence[Any]) -> None:
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
         _log.warning(f"Device {number} is not available, available devices are {there}")
-    for stranger in (key for key in max_memory if not isinstance(key, int) and key not in _NAMED):
-        raise ValueError(_STRANGE.format(stranger))
-    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
+    if strangers:
+        raise ValueError(_STRANGE.format(strangers[0]))
 
 
 class _Packing:

@@ -120,10 +120,9 @@ class ParallelismConfig:
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Torch's mesh of these sizes. Ranks: every rank."""
-        mesh_of = self._get_mesh()
-        if not mesh_of:
+        if not self._get_mesh():
             return None
-        names, sizes = mesh_of
+        names, sizes = self._get_mesh()
         mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, axes in joint.items():
