@@ -33,10 +33,6 @@ class Forward:
         return inspect.signature(self.inner)
 
     @property
-    def __name__(self) -> str:
-        return str(getattr(self.inner, "__name__", "forward"))
-
-    @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.inner
 
@@ -65,6 +61,8 @@ def replace(module: nn.Module, forward: Forward) -> None:
     """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
     forward.inner = module.forward
+    for name in ("__name__", "__qualname__"):  # as functools.wraps() would copy them
+        forward.__dict__[name] = getattr(forward.inner, name, "forward")
     module.__dict__[FORWARD] = forward
 
 

@@ -69,7 +69,7 @@ def compute_module_sizes(
     model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
 ) -> dict[str, int]:
     """Return the bytes of every module and tensor by name; the whole model is under the empty name."""
-    sizes: dict[str, int] = defaultdict(int)
+    sizes: dict[str, Any] = defaultdict(int)
     found = model.named_buffers() if buffers_only else [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in found:
         parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, _as_dtype(dtype), special_dtypes)
