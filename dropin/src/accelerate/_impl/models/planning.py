@@ -380,7 +380,7 @@ def get_balanced_memory(
         sizes, low = compute_module_sizes(model, dtype, special_dtypes), int(low_zero)
         share = sizes[""] // (len(full) - low) + _slack(model, sizes, no_split_module_classes)
         limits.update({device: min(share, limits[device]) for device in gpus[low : full[-1]]})
-        rest = max(0, sizes[""] - sum(limits[device] for device in gpus[1:]))
+        rest = max(0, sizes[""] - sum(limits[device] for device in gpus[1 : len(full)]))
         limits[gpus[0]] = min(rest, limits[gpus[0]]) if low_zero else limits[gpus[0]]
     return limits
 
