@@ -100,9 +100,9 @@ def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) ->
     if last not in owner._parameters and last not in owner._buffers:
         raise ValueError(f"{owner} does not have a parameter or a buffer named {last}.")
     now = cast("Tensor", owner._parameters[last] if last in owner._parameters else owner._buffers[last])
-    if now is not None and now.is_meta and value is None and str(device) != "meta":
+    if now.is_meta and value is None and str(device) != "meta":
         raise ValueError(f"{last} is on the meta device, we need a `value` to put in on {device}.")
-    if now is not None and value is not None and now.shape != value.shape and type(now) in (Tensor, nn.Parameter):
+    if value is not None and now.shape != value.shape and type(now) in (Tensor, nn.Parameter):
         raise ValueError(
             f'Trying to set a tensor of shape {value.shape} in "{last}" (which has shape {now.shape}), this looks incorrect.'
         )
@@ -128,7 +128,7 @@ def load_checkpoint_in_model(
     index: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(), *(model.named_buffers() if offload_buffers else ())]:
         if not tensor.is_meta and str((device_map or {}).get(maps.owner_in(device_map or {}, name) or "")) == "disk":
-            index = offload_weight(tensor.detach(), name, offload_folder or "", index)
+            offload_weight(tensor.detach(), name, offload_folder or "", index)
             tensors.set_module_tensor_to_device(model, name, "meta")
     if index:
         save_offload_index(index, offload_folder or "")
