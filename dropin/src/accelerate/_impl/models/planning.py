@@ -157,12 +157,11 @@ def fallback_allocate(
     limit, whole, ties = convert_file_size_to_int(size_limit), no_split_module_classes or [], tied_parameters or []
     for at, (name, part) in enumerate(modules):
         if get_module_size_with_ties(_tied_outside(name, ties), module_sizes[name], module_sizes, modules)[0] <= limit:
-            del modules[at]  # in the caller's list
-            return name, part, modules
+            return name, part, [*modules[:at], *modules[at + 1 :]]
         found, chosen, rest = fallback_allocate(_inside(name, part, whole), module_sizes, limit, whole, ties)
         if found is not None:
             return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
-    return None, None, modules
+    return None, None, list(modules)
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -319,7 +318,7 @@ class _Packing:
         self.least[device], self.left[device] = wanted, room
         limit = self.limits[device] - get_max_layer_size(queue, self.sizes, self.whole)[0]
         if self.fallback and device in self.reserving and not self.used[device] and limit > 0:
-            name, part, rest = fallback_allocate(list(queue), self.sizes, limit, self.whole, self.ties)
+            name, part, rest = fallback_allocate(queue, self.sizes, limit, self.whole, self.ties)
             if name is not None and name != queue[0][0]:
                 self.waiting = [(name, part), *rest]
                 self._measure()
