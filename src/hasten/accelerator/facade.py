@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -31,7 +31,8 @@ from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.setup import AcceleratorParts, Noted, build, reports_in
 from hasten.accelerator.step import Accumulation
 from hasten.checkpoint import export
-from hasten.checkpoint.model_state import LoadReport, load_weights
+from hasten.checkpoint.export import load_weights
+from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.locate import check_path
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -211,7 +212,7 @@ class Accelerator:
                 self.clock,
                 self.precision,
                 Randomness(self.ctx.device),
-                self.tracking,
+                self.tracking if self.tracking.names else None,
                 self.strategy,
                 self._epochs,
                 averages=self.prepared.averages,
@@ -947,14 +948,14 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with Noted(self.run_log, "saved"):
+        with nullcontext() if self.run_log is None else Noted(self.run_log, "saved"):
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
         self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
     ) -> list[LoadReport]:
         """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
-        with Noted(self.run_log, "loaded"):
+        with nullcontext() if self.run_log is None else Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def resume(self) -> bool:
