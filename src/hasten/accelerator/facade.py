@@ -594,22 +594,14 @@ class Accelerator:
         buffers: Sequence[Tensor],
         dims: Sequence[int],
         labels: Tensor | Literal["auto"] | None = "auto",
+        no_restore_buffers: Iterable[Tensor] = (),
     ) -> AbstractContextManager[SequenceShards]:
         """Context manager in which each buffer holds this rank's shard along its dimension, and attention spans all shards.
 
-        Run forward and backward inside; the buffers are restored on exit. Each rank's loss is weighted by its number of
+        Run forward and backward inside; the buffers are restored on exit, except `no_restore_buffers`. Each rank's loss is weighted by its number of
         labels other than -100, taken from `labels` (by default the buffer that contains -100); None weights ranks equally.
         """
-        return self._context.block(buffers, dims, labels=labels)
-
-    def maybe_context_parallel(
-        self,
-        buffers: Sequence[Tensor] | None = None,
-        buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Iterable[Tensor] | None = None,
-    ) -> AbstractContextManager[SequenceShards]:
-        """Alias of `context_parallel` under Accelerate's name: ranks weigh equally, `no_restore_buffers` are not restored."""
-        return self._context.block(buffers or (), buffer_seq_dims or (), no_restore_buffers or (), labels=None)
+        return self._context.block(buffers, dims, no_restore_buffers, labels=labels)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Context manager that runs code outside a prepared model in this run's compute precision."""
@@ -864,18 +856,27 @@ class Accelerator:
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
-        self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
+        self,
+        input_dir: str | Path | None = None,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        must_exist: bool = True,
     ) -> list[LoadReport]:
-        """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
-        with Noted(self.run_log, "loaded"):
-            return self.saving.load_state(input_dir, strict, allow_pickle)
+        """Restore the run from a checkpoint, by default the newest complete one, in memory or on disk. Ranks: every rank.
 
-    def resume(self) -> bool:
-        """Load the newest state, in memory or on disk, as `load_state` does; returns False if there is none yet.
-
-        Ranks: every rank.
+        Returns a report for each model. With `must_exist=False` a run without a checkpoint begins anew: nothing is loaded, and the
+        list is empty.
         """
-        return self.saving.resume()
+        if input_dir is not None and not must_exist:
+            arguments.refuse(
+                "load_state(input_dir, must_exist=False)",
+                input_dir,
+                "must_exist=False is for the newest checkpoint. Leave out one of the two",
+            )
+        with Noted(self.run_log, "loaded") as event:
+            reports = self.saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
+            event.nothing_done = not reports and not must_exist
+        return reports
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
@@ -885,7 +886,7 @@ class Accelerator:
         return self._rollback is not None and self._rollback.now()
 
     @property
-    def going_back(self) -> bool:
+    def _rolling_back(self) -> bool:
         """True if the newest checkpoint will be loaded before the next batch."""
         return self._rollback is not None and self._rollback.target is not None
 
@@ -911,8 +912,6 @@ class Accelerator:
     def preempted(self) -> bool:
         """True if any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
         return self.saving.preempted
-
-    should_stop = preempted
 
     def save_model(
         self,
@@ -994,5 +993,3 @@ class Accelerator:
         gc.collect()
         empty_cache(self.device)
         return cleared[0] if len(cleared) == 1 else cleared
-
-    clear = free_memory

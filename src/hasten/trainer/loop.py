@@ -93,7 +93,7 @@ class TrainingLoop:
                     call("on_optimizer_step")
                 scheduler.step()
                 optimizer.zero_grad()
-            if accelerator.going_back:
+            if accelerator._rolling_back:
                 return False
             fresh = accelerator.sync_gradients
             state.batches_in_epoch += 1

@@ -216,7 +216,7 @@ def test_nothing_spoiled_is_saved_and_the_end_is_told(ctx: ProcessContext, tmp_p
     with told() as messages:
         for batch in parts.loader:
             step(parts, batch)
-            if parts.accelerator.going_back:
+            if parts.accelerator._rolling_back:
                 assert parts.accelerator.save_state() == saved
                 break
         parts.accelerator.end_training()

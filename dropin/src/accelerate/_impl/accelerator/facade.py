@@ -281,6 +281,12 @@ class Accelerator(SavingFace):
             folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
 
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> AbstractContextManager[Any]:
+        """A block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
+        return self.context_parallel(buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ())
+
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared and hand cached memory back; a None for every argument."""
         count = len(objects)
