@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 
-from hasten.accelerator import arguments
+from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
 from hasten.accelerator.captured_step import CapturedStep
@@ -54,6 +54,7 @@ from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
+from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
@@ -211,6 +212,7 @@ class Accelerator:
                 self.tracking,
                 self.strategy,
                 self._epochs,
+                averages=self.prepared.averages,
             ),
             notes={"strategy": self.strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
@@ -477,6 +479,36 @@ class Accelerator:
             self._accumulations[models] = made
         return made
 
+    def ema(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        every: int = 1,
+        start: int = 0,
+        only_trained: bool = True,
+        average_buffers: bool = False,
+    ) -> EMA:
+        """Return an exponential moving average of a prepared model's weights, updated after every applied update.
+
+        `decay` is a number or a function of the number of updates; the first `start` updates are copied instead of
+        averaged; `every` averages each n-th update only. `only_trained` leaves out parameters that no optimizer holds.
+        Evaluate and export inside `with ema.swapped():`. The average is part of `save_state` and `load_state`.
+        Ranks: every rank.
+        """
+        self._preparer.done.index_of(model)
+        made = EMA(
+            self.strategy.unwrap(model),
+            self._preparer.done.optimizers,
+            decay=decay,
+            every=every,
+            start=start,
+            only_trained=only_trained,
+            average_buffers=average_buffers,
+        )
+        self._preparer.done.averages.append(made.state)
+        return made
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise this model's gradients."""
         arguments.check_modules((model,), "no_sync(model)")
@@ -667,6 +699,29 @@ class Accelerator:
         if even_batches is not None:
             arguments.check_flag(even_batches, "join_uneven_inputs(even_batches)")
         return self._preparer.join(joinables, even_batches)
+
+    def generate(
+        self, model: nn.Module, batch: Any, *, gather: bool = True, **options: Any
+    ) -> Tensor:  # Any: the prompts of a batch, and options of the model's generate()
+        """Return the tokens that a prepared model generates for a batch of prompts, of all processes in input order.
+
+        Works with replicated and sharded models and with prompts of different lengths; `options` are those of the model's
+        `generate`. Rows are padded to the longest of all processes, and samples that a loader added as padding are dropped.
+        With `gather=False` each process gets its own rows. Ranks: every rank.
+        """
+        self.prepared.index_of(model)
+        inner = self.strategy.unwrap(model)
+        with self.autocast():
+            tokens = generating.generate(inner, batch, self.num_processes, options)
+        if not gather:
+            return tokens
+        tokens = self.pad_across_processes(
+            tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
+        )
+        found: Tensor = (
+            self.gather(tokens, axes=tuple(BATCH)) if self.clock.active is None else self.gather_for_metrics(tokens)
+        )
+        return found
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
