@@ -53,7 +53,7 @@ def distributed_type(strategy: str, device: str, num_processes: int) -> Distribu
 
 
 def _type_of(accelerator: Accelerator) -> DistributedType:
-    return distributed_type(accelerator.strategy.name, accelerator.device.type, accelerator.num_processes)
+    return distributed_type(accelerator._strategy.name, accelerator.device.type, accelerator.num_processes)
 
 
 def _place(axis: Axis) -> Callable[[Accelerator], int]:
@@ -75,11 +75,11 @@ VALUES: Final[Mapping[str, Callable[[Accelerator], Any]]] = MappingProxyType(  #
         "step_scheduler_with_optimizer": lambda a: a.config.step_scheduler_with_optimizer,
         "log_with": lambda a: list(a.config.tracking.log_with),
         "logging_dir": lambda a: a.config.project.logging_dir or a.config.project.project_dir,
-        "save_iteration": lambda a: a.saving.iteration,
+        "save_iteration": lambda a: a._saving.iteration,
         "should_save_model": lambda a: True,
         "project_configuration": lambda a: a.config.project,
         "parallelism_config": lambda a: a.config.parallelism,
-        "deepspeed_plugin": lambda a: a.config.deepspeed if a.strategy.name == "deepspeed" else None,
+        "deepspeed_plugin": lambda a: a.config.deepspeed if a._strategy.name == "deepspeed" else None,
         "dataloader_config": lambda a: a.config.dataloader,
         "split_batches": lambda a: a.config.dataloader.split_batches,
         "dispatch_batches": lambda a: a.config.dataloader.dispatch_batches,

@@ -96,7 +96,7 @@ def main(out: str) -> int:
         "seconds": seconds,
         "megabytes": used / 1e6,
         "axes": {str(axis): accelerator.ctx.mesh.size(axis) for axis in Axis},
-        "strategy": accelerator.strategy.name,
+        "strategy": accelerator.strategy,
     }
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(found))

@@ -264,7 +264,7 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
     assert len(messages) == (len(left_out) if ctx.is_main else 0)
     assert len(left_out) >= 2
     leaving.left_out = left_out
-    second.train(resume_from_checkpoint=first.accelerator.saving.newest())
+    second.train(resume_from_checkpoint=first.accelerator._saving.newest())
     mine, theirs = first.model.state_dict(), second.model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert all(bool(torch.isfinite(value).all()) for value in mine.values())

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
+from hasten.accelerator.components import components
 from hasten.checkpoint import parts
 from hasten.checkpoint.model_state import load_weights
 from hasten.checkpoint.parts import SavedPart
@@ -95,7 +96,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
     find = partial(blocks_to_recompute, config=settings)
     recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
-    return recompute.apply(model, Wish(place=False, train=True), accelerator.ctx, accelerator.precision)
+    return recompute.apply(model, Wish(place=False, train=True), accelerator.ctx, components(accelerator).precision)
 
 
 def fsdp2_load_full_state_dict(
@@ -188,7 +189,7 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
 
     `wanted` are the models that no hook has loaded already.
     """
-    plugin, done = accelerator.state.fsdp_plugin, accelerator.prepared
+    plugin, done = accelerator.state.fsdp_plugin, components(accelerator).prepared
     for index, model in enumerate(done.models):
         if not any(accelerator.unwrap_model(model) is one for one in wanted):
             continue
