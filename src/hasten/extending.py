@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.mesh_plan import Axis as Axis
     from hasten.strategies.base import Caps as Caps
+    from hasten.strategies.base import PrepareRequest as PrepareRequest
     from hasten.strategies.base import Stage as Stage
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
-    from hasten.strategies.base import Wish as Wish
     from hasten.strategies.pipeline.cut import balanced_split_points as balanced_split_points
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run

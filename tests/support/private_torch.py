@@ -26,7 +26,7 @@ _BUCKETS: Final = "src/hasten/strategies/ddp/buckets.py"
 _HELD: Final = "src/hasten/strategies/fsdp/gradients.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
-_SHARDS: Final = "src/hasten/strategies/fsdp/own_shards.py"
+_SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
 _PIECES: Final = "src/hasten/strategies/context/attention.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
@@ -169,8 +169,10 @@ NAMES: Final = (
     Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
     Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
     # modules
-    Name(_MODULE, "_apply", ("src/hasten/strategies/fsdp/filling.py",), "models on the meta device cannot be filled"),
-    Name(_MODULE, "_buffers", ("src/hasten/strategies/fsdp/filling.py",), "models on the meta device cannot be filled"),
+    Name(_MODULE, "_apply", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"),
+    Name(
+        _MODULE, "_buffers", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"
+    ),
     Name(
         _MODULE,
         "_modules",

@@ -52,11 +52,11 @@ from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
 from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.trust.divergence.replicas import ComparedObjects, Replicas
-from hasten.trust.divergence.sentinel import Sentinel, SentinelSettings
+from hasten.trust.divergence.sentinel import DivergenceCheck, DivergenceCheckSettings
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.stall_store import Bulletin
-from hasten.trust.stall.status_server import Desk, Reception
+from hasten.trust.stall.stall_store import StallStore
+from hasten.trust.stall.status_server import StatusServer, StatusThread
 from hasten.trust.stall.watchdog import Watchdog, WatchSettings
 from hasten.version import __version__
 
@@ -152,9 +152,9 @@ class AcceleratorParts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
-    watchdog: Watchdog | Reception | None
+    watchdog: Watchdog | StatusThread | None
     numbers: NumbersSettings | None
-    sentinel: Callable[[ComparedObjects], Sentinel] | None
+    sentinel: Callable[[ComparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
     rehearsal: Rehearsal | None
@@ -225,7 +225,7 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | Reception | None:
+def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | StatusThread | None:
     """Return the watchdog of this rank, or for a single process under `hasten launch` a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
@@ -238,12 +238,12 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         return 0 if found is None else found.num_updates
 
     observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
-    desk = Desk(observer, ctx.topology, ctx.device, env.runtime_folder(variables))
+    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables))
     if not isinstance(ctx.world, ProcessGroupComm):
-        return Reception(desk)
+        return StatusThread(status_server)
     return Watchdog(
         observer,
-        Bulletin(ctx.world.store, ctx.rank),
+        StallStore(ctx.world.store, ctx.rank),
         ctx.topology,
         WatchSettings(
             after_s=config.trust.stall_after_s,
@@ -251,7 +251,7 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
             timeout_s=_group(config).timeout_s,
             folder=reports_in(config, "stalls"),
         ),
-        desk,
+        status_server,
     )
 
 
@@ -261,16 +261,20 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[ComparedObjects], Sentinel] | None:
+def _sentinel(
+    config: Config, ctx: ProcessContext, clock: StepClock
+) -> Callable[[ComparedObjects], DivergenceCheck] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
     world, trust = ctx.world, config.trust
     if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
         return None
-    settings = SentinelSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
+    settings = DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
     shares_random = ctx.mesh.size(Axis.TP) > 1
 
-    def make(prepared: ComparedObjects) -> Sentinel:
-        return Sentinel(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings)
+    def make(prepared: ComparedObjects) -> DivergenceCheck:
+        return DivergenceCheck(
+            Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings
+        )
 
     return make
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = "forward"
 
 

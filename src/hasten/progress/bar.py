@@ -16,21 +16,21 @@ from hasten.errors import ConfigError
 from hasten.progress.display import Display, LineDisplay
 from hasten.progress.meter import MemoryGauge, Meter, MeterReading
 from hasten.progress.scalars import LateScalars
-from hasten.progress.straggler import Pulse, StragglerWatch
+from hasten.progress.straggler import BackwardTimer, StragglerWatch
 
 T = TypeVar("T")
 Counter = Callable[[Any], int]  # Any: a batch of any type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class BarContext:
     """Environment of a progress bar: display, process, memory gauge and straggler detection."""
 
     display: Display
     is_main: bool = True
     replicas: int = 1  # processes that read different samples; rates are totals over all of them
     memory: MemoryGauge | None = None
-    pulse: Pulse | None = None
+    pulse: BackwardTimer | None = None
     watch: StragglerWatch | None = None
 
 
@@ -44,7 +44,7 @@ class Progress(Generic[T]):
         self,
         iterable: Iterable[T] | None = None,
         *,
-        here: Surroundings,
+        here: BarContext,
         total: int | None = None,
         initial: int | None = None,
         desc: str = "",
@@ -73,7 +73,7 @@ class Progress(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
-            raise ConfigError("progress() got nothing to iterate over; give an iterable, or call update() by hand.")
+            raise ConfigError("progress() has no iterable to iterate over; pass one, or call update() directly.")
         pulse = self._here.pulse
         if pulse is not None:
             pulse.asked()

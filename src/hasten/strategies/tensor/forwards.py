@@ -140,18 +140,18 @@ class Rowwise(SplitForward):
         if self.region is not None:
             raise StepError(
                 f"a layer split rowwise got {got} features instead of {wanted}: with "
-                "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
-                "all of them. Take the number of tokens from a projection's output, as in "
+                "sequence_parallel the hidden states of a block contain part of the tokens, but the projections return all of them. "
+                "Take the number of tokens from a projection's output, as in "
                 "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
             )
         raise StepError(
             f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {got} features instead of the "
-            f"{wanted} of one rank, so its input is not what a layer split colwise gives. Name the layers with tp_plan: "
-            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that is not to be split."
+            f"{wanted} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
+            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
         )
 
 
-class _Table(SplitForward):
+class _SplitEmbedding(SplitForward):
     """Forward of an embedding of which this rank holds some rows or columns."""
 
     def looked_up(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
@@ -165,7 +165,7 @@ class _Table(SplitForward):
             self.module.__dict__["padding_idx"] = whole
 
 
-class VocabularyRows(_Table):
+class VocabularyRows(_SplitEmbedding):
     """Embedding lookup of tokens whose rows this rank holds; the results are summed over ranks."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class VocabularyRows(_Table):
         return leave(rows.masked_fill(other.unsqueeze(-1), 0), self.group)
 
 
-class TableColumns(_Table):
+class TableColumns(_SplitEmbedding):
     """Embedding lookup in this rank's columns of a table."""
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -211,8 +211,7 @@ def find(name: str, own: Mapping[str, AcceleratorEntry] = KNOWN) -> AcceleratorE
     near = get_close_matches(name.lower(), list(own), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(own)}."
     raise ConfigError(
-        f"no accelerator called {name!r} is known, so neither its memory nor its speed; {hint} Others are described in a YAML "
-        "file, given with --hardware."
+        f"the accelerator {name!r} is unknown; {hint} Describe others in a YAML file and pass it with --hardware."
     )
 
 

@@ -321,8 +321,8 @@ def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = N
     reading = state.get("reading")
     if reading is None:
         raise DataError(
-            "the checkpoint does not say how its loader was read, so the samples of a batch cannot be computed: the loader reads a "
-            "stream, or its sampler is of your own. Number the samples in the dataset, and log them with the batch."
+            "the checkpoint does not contain the order of its loader, so the samples of a batch cannot be computed: the loader reads a "
+            "stream, or has a custom sampler. Number the samples in the dataset, and log the numbers with the batch."
         )
     shards, size = int(reading["shards"]), int(state["size"])
     if not 0 <= shard < shards:
