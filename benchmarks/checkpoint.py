@@ -204,7 +204,7 @@ def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | No
     """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
     stalls, totals = [], []
     started = time.perf_counter()
-    way.accelerator._saving.reserve()  # a run calls this early; here we wait, to see how long it takes
+    way.accelerator.reserve_memory_for_saves()  # a run calls this early; here we wait, to see how long it takes
     way.accelerator._saving.wait_for_memory()
     reserved = time.perf_counter() - started
     with scratch(root) as folder:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError, StepError
 from hasten.optional import need
-from hasten.strategies.context.attention import Sharing
+from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import SPANNING_ATTENTION
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.sdpa import SequenceAttention
@@ -27,7 +27,7 @@ class SpannedAttention:
         layout = SequenceLayout(comm.size, balanced=False)
         self._attention = SequenceAttention(
             functional.scaled_dot_product_attention,
-            Sharing(comm.group, layout, "gather"),
+            SequenceGroup(comm.group, layout, "gather"),
             "ulysses",
             frozenset(),
             MaskReader(layout),
