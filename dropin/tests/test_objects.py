@@ -90,7 +90,7 @@ def test_settings_change_before_the_first_model_only() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator._reconfigure(fsdp=accelerator.config.fsdp)
     accelerator.prepare(nn.Linear(2, 1))
-    with pytest.raises(PrepareError, match=r"Call reconfigure\(\) before the first prepare"):
+    with pytest.raises(PrepareError, match=r"before the first prepare\(\)"):
         accelerator._reconfigure(fsdp=accelerator.config.fsdp)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.checkpoint.model_state import LoadReport as LoadReport
+    from hasten.checkpoint.state_dicts import LoadReport as LoadReport
     from hasten.config.root import Config as Config
     from hasten.config.sections.launch import LaunchConfig as LaunchConfig
     from hasten.modules.hooks import ModelHook as ModelHook
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
     from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
+    from hasten.progress.throughput import Throughput as Throughput
     from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.mesh_plan import Axis as Axis
     from hasten.strategies.base import Caps as Caps
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
     {
-        "LoadReport": "hasten.checkpoint.model_state",
+        "LoadReport": "hasten.checkpoint.state_dicts",
         "Config": "hasten.config.root",
         "LaunchConfig": "hasten.config.sections.launch",
         "ModelHook": "hasten.modules.hooks",
@@ -45,6 +46,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "PreparedScheduler": "hasten.optim.scheduler",
         "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",
+        "Throughput": "hasten.progress.throughput",
         "ProcessContext": "hasten.runtime.context",
         "Axis": "hasten.runtime.mesh_plan",
         "Caps": "hasten.strategies.base",

@@ -35,6 +35,8 @@ _BEGUN: Final = "src/hasten/comm/collective_log.py"
 _TRAFFIC: Final = "src/hasten/trust/stall/traffic.py"
 _TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
 _WATCH: Final = "src/hasten/tools/tune/watch.py"
+_THROUGHPUT: Final = "src/hasten/progress/throughput.py"
+_MFU: Final = "track_throughput() fails"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _HOSTS: Final = "src/hasten/strategies/engines/xla/hosts.py"
@@ -101,7 +103,7 @@ NAMES: Final = (
     ),
     # several XLA hosts: the end of a backward pass
     Name("torch", "_C", (_HOSTS,), _MEAN),
-    Name("torch._C", "_current_graph_task_id", (_HOSTS,), _MEAN),
+    Name("torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"),
     Name("torch.autograd:Variable", "_execution_engine", (_HOSTS,), _MEAN),
     # FSDP2: gradients held between reductions
     Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
@@ -124,13 +126,13 @@ NAMES: Final = (
     Name(
         "torch.distributed.device_mesh:DeviceMesh",
         "_get_root_mesh",
-        ("src/hasten/checkpoint/reshard.py",),
+        ("src/hasten/checkpoint/base.py",),
         "sharded checkpoints fail",
     ),
     Name(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
-        ("src/hasten/checkpoint/reshard.py",),
+        ("src/hasten/checkpoint/base.py",),
         "sharded checkpoints fail",
     ),
     Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS,), "sharded updates fail"),
@@ -258,14 +260,18 @@ NAMES: Final = (
     Name(
         "torch",
         "_C",
-        ("src/hasten/strategies/tensor/logits.py", _SKIPPING),
-        "loss_parallel=True and run_step() fail",
+        ("src/hasten/strategies/tensor/logits.py", "src/hasten/modules/lazy_logits.py", _SKIPPING, _THROUGHPUT),
+        "loss_parallel=True, use_chunked_loss(), track_throughput() and run_step() fail",
     ),
     # repeated steps
     Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
     Name(
-        "torch.utils", "_python_dispatch", (_SKIPPING, _TRAFFIC, _WATCH), "run_step(), traffic() and hasten plan fail"
+        "torch.utils",
+        "_python_dispatch",
+        (_SKIPPING, _TRAFFIC, _WATCH, _THROUGHPUT),
+        "run_step(), traffic(), track_throughput() and hasten plan fail",
     ),
+    Name("torch.utils._python_dispatch", "_get_current_dispatch_mode", (_THROUGHPUT,), _MFU),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
     Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
     Name("torch", "_foreach_add_", ("src/hasten/optim/gradients.py",), _AGAIN),

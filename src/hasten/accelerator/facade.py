@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -31,7 +31,8 @@ from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.setup import AcceleratorParts, Noted, build, reports_in
 from hasten.accelerator.step import Accumulation
 from hasten.checkpoint import export
-from hasten.checkpoint.model_state import LoadReport, load_weights
+from hasten.checkpoint.export import load_weights
+from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.locate import check_path
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -78,6 +79,7 @@ from hasten.trust.stall.watchdog import watch
 if TYPE_CHECKING:
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
+    from hasten.progress.throughput import Throughput
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,6 +184,7 @@ class Accelerator:
         self._tracking = parts.tracking
         self._run_log = parts.run_log
         self._progress: ProgressMaker | None = None
+        self._throughput: Throughput | None = None
         self._rehearsal = parts.rehearsal
         self._preparer = Preparer(
             parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
@@ -209,7 +212,7 @@ class Accelerator:
                 self._clock,
                 self._precision,
                 Randomness(self.ctx.device),
-                self._tracking,
+                self._tracking if self._tracking.names else None,
                 self._strategy,
                 self._epochs,
                 averages=self._prepared.averages,
@@ -380,7 +383,7 @@ class Accelerator:
         if self._prepared.models:
             raise PrepareError(
                 f"{', '.join(sections)} cannot change: a {type(self._prepared.models[0]).__name__} was prepared under the earlier "
-                "settings and keeps its layout. Call reconfigure() before the first prepare(), or make another Accelerator."
+                "settings and keeps its layout. Change them before the first prepare(), or make another Accelerator."
             )
         saving = self._saving
         self.config = replace(self.config, **sections)
@@ -826,7 +829,12 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any."""
+        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any.
+
+        After `track_throughput()`, `tokens_per_second` and `mfu` are added.
+        """
+        if self._clock.rates is not None and isinstance(values, Mapping):
+            values = {**self._clock.rates(), **values}
         self._tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -850,6 +858,29 @@ class Accelerator:
         """Log a table given as `columns` and `data` or as a `dataframe`. Ranks: any."""
         self._tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
 
+    def track_throughput(
+        self,
+        tokens: str | Callable[[Any], int] | None = None,
+        *,
+        peak_tflops: float | None = None,
+        flops_per_token: float | None = None,
+    ) -> Throughput:
+        """Measure tokens a second and MFU from here on; returns the object that holds them.
+
+        They appear in progress bars, in `log()`, in `hasten top` and in reports. `tokens` names the field of a batch that holds
+        tokens (by default `labels`, else `input_ids`), or is a function that counts them. Operations are counted once, in the
+        second update; the devices' peak comes from hasten's table, or from `peak_tflops` for one device. Any: a batch.
+        Ranks: every rank, before the loop over a prepared loader.
+        """
+        if self._throughput is not None:
+            self._throughput.detach()
+        counter = import_module("hasten.progress.throughput")  # imports torch's formulas, not needed without it
+        self._throughput = made = counter.Throughput(
+            self.ctx, self._clock, tokens, peak_tflops, flops_per_token, lambda: len(self._prepared.optimizers)
+        )
+        made.attach()
+        return self._throughput
+
     @property
     def trackers(self) -> list[Tracker]:
         """The trackers that are active on this process."""
@@ -864,6 +895,8 @@ class Accelerator:
 
         Raises: DivergenceError when ranks that must hold the same values do not.
         """
+        if self._throughput is not None:
+            self._throughput.close()
         if self._numbers is not None:
             self._numbers.finish()
         if self._sentinel is not None:
@@ -888,7 +921,7 @@ class Accelerator:
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
             self._progress = build.ProgressMaker(self.ctx)
-        return self._progress(iterable, **options)
+        return self._progress(iterable, **{"rates": self._clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save_state(
@@ -912,7 +945,7 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with Noted(self._run_log, "saved"):
+        with nullcontext() if self._run_log is None else Noted(self._run_log, "saved"):
             return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
@@ -933,9 +966,10 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        with Noted(self._run_log, "loaded") as event:
+        with nullcontext() if self._run_log is None else Noted(self._run_log, "loaded") as event:
             reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
-            event.nothing_done = not reports and not must_exist
+            if event is not None:
+                event.nothing_done = not reports and not must_exist
         return reports
 
     def roll_back(self) -> bool:

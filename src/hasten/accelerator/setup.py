@@ -237,8 +237,12 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         found = steps()
         return 0 if found is None else found.num_updates
 
+    def rates() -> Mapping[str, float]:
+        found = steps()
+        return {} if found is None or found.rates is None else found.rates()
+
     observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
-    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables))
+    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables), rates)
     if not isinstance(ctx.world, ProcessGroupComm):
         return StatusThread(status_server)
     return Watchdog(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich import box
@@ -23,6 +24,8 @@ from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
 """Number of samples that `--once` takes of the ranks."""
+_RATES: Final = MappingProxyType({"tokens_per_second": ("tok/s", "{:,.0f}"), "mfu": ("mfu", "{:.1%}")})
+"""Columns for ranks whose throughput is tracked."""
 Status = dict[str, Any]  # Any: JSON values in a rank's answer
 
 
@@ -146,7 +149,18 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
     first = answers[0]
     head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(first['seconds'])}"
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
-    for heading in ("rank", "pid", "step", "steps/s", "waiting", *first["memory"], "at"):
+    rates = [name for name in _RATES if any(name in status for status in answers)]
+    headings = (
+        "rank",
+        "pid",
+        "step",
+        "steps/s",
+        *(_RATES[name][0] for name in rates),
+        "waiting",
+        *first["memory"],
+        "at",
+    )
+    for heading in headings:
         grid.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=heading != "at")
     for status in answers:
         seen = waits.get(status["rank"]) or [status["waits"]]
@@ -156,6 +170,7 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
             str(status["pid"]),
             str(status["step"]),
             "" if rate is None else f"{rate:.2f}",
+            *(_RATES[name][1].format(status[name]) if name in status else "" for name in rates),
             f"{sum(seen) / len(seen):.0%}",
             *(_size(size) for size in status["memory"].values()),
             status["at"],

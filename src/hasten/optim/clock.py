@@ -85,11 +85,14 @@ class StepClock:
     """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
     """Called after an optimizer has used the gradients at a boundary."""
+    rates: Callable[[], Mapping[str, float]] | None = None
+    """Returns tokens a second and MFU, while they are tracked."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
     def __post_init__(self) -> None:
-        check_every(self.every)
+        if self.every != 1 or isinstance(self.every, bool):
+            check_every(self.every)
         self._current = self._open(None)
 
     @property

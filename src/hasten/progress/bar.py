@@ -32,6 +32,8 @@ class BarContext:
     memory: MemoryGauge | None = None
     pulse: BackwardTimer | None = None
     watch: StragglerWatch | None = None
+    rates: Callable[[], Mapping[str, float]] | None = None
+    """Returns tokens a second and MFU, while they are tracked."""
 
 
 class Progress(Generic[T]):
@@ -146,8 +148,11 @@ class Progress(Generic[T]):
 
     def _complete(self, reading: MeterReading, wait: bool = False) -> MeterReading:
         memory, watch = self._here.memory, self._here.watch
+        rates = {} if self._here.rates is None else self._here.rates()
         return replace(
             reading,
+            tokens_per_s=rates.get("tokens_per_second", reading.tokens_per_s),
+            mfu=rates.get("mfu"),
             values=self._late.read(wait),
             memory_bytes=memory.used_bytes() if memory else None,
             memory_total_bytes=memory.total_bytes if memory else None,

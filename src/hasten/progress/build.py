@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -53,6 +53,7 @@ def progress(
     console: Console | None = None,
     pulse: BackwardTimer | None = None,
     watch: StragglerWatch | None = None,
+    rates: Callable[[], Mapping[str, float]] | None = None,
 ) -> Progress[T]:
     """Return a progress bar over `iterable` for this process.
 
@@ -66,5 +67,6 @@ def progress(
         memory=MemoryGauge(ctx.device) if is_main else None,
         pulse=pulse,
         watch=watch,
+        rates=rates,
     )
     return Progress(iterable, here=here, total=total, initial=initial, desc=desc, samples=samples, tokens=tokens)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from hasten.comm.agreement import agree
 from hasten.config.sections.loop import PrecisionType
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
+from hasten.modules import forwarding
+from hasten.modules.lazy_logits import ChunkedHead
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
@@ -184,6 +186,8 @@ class ShardModel:
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
+        if options["reshard_after_forward"]:
+            _tell_chunked_heads(model)
         self._prefetch(layout.blocks)
 
     # Any: keywords of fully_shard
@@ -298,6 +302,15 @@ def mixed_precision(
         output_dtype=names[asked.output_dtype] if asked.output_dtype else output,
         cast_forward_inputs=asked.cast_forward_inputs,
     )
+
+
+def _tell_chunked_heads(model: nn.Module) -> None:
+    """Give heads with a chunked loss the module that gathers their weight, which is freed when the model returns."""
+    owners = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for name, module in model.named_modules():
+        if isinstance(chunked := forwarding.find(module, forwarding.CHUNKED_LOSS), ChunkedHead):
+            around = [owner for prefix, owner in owners if not prefix or f"{name}.".startswith(f"{prefix}.")]
+            chunked.sharded = ref(around[-1])
 
 
 def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import StepError
 from hasten.modules import forwarding
+from hasten.modules.chunked_loss import Head, compute_dtype
+from hasten.modules.lazy_logits import ChunkedHead, LazyLogits, LogitsSource
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
 from hasten.strategies.tensor.logits import VocabularyParts
@@ -80,6 +83,8 @@ class Colwise(SplitForward):
             x = enter(x, self.group)
         elif not self.gathered:
             x = self.region.gathered(x)
+        if self.output != "part" and isinstance(chunked := forwarding.find(self.module, ChunkedHead.tag), ChunkedHead):
+            return self.later(x, weight, bias, chunked)
         out = self.multiplied(x, weight, bias)
         if self.output == "whole":
             return gather(out, -1, self.group)
@@ -87,6 +92,12 @@ class Colwise(SplitForward):
             return VocabularyParts.around(out, self.group)
         self.apart.begin(self.module)
         return out
+
+    def later(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunked: ChunkedHead) -> Tensor:
+        """Return logits whose loss is computed in chunks from each rank's part of the vocabulary."""
+        head = Head(weight, bias, self.group, weight.shape[0] * self.group.size(), compute_dtype(x))
+        finish = partial(gather, dim=-1, group=self.group)
+        return LazyLogits.of(x, head, LogitsSource(chunked.chunk_tokens, finish, chunked.gather()))
 
 
 class ColwiseBlocks(Colwise):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -81,7 +81,15 @@ _SPAN: Final = 30
 class StatusServer:
     """Status socket of one rank. All methods but `open` and `close` run in the thread that calls `wait`."""
 
-    def __init__(self, observer: Observer, topology: Topology, device: torch.device, folder: Path) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        topology: Topology,
+        device: torch.device,
+        folder: Path,
+        rates: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._rates = rates
         self._observer = replace(observer)  # separate measurements: status requests must not affect the watchdog's
         self._topology = topology
         self._device = device
@@ -174,6 +182,7 @@ class StatusServer:
             "seconds": round(time.time() - self._began_s, 1),
             "step": state.step,
             "steps_per_s": self._rate(state.step),
+            **self._rates(),
             "waits": state.waits and self._topology.world_size > 1,
             "doing": state.kind,
             "at": state.spot.words(),
