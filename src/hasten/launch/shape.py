@@ -192,7 +192,7 @@ def _fits(request: LaunchRequest, host: Host, count: int) -> int:
     if count > devices:
         raise ConfigError(
             f"{count} processes were requested on {host.name}, which has {devices} usable devices ({host.device_words}): two processes "
-            f"cannot share one. Ask for at most {devices}, widen gpu_ids, or pass --cpu."
+            f"cannot share one. Request at most {devices}, widen gpu_ids, or pass --cpu."
         )
     return count
 
@@ -203,7 +203,7 @@ def check_memory(host: Host, count: int) -> None:
     if host.memory_bytes and count > most:
         raise ConfigError(
             f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB is too small: each "
-            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Ask for at most {most}, or for more machines."
+            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Request at most {most}, or for more machines."
         )
 
 

@@ -123,7 +123,7 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         (17, LaunchConfig(num_processes=17)),
         (10**9, LaunchConfig(processes_per_machine=10**9)),
     ):
-        with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB is too small.* Ask for at most 16"):
+        with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB is too small.* Request at most 16"):
             decide(LaunchRequest(Config(launch=launch), Target("train.py")), host)
     assert (
         decide(LaunchRequest(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes
