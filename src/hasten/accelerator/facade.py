@@ -336,7 +336,8 @@ class Accelerator:
         An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object is returned by itself, several as a
         tuple. Ranks: every rank, with the same objects in the same order.
         """
-        arguments.check_placement(device_placement)
+        if device_placement is not None:
+            arguments.check_placement(device_placement)
         prepared = self._preparer.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 

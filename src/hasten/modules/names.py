@@ -26,7 +26,10 @@ _WRAPPER_CLASSES: Final = (DistributedDataParallel, DataParallel)
 
 def plain_name(name: str) -> str:
     """Return `name` without the parts that compile, checkpoint and sharding wrappers add anywhere in it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+    parts = name.split(".")
+    if _WRAPPER_PARTS.isdisjoint(parts):
+        return name
+    return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
 
 
 def canonical_name(name: str, model: nn.Module | None = None) -> str:
@@ -112,6 +115,8 @@ def stage_part(model: nn.Module) -> StagePart | None:
     if (own := model.__dict__.get("stage_part")) is not None:  # split by an engine, not by a forward of hasten
         found: StagePart = own
         return found
+    if "forward" not in model.__dict__:  # no forward was replaced
+        return None
     forward = forwarding.find(model, TAG)
     part: StagePart | None = getattr(forward, "part", None)
     return part

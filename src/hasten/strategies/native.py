@@ -15,7 +15,7 @@ from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.engine import Placeholder
 from hasten.optim.gradients import zero_if_weightless
-from hasten.optim.rebind import OptimizerRecord
+from hasten.optim.rebind import OptimizerRecord, has_dtensors
 from hasten.optim.window import Number, backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item, is_factory
@@ -68,11 +68,10 @@ class NativeStrategy:
         return nullcontext()  # prepare() shards models
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
-        models = bundle.of("model")
-        make_optimizers(bundle.of("optimizer"), [item.value for item in models])
-        originals = [*bundle.earlier, *(item.value for item in models)]
-        optimizers = bundle.of("optimizer")
-        records = [OptimizerRecord.write(item.value, originals) for item in optimizers]
+        models, optimizers = bundle.of("model"), bundle.of("optimizer")
+        given = [item.value for item in models]
+        make_optimizers(optimizers, given)
+        records = [OptimizerRecord.write(item.value, [*bundle.earlier, *given]) for item in optimizers]
         for item in models:
             wish = Wish(place=item.place, train=train)
             for transform in self._transforms:
@@ -80,8 +79,9 @@ class NativeStrategy:
         inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
-            refuse_unshardable(item.value)
-            update_own_shards(item.value)
+            if has_dtensors(item.value):
+                refuse_unshardable(item.value)
+                update_own_shards(item.value)
             if self._on_optimizer is not None:
                 self._on_optimizer(item.value)
 

@@ -10,9 +10,9 @@ from accelerate._impl import ambient
 from accelerate._impl.loaders.base import DataLoaderAdapter, PreparedLoader
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
-from hasten.data.dispatch import DispatchSource, Seats
+from hasten.data.dispatch import DispatchSource
 from hasten.data.loader import Move, SkippingLoader, plain_move
-from hasten.data.plan import Padding
+from hasten.data.plan import Padding, Seats
 from hasten.data.prefetch import OneAhead
 from hasten.data.readers import BatchReader
 from hasten.data.source import BatchSource, Item
