@@ -34,6 +34,7 @@ from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
+from hasten.prepare_args import PreparedObjects
 from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
@@ -51,7 +52,7 @@ from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
 from hasten.tracking.run_log import FOLDER, RunLog
-from hasten.trust.divergence.replicas import ComparedObjects, Replicas
+from hasten.trust.divergence.replicas import Replicas
 from hasten.trust.divergence.sentinel import Sentinel, SentinelSettings
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.trust.stall.observe import Observer
@@ -151,7 +152,7 @@ class AcceleratorParts:
     tracking: TrackerManager
     watchdog: Watchdog | Reception | None
     numbers: NumbersSettings | None
-    sentinel: Callable[[ComparedObjects], Sentinel] | None
+    sentinel: Callable[[PreparedObjects], Sentinel] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
     rehearsal: Rehearsal | None
@@ -256,7 +257,7 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[ComparedObjects], Sentinel] | None:
+def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[PreparedObjects], Sentinel] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
     world = ctx.world
     if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
@@ -264,7 +265,7 @@ def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable
     settings = SentinelSettings(config.divergence_every, config.divergence, config.divergence_ignore)
     shares_random = ctx.mesh.size(Axis.TP) > 1
 
-    def make(prepared: ComparedObjects) -> Sentinel:
+    def make(prepared: PreparedObjects) -> Sentinel:
         return Sentinel(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings)
 
     return make

@@ -74,7 +74,7 @@ def prepare_loader(
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(
-        _Request(reading, ctx, config, seats, slice_fn, _depth_of(device, config, transfer), device, transfer, agreed)
+        _Request(reading, ctx, config, seats, slice_fn, _depth(device, config, transfer), device, transfer, agreed)
     )
     if pinned:
         shown["pin_memory"] = True
@@ -85,7 +85,7 @@ def prepare_loader(
         source=source,
         clock=clock,
         track=track,
-        move=_move_of(device, config, transfer),
+        move=_move(device, config, transfer),
         shard=seats.shard,
         total_batch_size=total,
         equalise=_equaliser(rng_types, loader, ctx) if rng_types and ctx.world.size > 1 else None,
@@ -205,7 +205,7 @@ def _indexed_parts(request: _Request) -> Made:
                 loader,
                 whole,
                 ctx.topology.rank,
-                ahead=_ahead_of(request.depth, request.device, request.transfer),
+                ahead=_ahead(request.depth, request.device, request.transfer),
                 shard=shard,
             ),
             total,
@@ -362,7 +362,7 @@ def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoad
     return bool(config.pin_memory)
 
 
-def _depth_of(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
+def _depth(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
     """Return the number of batches read ahead of the one in use."""
     if device is None:
         return 0
@@ -372,7 +372,7 @@ def _depth_of(device: torch.device | None, config: DataLoaderConfiguration, tran
     return depth if transfer is not None or kind_of(device).side_streams else 0
 
 
-def _ahead_of(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
+def _ahead(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
     """Return the read-ahead mode: only large batches are read ahead if a side stream copies them."""
     if not depth:
         return "never"
@@ -380,13 +380,13 @@ def _ahead_of(depth: int, device: torch.device | None, transfer: MakeMove | None
     return "always" if always else "when large"
 
 
-def _move_of(
+def _move(
     device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None
 ) -> Move | None:
     """Return the function that moves batches to the device; None when they are not moved."""
     if device is None:
         return None
-    depth = _depth_of(device, config, transfer)
+    depth = _depth(device, config, transfer)
     if transfer is not None:
         return transfer(depth, config.prefetch_skip_keys or ())
     if device.type == "cpu":

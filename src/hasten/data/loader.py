@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from hasten.data import epoch_position as standing
 from hasten.data.plan import derive_seed
 from hasten.data.position import Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
@@ -317,7 +317,7 @@ class Loader(DataLoader[Any]):
     @property
     def num_done(self) -> int:
         """Number of batches of the epoch before the first batch of the next pass on this rank."""
-        return standing.num_done(self)
+        return num_done(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
@@ -454,3 +454,37 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if dataloader.batch_sampler is None:
         return engine_of(dataloader, sampler=SkippedItems(dataloader.sampler, num_batches))
     return engine_of(dataloader, batch_sampler=SkippedBatches(dataloader.batch_sampler, num_batches))
+
+
+def _runs(loader: Loader) -> bool:
+    return any(one is loader.cursor for one in loader.parts.clock.cursors.watched)
+
+
+def midway(loader: Loader) -> bool:
+    """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
+    track = loader.parts.track
+    return track.start.consumed > 0 if track.fresh else loader.cursor.left or _runs(loader)
+
+
+def leave(loader: Loader) -> None:
+    """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
+    track, cursor = loader.parts.track, loader.cursor
+    cursor.num_ended = cursor.num_again = 0
+    if not track.fresh and not _runs(loader):
+        track.place(track.upcoming())
+
+
+def num_done(loader: Loader) -> int:
+    """Return the number of batches of the epoch before the first batch of the next pass on this rank."""
+    source, track = loader.parts.source, loader.parts.track
+    if loader.cursor.num_again:
+        return len(loader)
+    if not track.fresh or not track.start.consumed or loader.parts.skip:  # skipping counts from the epoch's first batch
+        return 0
+    at, steps, size = track.start, source.steps(), source.size()
+    if source.unit == "stream" or steps is None or size is None:
+        return track.begun
+    first, every = replace(at, consumed=0), range(steps + 1)
+    done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
+    left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
+    return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from hasten.data.epoch_position import leave, midway
+from hasten.data.loader import leave, midway
 from hasten.optim.clock import StepClock
-
-
-class LoopObjects(Protocol):
-    """The loaders and optimizers that an Accelerator has prepared."""
-
-    @property
-    def loaders(self) -> Sequence[Any]: ...
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
+from hasten.prepare_args import PreparedObjects
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +60,7 @@ class EpochLoops:
     Loops are identified by the order in which they start, inside the body of another loop or outside of any.
     """
 
-    def __init__(self, objects: LoopObjects, clock: StepClock) -> None:
+    def __init__(self, objects: PreparedObjects, clock: StepClock) -> None:
         self._objects = objects
         self._clock = clock
         self._outermost = _Level()

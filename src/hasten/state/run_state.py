@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from hasten.errors import CorruptCheckpointError, HookError
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.seeding import RngState, set_seed
 from hasten.state.epochs import EpochLoops
 from hasten.state.undo import Stateful
@@ -90,24 +91,11 @@ def _try_out(state: RngState) -> None:
         ) from error
 
 
-class RunObjects(Protocol):
-    """The objects that an Accelerator has prepared."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
-    @property
-    def schedulers(self) -> Sequence[Any]: ...
-    @property
-    def loaders(self) -> Sequence[Any]: ...
-
-
 @dataclass(slots=True)
 class RunParts:
     """All objects that a checkpoint is made from. The lists grow during the run."""
 
-    objects: RunObjects
+    objects: PreparedObjects
     unwrap: Callable[[nn.Module], nn.Module]
     clock: StepClock
     precision: Precision

@@ -67,7 +67,8 @@ class Objects:
 
 
 def parts_of(objects: Objects) -> RunParts:
-    return RunParts(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
+    plain: Any = objects  # Any: its optimizer and scheduler are torch's own, which a checkpoint takes as well
+    return RunParts(plain, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
 
 
 def write_victim(root: Path) -> None:

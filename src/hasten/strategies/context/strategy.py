@@ -18,10 +18,11 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import Sharing
-from hasten.strategies.context.calls import CallHook, Opened
+from hasten.strategies.context.calls import CallHook
 from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
 from hasten.strategies.context.ops import collect, held_part
+from hasten.strategies.context.probe import Opened
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,6 +25,7 @@ from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
 from hasten.optim.loader_progress import Cursors, LoaderCursor
 from hasten.optim.window import Holder
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.trust.numbers.first_module import LastCalls, first_bad_module
@@ -114,15 +115,6 @@ _WHY: Final = (
 )
 
 
-class WatchedObjects(Protocol):
-    """Objects returned by `prepare()`."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-    @property
-    def loaders(self) -> Sequence[object]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class NumbersSettings:
     """Reaction to a number that is not finite, and the threshold of a loss spike."""
@@ -159,7 +151,7 @@ class NumbersWatch:
 
     def __init__(
         self,
-        prepared: WatchedObjects,
+        prepared: PreparedObjects,
         unwrap: Callable[[nn.Module], nn.Module],
         ctx: ProcessContext,
         clock: StepClock,
@@ -233,7 +225,7 @@ class NumbersWatch:
         found: Batches = []
         for cursor in self._clock.cursors.active():
             for one in self._prepared.loaders:
-                if isinstance(one, Loader) and one.cursor is cursor:
+                if getattr(one, "cursor", None) is cursor:
                     found.append((one, one.place()))
                     self._cursor, self._loader = cursor, ref(one)
         return found
