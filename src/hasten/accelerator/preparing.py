@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from hasten.accelerator.rehearsal import Objects, Rehearsal
 from hasten.config.root import Config
-from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
 from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import fused
@@ -305,7 +304,8 @@ class Preparer:
         return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn, already_sharded))
 
     def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None) -> Loader:
-        prepared = prepare_loader(
+        building = import_module("hasten.data.build")  # on first use
+        prepared: Loader = building.prepare_loader(
             loader,
             ctx=self._ctx,
             config=self._config.dataloader,

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = "forward"
+PLACED: Final = "placed"
+"""Tag of a forward on a device of its own."""
+STREAMED: Final = "streamed"
+"""Tag of a forward whose weights are copied to the device just before it."""
 
 
 class Forward:
@@ -71,6 +75,11 @@ def find(module: nn.Module, tag: str) -> Forward | None:
             return forward
         forward = forward.inner
     return None
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Return whether the model is spread over several devices or streamed."""
+    return find(model, PLACED) is not None or any(find(module, STREAMED) is not None for module in model.modules())
 
 
 def restore(module: nn.Module, tag: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -21,7 +22,6 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item, is_factory
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, Retry, Spread, Stage, Transform, Weigh, Whole, Wish
-from hasten.strategies.fsdp.own_shards import refuse_unshardable, update_own_shards
 from hasten.trees import Tree
 
 
@@ -80,8 +80,9 @@ class NativeStrategy:
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
             if has_dtensors(item.value):
-                refuse_unshardable(item.value)
-                update_own_shards(item.value)
+                shards = import_module("hasten.strategies.fsdp.own_shards")  # only sharded parameters need it
+                shards.refuse_unshardable(item.value)
+                shards.update_own_shards(item.value)
             if self._on_optimizer is not None:
                 self._on_optimizer(item.value)
 

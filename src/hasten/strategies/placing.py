@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from hasten.bigmodel.placed import is_dispatched
 from hasten.config.sections.loop import MasterWeights
 from hasten.errors import PrepareError
+from hasten.modules.forwarding import is_dispatched
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Stage, Wish

@@ -7,10 +7,9 @@ With "report" each rank checks its losses some updates later, so that it never w
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -357,7 +356,7 @@ class NumbersWatch:
         spike = self._settings.spike
         if spike is not None:
             if len(self._recent) >= _ENOUGH:
-                median = statistics.median(self._recent)
+                median = _median(self._recent)
                 for value in values:
                     if value > spike * median > 0:
                         return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent)}"
@@ -414,3 +413,9 @@ def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
         return True
     device = worst[0].device
     return math.isfinite(float(torch.stack([one.to(device, torch.float32) for one in worst]).sum()))
+
+
+def _median(values: Collection[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

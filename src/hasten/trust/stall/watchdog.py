@@ -24,7 +24,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime import env, launcher_files
+from hasten.runtime.context import ProcessContext
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
 from hasten.trust.divergence.state import Note, SeenState, State, Status
@@ -301,6 +303,17 @@ class Watchdog:
         """End this process, unless its training thread does so first."""
         if not self._over.wait(pause_s):
             ending.end_process(summary, others)
+
+
+def watchdog_of(
+    ctx: ProcessContext, step: Callable[[], int], settings: WatchSettings, sockets: Path
+) -> Watchdog | Reception:
+    """Return the watchdog of this rank, or for a single process its status server alone; `step` counts the updates."""
+    observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
+    desk = Desk(observer, ctx.topology, ctx.device, sockets)
+    if not isinstance(ctx.world, ProcessGroupComm):
+        return Reception(desk)
+    return Watchdog(observer, Bulletin(ctx.world.store, ctx.rank), ctx.topology, settings, desk)
 
 
 def watch(owner: object, dog: Watchdog | Reception | None) -> None:
