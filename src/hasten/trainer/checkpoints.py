@@ -97,7 +97,7 @@ def save_model(trainer: TrainerInterface, folder: str) -> str:
         return _save_model(trainer, folder)
 
 
-def _save_model(trainer: Trainer, folder: str) -> str:
+def _save_model(trainer: TrainerInterface, folder: str) -> str:
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     inner: Any = accelerator.unwrap_model(model)  # Any: models with save_pretrained share no base class here
