@@ -91,7 +91,7 @@ def contenders(drive: Path) -> list[Contender]:
 
 
 def zero(**options: Any) -> dict[str, Any]:
-    return {"strategy": "deepspeed", "deepspeed": {"hf_ds_config": {"zero_optimization": options}}}
+    return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": options}}}
 
 
 def offloaded(parameters: dict[str, str], state: dict[str, str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from recording import record
 
-from hasten.testing.machines import NamespaceMachine, machines, meet, warm_launcher
+from tests.support.machines import NamespaceMachine, machines, meet, warm_launcher
 
 SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
 

@@ -59,11 +59,13 @@ CUDA_PLANS = (
     Plan("offload_tokens.py"),
     Plan("sharding.py", always=("--rounds", "8")),
     Plan("fp8.py", always=("--device", "cuda")),
+    Plan("muon.py"),
 )
 """Benchmarks of the published tables, the headline first."""
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
     "offload.py": "needs a GPU",
+    "muon.py": "needs a GPU",
     "offload_tokens.py": "needs a GPU",
     "memory_picture.py": "needs a GPU",
     "oom_recovery.py": "needs a GPU",

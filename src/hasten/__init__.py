@@ -16,6 +16,7 @@ from hasten.version import __version__
 
 if TYPE_CHECKING:
     from hasten import bigmodel as bigmodel
+    from hasten import data as data
     from hasten import errors as errors
     from hasten import extending as extending
     from hasten import testing as testing
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from hasten.config.sections.parallel import PipelineParallelConfig as PipelineParallelConfig
     from hasten.config.sections.parallel import TorchContextParallelConfig as TorchContextParallelConfig
     from hasten.config.sections.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from hasten.config.sections.trust import TrustSettings as TrustSettings
     from hasten.data.loader import skip_first_batches as skip_first_batches
     from hasten.errors import HastenError as HastenError
     from hasten.errors import HastenWarning as HastenWarning
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from hasten.optim.engine import DummyOptim as DummyOptim
     from hasten.optim.engine import DummyScheduler as DummyScheduler
     from hasten.optim.local_sgd import LocalSGD as LocalSGD
+    from hasten.optim.optimizers import optimizers as optimizers
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
@@ -109,6 +112,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "PipelineParallelConfig": "hasten.config.sections.parallel",
         "TorchContextParallelConfig": "hasten.config.sections.parallel",
         "TorchTensorParallelConfig": "hasten.config.sections.parallel",
+        "TrustSettings": "hasten.config.sections.trust",
         "skip_first_batches": "hasten.data.loader",
         "HastenError": "hasten.errors",
         "HastenWarning": "hasten.errors",
@@ -118,6 +122,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "DummyOptim": "hasten.optim.engine",
         "DummyScheduler": "hasten.optim.engine",
         "LocalSGD": "hasten.optim.local_sgd",
+        "optimizers": "hasten.optim.optimizers",
         "tqdm": "hasten.progress.tqdm_bar",
         "get_logger": "hasten.runtime.logs",
         "set_seed": "hasten.runtime.seeding",
@@ -131,7 +136,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
     }
 )
 
-_MODULES: Final = ("bigmodel", "errors", "extending", "testing", "trainer")
+_MODULES: Final = ("bigmodel", "data", "errors", "extending", "testing", "trainer")
 """Public modules, imported on first use as well."""
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]

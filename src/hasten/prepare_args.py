@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten.data.loader import Loader
 from hasten.errors import PrepareError
+from hasten.optim.ema import AverageState
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
 
@@ -59,6 +60,8 @@ class PreparedObjects:
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
+    averages: list[AverageState] = field(default_factory=list)
+    """Moving averages of the models' weights."""
 
     def holds(self, value: object) -> bool:
         """Return whether `prepare()` of this Accelerator returned `value`."""
@@ -76,7 +79,7 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Remove all objects."""
-        for held in (self.models, self.optimizers, self.schedulers, self.loaders):
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.averages):
             held.clear()
 
 

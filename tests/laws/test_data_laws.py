@@ -35,8 +35,8 @@ from torch.utils.data import (
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.errors import DataError, MismatchError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.laws import Law
 from hasten.testing.pool import Pool
+from tests.support.laws import Law
 
 # Any in this file: samples and batches of many kinds.
 ORDERS: Final = {

@@ -14,7 +14,11 @@ from pathlib import Path
 
 import hasten.launch.elastic.agent  # noqa: F401 - what makes it warm
 from hasten.cli.main import main
-from hasten.testing.machines import enter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from any folder
+from tests.support.machines import enter
+
+del sys.path[0]
 
 
 def run(order: dict[str, str], argv: list[str], variables: dict[str, str]) -> int:

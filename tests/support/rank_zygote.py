@@ -101,7 +101,11 @@ def be_rank(order: dict[str, object], fds: list[int]) -> None:
 
     from hasten.launch import worker
     from hasten.runtime import env
-    from hasten.testing.machines import enter
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from any folder
+    from tests.support.machines import enter
+
+    del sys.path[0]
 
     leave, system = os._exit, sys  # the script empties this module's names when it takes its place
     code = 1

@@ -13,14 +13,14 @@ from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 
-from hasten.accelerator import arguments
+from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
@@ -31,13 +31,25 @@ from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
-from hasten.config.keywords import Keywords
 from hasten.config.root import Config
-from hasten.config.sections.loop import AutocastKwargs, ProfileKwargs
+from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.sections.loop import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    PerformanceSettings,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TrackingConfig,
+)
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
+from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
@@ -66,6 +78,8 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+Fields: TypeAlias = Mapping[str, Any]
+"""The fields of a settings class as a mapping. Any: values of every type."""
 
 
 class Accelerator:
@@ -80,7 +94,41 @@ class Accelerator:
         optimizer.step()
         optimizer.zero_grad()
     ```
-    Settings given here take precedence over flags, environment and files. Ranks: every rank creates one, with the same settings.
+    Settings given here take precedence over flags, environment and files; None leaves a setting to them. A settings class may also be
+    given as a mapping of its fields. Ranks: every rank creates one, with the same settings.
+
+    Args:
+        mixed_precision: Compute precision: no, bf16, fp16 or fp8.
+        gradient_accumulation_steps: Micro-steps per optimizer update.
+        cpu: Train on the CPU even if an accelerator is available.
+        device_placement: Move models and batches to the process's device.
+        strategy: How training is distributed: auto, none, ddp, fsdp, deepspeed, megatron or xla.
+        project_dir: Folder (or URL) of the run: logs, metrics and checkpoints.
+        log_with: Name of a tracker, a tracker, or a list of both.
+        parallelism_config: Sizes of the mesh axes, with the settings of tensor, context and pipeline parallelism.
+        fsdp_plugin: Settings of fully sharded data parallelism; chooses the strategy fsdp.
+        deepspeed_plugin: Settings of DeepSpeed; chooses the strategy deepspeed.
+        megatron_lm_plugin: Settings of Megatron-LM; chooses the strategy megatron.
+        xla: Settings of torch_xla.
+        dataloader_config: Splitting, shuffling, moving and resuming of loaders.
+        gradient_accumulation_plugin: All settings of gradient accumulation.
+        dynamo_plugin: Settings of torch.compile.
+        project_config: Folders of the run, and the checkpoints to keep.
+        performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
+        trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
+        tracking: Settings of trackers that `log_with` does not hold.
+        kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
+            InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
+        master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
+        recompute: Class names of blocks whose activations are recomputed in backward.
+        checkpoint_in_memory: Updates between two copies of the run's state in the memory of its machines.
+        step_scheduler_with_optimizer: Schedulers step only with an applied update.
+        split_batches: The loader's batch size is the global one, split over processes.
+        dynamo_backend: Backend of torch.compile; `dynamo_plugin` has the other settings.
+        rng_types: Random generators synchronised over all processes at the start of each epoch.
+        debug: Check every collective before it runs (slower); show logs and whole tracebacks.
+        context: An existing process context, instead of the launcher's variables.
+        unknown: Any other name, which raises UnknownSettingError with the nearest or the new spelling.
     """
 
     def __init__(
@@ -93,22 +141,34 @@ class Accelerator:
         strategy: str | None = None,
         project_dir: str | None = None,
         log_with: Any = None,  # Any: a name, a tracker, or a list of them
+        parallelism_config: ParallelismConfig | Fields | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | Fields | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Fields | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | Fields | None = None,
+        xla: XLAConfig | Fields | None = None,
+        dataloader_config: DataLoaderConfiguration | Fields | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None = None,
+        dynamo_plugin: TorchDynamoPlugin | Fields | None = None,
+        project_config: ProjectConfiguration | Fields | None = None,
+        performance: PerformanceSettings | Fields | str | None = None,
+        trust: TrustSettings | Fields | str | None = None,
+        tracking: TrackingConfig | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
+        master_weights: str | None = None,
+        recompute: Sequence[str] | None = None,
+        checkpoint_in_memory: int | None = None,
+        step_scheduler_with_optimizer: bool | None = None,
+        split_batches: bool | None = None,
+        dynamo_backend: str | None = None,
+        rng_types: Sequence[str] | None = None,
+        debug: bool | None = None,
         context: ProcessContext | None = None,
-        **settings: Unpack[Keywords],
+        **unknown: Never,
     ) -> None:
-        given = {
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu,
-            "device_placement": device_placement,
-            "strategy": strategy,
-            "project_dir": project_dir,
-            "log_with": log_with,
-            "kwargs_handlers": kwargs_handlers,
-            **settings,
+        arguments_given = {
+            name: value for name, value in locals().items() if name not in ("self", "context", "unknown")
         }
-        parts: AcceleratorParts = build(given, context)
+        parts: AcceleratorParts = build(arguments_given | unknown, context)
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
@@ -149,6 +209,7 @@ class Accelerator:
                 self.tracking,
                 self.strategy,
                 self._epochs,
+                averages=self.prepared.averages,
             ),
             notes={"strategy": self.strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
@@ -424,6 +485,36 @@ class Accelerator:
             self._accumulations[models] = made
         return made
 
+    def ema(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        every: int = 1,
+        start: int = 0,
+        only_trained: bool = True,
+        average_buffers: bool = False,
+    ) -> EMA:
+        """Return an exponential moving average of a prepared model's weights, updated after every applied update.
+
+        `decay` is a number or a function of the number of updates; the first `start` updates are copied instead of
+        averaged; `every` averages each n-th update only. `only_trained` leaves out parameters that no optimizer holds.
+        Evaluate and export inside `with ema.swapped():`. The average is part of `save_state` and `load_state`.
+        Ranks: every rank.
+        """
+        self._preparer.done.index_of(model)
+        made = EMA(
+            self.strategy.unwrap(model),
+            self._preparer.done.optimizers,
+            decay=decay,
+            every=every,
+            start=start,
+            only_trained=only_trained,
+            average_buffers=average_buffers,
+        )
+        self._preparer.done.averages.append(made.state)
+        return made
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise this model's gradients."""
         arguments.check_modules((model,), "no_sync(model)")
@@ -625,6 +716,29 @@ class Accelerator:
         if even_batches is not None:
             arguments.check_flag(even_batches, "join_uneven_inputs(even_batches)")
         return self._preparer.join(joinables, even_batches)
+
+    def generate(
+        self, model: nn.Module, batch: Any, *, gather: bool = True, **options: Any
+    ) -> Tensor:  # Any: the prompts of a batch, and options of the model's generate()
+        """Return the tokens that a prepared model generates for a batch of prompts, of all processes in input order.
+
+        Works with replicated and sharded models and with prompts of different lengths; `options` are those of the model's
+        `generate`. Rows are padded to the longest of all processes, and samples that a loader added as padding are dropped.
+        With `gather=False` each process gets its own rows. Ranks: every rank.
+        """
+        self.prepared.index_of(model)
+        inner = self.strategy.unwrap(model)
+        with self.autocast():
+            tokens = generating.generate(inner, batch, self.num_processes, options)
+        if not gather:
+            return tokens
+        tokens = self.pad_across_processes(
+            tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
+        )
+        found: Tensor = (
+            self.gather(tokens, axes=tuple(BATCH)) if self.clock.active is None else self.gather_for_metrics(tokens)
+        )
+        return found
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
@@ -829,7 +943,7 @@ class Accelerator:
         return self.saving.resume()
 
     def roll_back(self) -> bool:
-        """Load the newest checkpoint if `numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
+        """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
 
         The loader calls this method before its next batch. Call it yourself where a loop may end after an update.
         """

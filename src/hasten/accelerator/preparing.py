@@ -79,8 +79,8 @@ class Performance:
             return f"{self._ctx.world.size} processes exchange gradients inside the step; only one process is captured"
         if self._precision.scaler is not None:
             return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
-        if config.numbers not in ("off", "report"):
-            return f"numbers={config.numbers} looks at gradients on the host before each update"
+        if config.trust.numbers not in ("off", "report"):
+            return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
         if config.gradient_accumulation.num_steps > 1:
             return "gradients are accumulated over micro-steps, which the host counts"
         if config.dynamo.makes_cuda_graphs:

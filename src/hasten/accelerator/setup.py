@@ -186,9 +186,10 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         scales=not strategy.caps.owns_precision,
     )
     numbers = _numbers(config, strategy, precision)
-    own = context is None or given.get("stall") is not None  # the caller that passes a context watches it
+    # the caller that passes a context watches it
+    own = context is None or resolved.source("trust.stall").kind == "code"
     watch = _watch(config, ctx, clock) if own else None
-    asked = context is None or given.get("divergence") is not None
+    asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
     clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
     trackers = _trackers(given.get("log_with"), config, ctx)
@@ -225,7 +226,7 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
     """Return the start of this rank's watchdog, or for a single process under `hasten launch` of a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
-    if config.stall == "off" or (alone and env.config(variables) is None):
+    if config.trust.stall == "off" or (alone and env.config(variables) is None):
         return None
     steps = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
 
@@ -235,8 +236,8 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
 
     stall = import_module("hasten.trust.stall.watchdog")  # a single process that was not launched needs none of it
     settings = stall.WatchSettings(
-        after_s=config.stall_after_s,
-        then=config.stall,
+        after_s=config.trust.stall_after_s,
+        then=config.trust.stall,
         timeout_s=_group(config).timeout_s,
         folder=reports_in(config, "stalls"),
     )
@@ -251,11 +252,11 @@ def reports_in(config: Config, kind: str) -> Path:
 
 def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[PreparedObjects], Sentinel] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
-    world = ctx.world
-    if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
+    world, trust = ctx.world, config.trust
+    if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
         return None
     divergence = import_module("hasten.trust.divergence.sentinel")  # a single process needs none of it
-    settings = divergence.SentinelSettings(config.divergence_every, config.divergence, config.divergence_ignore)
+    settings = divergence.SentinelSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
 
     def make(prepared: PreparedObjects) -> Sentinel:
         sentinel: Sentinel = divergence.sentinel_of(prepared, clock, ctx, world.store, settings)
@@ -266,24 +267,25 @@ def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable
 
 def _numbers(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
     """Return the settings of the loss and gradient checks; None if off. Raises: ConfigError for impossible combinations."""
-    if config.numbers == "off":
-        if config.numbers_spike is not None:
+    trust = config.trust
+    if trust.numbers == "off":
+        if trust.numbers_spike is not None:
             raise ConfigError(
-                f"numbers_spike={config.numbers_spike:g} has no effect with numbers=off, which looks at no loss. Set numbers to report, "
-                "stop or skip, or leave numbers_spike out."
+                f"trust.numbers_spike={trust.numbers_spike:g} has no effect with trust.numbers=off, which looks at no "
+                "loss. Set trust.numbers to report, stop or skip, or leave trust.numbers_spike out."
             )
         return None
-    holds_back = config.numbers in ("skip", "rollback")
-    if holds_back and precision.scaler is not None and config.numbers_spike is not None:
+    holds_back = trust.numbers in ("skip", "rollback")
+    if holds_back and precision.scaler is not None and trust.numbers_spike is not None:
         raise ConfigError(
-            f"numbers_spike={config.numbers_spike:g} with numbers={config.numbers} cannot be honoured under mixed_precision='fp16': the scaler "
-            "decides which updates are skipped, and looks at overflow only. Use numbers=stop or report, or 'bf16'."
+            f"trust.numbers_spike={trust.numbers_spike:g} with trust.numbers={trust.numbers} cannot be honoured under "
+            "mixed_precision='fp16': the scaler decides which updates are skipped, and looks at overflow only. Use trust.numbers=stop or report, or 'bf16'."
         )
     return NumbersSettings(
-        config.numbers,
-        config.numbers_spike,
+        trust.numbers,
+        trust.numbers_spike,
         strategy.caps.sharded_state,
-        config.numbers_rollbacks,
+        trust.numbers_rollbacks,
         precision.scaler is not None,
         config.dynamo.backend != "no" and config.dynamo.makes_cuda_graphs,
     )

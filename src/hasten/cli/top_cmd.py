@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job that runs on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, what each is doing, and the last lines of its log. Only the user who runs the job may ask. Ranks answer "
-        "from a background thread; jobs with stall=off do not, nor does a single process that `hasten launch` has not started.",
+        "from a background thread; jobs with trust.stall=off do not, nor does a single process that `hasten launch` has not started.",
     )
     parser.add_argument(
         "job",
@@ -73,7 +73,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
-            "you have no running job on this machine that answers: jobs with stall=off do not, nor does a plain `python script.py`. Start one "
+            "you have no running job on this machine that answers: jobs with trust.stall=off do not, nor does a plain `python script.py`. Start one "
             "with `hasten launch`."
         )
     if job is None and len(jobs) > 1:

@@ -16,6 +16,7 @@ from hasten.checkpoint.reshard import Copy, local_tensor
 from hasten.comm.agreement import Agreement
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
+from hasten.optim.ema import AverageState
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.state import epochs
@@ -53,6 +54,8 @@ class Restore:
     same_world: bool = True
     """True if each rank reads the samples that the same rank read in the saved run."""
     seed_generators: Callable[[], None] = lambda: None
+    restarted: list[AverageState] = field(default_factory=list)
+    """Moving averages that the checkpoint does not hold."""
 
     @property
     def reports(self) -> list[LoadReport]:
@@ -71,6 +74,8 @@ class Restore:
         run_copies([copy for plan in plans for copy in plan.copies])
         for plan in plans:
             plan.finish()
+        for average in self.restarted:
+            average.restart()
         for optimizer, groups in zip(parts.objects.optimizers, self.options or [], strict=False):
             for group, own in zip(optimizer.param_groups, groups, strict=True):
                 group.update(own)
@@ -97,6 +102,8 @@ class Restore:
             undo.keep_attributes(inner, tensors=False)
             if callable(keeping := getattr(inner, "keeping", None)):  # an engine's state is outside its attributes
                 undo.add("engine", keeping())
+        for average in parts.averages:
+            undo.keep_attributes(average, tensors=average in self.restarted)
         for scheduler in parts.objects.schedulers:
             undo.keep_attributes(scheduler, tensors=False)
         if parts.precision.scaler is not None:
@@ -221,6 +228,12 @@ def plan_restore(
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
         plan.optimizers.append(plan_optimizer(optimizer, names, found, strict, elsewhere))
+    for index, average in enumerate(parts.averages):
+        if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
+            plan.optimizers.append(plan_optimizer(average, names, checkpoint.component(name), strict, elsewhere))
+        else:
+            log.warning("%s holds no moving average: it starts anew from the loaded weights", checkpoint.folder)
+            plan.restarted.append(average)
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
         log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)

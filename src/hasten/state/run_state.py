@@ -23,6 +23,7 @@ from hasten.comm.agreement import Agreement
 from hasten.errors import CorruptCheckpointError, HookError
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
+from hasten.optim.ema import AverageState
 from hasten.precision.base import Precision
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.seeding import RngState, set_seed
@@ -104,6 +105,8 @@ class RunParts:
     loops: KeepsLoopState = field(default_factory=Alone)
     epochs: EpochLoops | None = None
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
+    averages: list[AverageState] = field(default_factory=list)
+    """Moving averages of weights, saved by parameter name as optimizer state is."""
 
     def plain_models(self) -> list[nn.Module]:
         """Return the user's modules, without wrappers."""
@@ -142,6 +145,8 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
             found[numbered_name("model", index)] = model_component(model, fmt, weight)
     for index, optimizer in enumerate(parts.objects.optimizers):
         found[numbered_name("optimizer", index)] = optimizer_component(optimizer, names)
+    for index, average in enumerate(parts.averages):
+        found[numbered_name("ema", index)] = optimizer_component(average, names)
     for index, scheduler in enumerate(parts.objects.schedulers):
         found[numbered_name("scheduler", index)] = packed(scheduler.state_dict(), "scheduler", fmt="torch")
     if scaler := parts.precision.state_dict():

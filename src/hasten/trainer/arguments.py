@@ -91,6 +91,7 @@ class TrainingArguments:
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
     label_smoothing_factor: float = 0.0
+    ema_decay: float | None = None
     # -- precision, memory and distribution
     bf16: bool = False
     fp16: bool = False
@@ -173,6 +174,11 @@ class TrainingArguments:
                 raise SettingValueError(
                     f"{name}={value!r} is above 1, and it is a part of a whole; give a number from 0 to 1."
                 )
+        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
+            raise SettingValueError(
+                f"ema_decay={self.ema_decay!r} is outside [0, 1): the average keeps this fraction of itself at every update; "
+                "0.999 is usual."
+            )
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise SettingValueError(
@@ -195,6 +201,11 @@ class TrainingArguments:
             raise ContradictionError("warmup_steps and warmup_ratio both set the warm-up; remove one of them.")
         if self.load_best_model_at_end or self.save_strategy == "best":
             self._check_best()
+        if self.load_best_model_at_end and self.ema_decay is not None:
+            raise ContradictionError(
+                "load_best_model_at_end=True loads the trained weights of the best checkpoint, but with ema_decay the evaluation "
+                "chose it by the averaged weights; remove one of them, and load the average with load_state()."
+            )
         if self.ignore_data_skip:
             raise ConfigError(
                 "ignore_data_skip=True would train on the same samples again after a resume; leave it out: going to the "

@@ -93,6 +93,11 @@ def load_best(trainer: TrainerInterface) -> None:
 
 def save_model(trainer: TrainerInterface, folder: str) -> str:
     """Write weights, configuration, tokenizer and arguments to a folder. Ranks: every rank."""
+    with trainer.averaged():
+        return _save_model(trainer, folder)
+
+
+def _save_model(trainer: TrainerInterface, folder: str) -> str:
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     inner: Any = accelerator.unwrap_model(model)  # Any: models with save_pretrained share no base class here

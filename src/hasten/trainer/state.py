@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
@@ -103,6 +104,7 @@ class TrainerInterface(Protocol):
     @property
     def preprocess_logits_for_metrics(self) -> Any: ...  # Any: a function, or None
     def event_keywords(self) -> dict[str, Any]: ...  # Any: keywords of the event
+    def averaged(self) -> AbstractContextManager[Any]: ...  # Any: of no use to the block
     def model_for_evaluation(self) -> nn.Module: ...
     def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]: ...
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.batch_size import find_executable_batch_size
+from hasten.optim.ema import EMA
 from hasten.runtime.seeding import set_seed
 from hasten.trainer import checkpoints
 from hasten.trainer import checkpoints as publish
@@ -101,6 +103,7 @@ class Trainer:
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         self.wrapped_model: Any = None
+        self.ema: EMA | None = None
         self._evaluated_model: nn.Module | None = None
         self.train_loader: Any = None
         self._batch_size = args.per_device_train_batch_size
@@ -222,6 +225,7 @@ class Trainer:
             self.model = self.accelerator.unwrap_model(self.wrapped_model)
         self.optimizer, self.lr_scheduler = self._given_optimizers
         self.wrapped_model = self.train_loader = None
+        self.ema = None
         self.accelerator.free_memory()
         self.accelerator = self._make_accelerator(gradient_accumulation_steps=steps)
         self.accelerator.register_for_checkpointing(self.state)
@@ -272,6 +276,8 @@ class Trainer:
         self.wrapped_model, self.optimizer, self.lr_scheduler = accelerator.prepare(
             self.model, self.optimizer, self.lr_scheduler
         )
+        if args.ema_decay is not None:
+            self.ema = accelerator.ema(self.wrapped_model, args.ema_decay)
         return plan
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -305,6 +311,10 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     # -- evaluation -----------------------------------------------------------------------------------------------
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which the model holds the moving average of its weights, if `ema_decay` is set."""
+        return nullcontext() if self.ema is None else self.ema.swapped()
+
     def model_for_evaluation(self) -> nn.Module:
         """Return the prepared model: the trained one, or before a training one prepared for evaluation only."""
         if self.wrapped_model is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasten import Accelerator
+from hasten import Accelerator, DistributedDataParallelKwargs
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.compiling import is_compiled, is_settling
 from hasten.testing.pool import ranks
@@ -93,7 +93,7 @@ def test_buckets_are_chosen_unless_they_are_given(ctx: ProcessContext) -> None:
         Run(ctx, {"compile": False})
     assert len([line for line in lines if "buckets of 25 MiB" in line]) == (1 if ctx.is_main else 0)
     with said() as lines:
-        Run(ctx, {"compile": False}, ddp={"bucket_cap_mb": 7})
+        Run(ctx, {"compile": False}, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=7)])
         Run(ctx, {"compile": False, "buckets": False})
     assert not [line for line in lines if "MiB" in line]
 
@@ -116,7 +116,7 @@ def test_a_model_without_blocks_and_settings_of_ones_own_stay(ctx: ProcessContex
         accelerator = Accelerator(context=ctx, performance="auto")
         assert not is_settling(accelerator.prepare(nn.Linear(2, 2)))
     assert [line for line in lines if "it has no repeated block" in line]
-    own = Run(ctx, "auto", dynamo={"backend": "eager"})
+    own = Run(ctx, "auto", dynamo_plugin={"backend": "eager"})
     assert not is_settling(own.model)
     assert not is_settling(Run(ctx, {"compile": False}).model)
 

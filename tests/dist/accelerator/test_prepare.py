@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator
+from hasten import Accelerator, ProfileKwargs
 from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, PrepareError, StepError
@@ -313,8 +313,8 @@ def test_collectives_on_the_accelerator(ctx: ProcessContext) -> None:
 def test_profile_leaves_a_trace_and_memory_is_freed(tmp_path: Any) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(Net())
-    from_config = {"output_trace_dir": str(tmp_path / "traces"), "activities": ("cpu",)}
-    with Accelerator(profile=from_config).profile() as running:
+    from_config = ProfileKwargs(output_trace_dir=str(tmp_path / "traces"), activities=("cpu",))
+    with Accelerator(kwargs_handlers=[from_config]).profile() as running:
         model(torch.ones(1, 4))
     assert running.key_averages()
     assert (tmp_path / "traces" / "rank_0.json").stat().st_size > 0

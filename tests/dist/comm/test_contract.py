@@ -77,6 +77,6 @@ def test_the_same_call_from_another_line_is_a_warning(ctx: ProcessContext) -> No
 @ranks(2)
 def test_debug_mode_checks_and_watches(ctx: ProcessContext) -> None:
     """With a context of its own an Accelerator watches when asked, and its thread ends with it."""
-    accelerator = Accelerator(context=ctx, stall="report", stall_after_s=60.0)
+    accelerator = Accelerator(context=ctx, trust={"stall": "report", "stall_after_s": 60.0})
     assert accelerator.gather(torch.ones(1)).tolist() == [1.0, 1.0]
     del accelerator

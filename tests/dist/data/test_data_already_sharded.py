@@ -33,8 +33,8 @@ from torch.utils.data import (
 from hasten import Accelerator
 from hasten.errors import ConfigError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import CountingStream, SeenBatches, prepared, seen
 from hasten.testing.pool import ranks
+from tests.support.loaders import CountingStream, SeenBatches, prepared, seen
 
 # Any in this file: loaders, samplers and batches of many kinds.
 SIZE = 25

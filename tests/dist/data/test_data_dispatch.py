@@ -17,8 +17,8 @@ from hasten.data.dispatch import BatchWire
 from hasten.data.loader import Loader
 from hasten.errors import PeerFailedError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 from hasten.testing.pool import ranks
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 
 class Pair(NamedTuple):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.errors import ArgumentError, DataError, MismatchError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import CountingStream
 from hasten.testing.pool import Pool, ranks
+from tests.support.loaders import CountingStream
 
 
 @ranks(1, 2, exhaustive=(3,))

@@ -20,8 +20,8 @@ from hasten import optional
 from hasten.data.foreign import split_by_itself
 from hasten.errors import DataError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import prepared
 from hasten.testing.pool import ranks
+from tests.support.loaders import prepared
 
 # Any in this file: datasets of other packages.
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from hasten.data.loader import Loader
 from hasten.errors import DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 from hasten.testing.pool import ranks
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 
 def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from hasten.data.loader import Loader
 from hasten.errors import DataError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import prepared
 from hasten.testing.pool import ranks
+from tests.support.loaders import prepared
 
 # Any in this file: streams and batches of many kinds.
 Row = tuple[list[Any], int | None, bool, float]

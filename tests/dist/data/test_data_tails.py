@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.runtime.context import ProcessContext
-from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 from hasten.testing.pool import ranks
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 # Any in this file: loaders and batches of several kinds.
 

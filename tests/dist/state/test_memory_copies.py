@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from hasten.testing.machines import NamespaceMachine, Zygote, machines, meet, warm_launcher, why_impossible
+from tests.support.machines import NamespaceMachine, Zygote, machines, meet, warm_launcher, why_impossible
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator
+from hasten import Accelerator, GradScalerKwargs
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.errors import ConfigError
 from hasten.runtime import env
@@ -37,7 +37,7 @@ def settings_of(name: str) -> dict[str, Any]:
         case "hsdp":
             return {"strategy": "fsdp", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}
         case "fp16":
-            return {"mixed_precision": "fp16", "scaler": {"init_scale": 128.0}}
+            return {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=128.0)]}
         case _:
             return {}
 

@@ -24,7 +24,8 @@ from hasten.runtime.logs import banner
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.strategies.account import account
 from hasten.testing.pool import ranks
-from hasten.testing.toys import MixtureBlock, TinyLM, TinyMixture, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import MixtureBlock, TinyMixture
 
 WIDE: Final = 1024
 Sizes = dict[str, Any]  # Any: whole numbers, as keywords of ParallelismConfig

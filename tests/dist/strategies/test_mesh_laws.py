@@ -17,8 +17,9 @@ from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, Torch
 from hasten.config.sections.parallel import PipelineSchedule, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, TinyMixture, TinyTranslator, next_token_loss, seeded
-from hasten.testing.training import (
+from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
+from tests.support.toys import TinyMixture, TinyTranslator
+from tests.support.training import (
     Batch,
     OnePass,
     Task,

@@ -13,10 +13,11 @@ from hasten import Accelerator, Trainer, TrainerCallback, TrainingArguments
 from hasten.cli.report_cmd import main
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Blobs, Classifier, Rows, Scored, seeded
+from hasten.testing.toys import Blobs, Classifier, seeded
 from hasten.tools.report import report_data
 from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS
+from tests.support.toys import Rows, Scored
 
 
 class Stop(TrainerCallback):

@@ -16,7 +16,8 @@ from torch import Tensor
 from hasten import Trainer, TrainerCallback, TrainingArguments
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
-from hasten.testing.toys import Rows, Scored, seeded
+from hasten.testing.toys import seeded
+from tests.support.toys import Rows, Scored
 
 BATCHES_A_KILL = 9
 LATE_S = 0.05

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration, Trainer, TrainerCallback, TrainingArguments, set_seed
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Rows, Scored, Tagged, Tagger, seeded
+from hasten.testing.toys import seeded
 from hasten.trainer import DataCollatorWithPadding, EvalPrediction, default_data_collator, get_scheduler
+from tests.support.toys import Rows, Scored, Tagged, Tagger
 
 
 class StopAt(TrainerCallback):

@@ -73,8 +73,9 @@ class Run:
 
 def start(sgd: bool = False, buffers: bool = True, **settings: Any) -> Run:
     if not buffers:
-        settings["ddp"] = DistributedDataParallelKwargs(broadcast_buffers=False)
-    accelerator = Accelerator(divergence_every=EVERY, **settings)
+        settings["kwargs_handlers"] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    trust = {"divergence_every": EVERY} | settings.pop("trust", {})
+    accelerator = Accelerator(trust=trust, **settings)
     net = seeded(Net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if sgd else torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -186,7 +187,7 @@ CASES: dict[str, Case] = {
     "gradients not averaged": Case(everywhere(past_the_model), "gradients", "first.weight"),
     "gradients not averaged, sgd": Case(everywhere(past_the_model), "gradients", "first.weight", (("sgd", True),)),
     "buffer": Case(
-        everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("divergence_ignore", ["norm.*"]))
+        everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("trust", {"divergence_ignore": ["norm.*"]}))
     ),
 }
 
@@ -215,7 +216,7 @@ def test_the_report_names_cause_tensor_ranks_and_update(ctx: ProcessContext, nam
 def test_running_statistics_of_each_rank_are_a_warning_and_told_once(ctx: ProcessContext) -> None:
     """Training agrees, so it goes on; ignored by name, they are not mentioned at all."""
     for ignored, told in (((), 1), (("norm.running_*", "norm.num_batches_tracked"), 0)):
-        run = start(buffers=False, divergence_ignore=ignored)
+        run = start(buffers=False, trust={"divergence_ignore": ignored})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.train(nothing)
@@ -226,7 +227,7 @@ def test_running_statistics_of_each_rank_are_a_warning_and_told_once(ctx: Proces
 
 @ranks(2)
 def test_report_goes_on_and_tells_once(ctx: ProcessContext) -> None:
-    run = start(divergence="report")
+    run = start(trust={"divergence": "report"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.train(on_last_rank(edit_weight), steps=24)
@@ -238,8 +239,8 @@ def test_report_goes_on_and_tells_once(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_off_and_a_pattern_without_a_name(ctx: ProcessContext) -> None:
-    start(divergence="off").train(on_last_rank(edit_weight))
-    run = start(divergence_ignore=["last.*", "frist.*"])
+    start(trust={"divergence": "off"}).train(on_last_rank(edit_weight))
+    run = start(trust={"divergence_ignore": ["last.*", "frist.*"]})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.train(on_last_rank(edit_weight))
@@ -250,7 +251,9 @@ def test_off_and_a_pattern_without_a_name(ctx: ProcessContext) -> None:
 def language_run(sizes: dict[str, Any], strategy: str, spoil: Callable[[nn.Module], None], **settings: Any) -> Tensor:
     """Train a small language model and return this rank's part of a layer; a case may spoil it after six updates."""
     config = ParallelismConfig(**sizes)
-    accelerator = Accelerator(parallelism_config=config, strategy=strategy, divergence_every=EVERY, **settings)
+    accelerator = Accelerator(
+        parallelism_config=config, strategy=strategy, trust={"divergence_every": EVERY}, **settings
+    )
     net = seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=6))
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
     g = torch.Generator().manual_seed(1)
@@ -338,7 +341,9 @@ def data(rows: int = 40) -> TensorDataset:
 def test_accumulation_resuming_and_scaled_losses_are_left_in_peace(ctx: ProcessContext, tmp_path: Path) -> None:
     for precision in ("no", "fp16"):
         for part in range(2):
-            accelerator = Accelerator(gradient_accumulation_steps=3, divergence_every=1, mixed_precision=precision)
+            accelerator = Accelerator(
+                gradient_accumulation_steps=3, trust={"divergence_every": 1}, mixed_precision=precision
+            )
             net = seeded(Net, 9 * part)
             made = accelerator.prepare(
                 net, torch.optim.AdamW(net.parameters()), DataLoader(data(), batch_size=4, shuffle=True)
@@ -353,7 +358,7 @@ def test_accumulation_resuming_and_scaled_losses_are_left_in_peace(ctx: ProcessC
 
 def two_models(spoils: bool) -> None:
     """A generator and its judge, each with an optimizer; the judge may be edited on rank 1."""
-    accelerator = Accelerator(divergence_every=1)
+    accelerator = Accelerator(trust={"divergence_every": 1})
     makes, judges = nn.Linear(2, 6), nn.Linear(6, 1)
     one, two = torch.optim.Adam(makes.parameters()), torch.optim.Adam(judges.parameters())
     maker, judge, one, two = accelerator.prepare(makes, judges, one, two)
@@ -380,7 +385,7 @@ def test_two_models_are_left_in_peace_and_the_second_is_named(ctx: ProcessContex
 
 @ranks(2)
 def test_ranks_that_train_apart_on_purpose_are_left_in_peace(ctx: ProcessContext) -> None:
-    accelerator = Accelerator(divergence_every=1)
+    accelerator = Accelerator(trust={"divergence_every": 1})
     net = seeded(Net)
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data(), batch_size=4)
@@ -396,7 +401,7 @@ def test_ranks_that_train_apart_on_purpose_are_left_in_peace(ctx: ProcessContext
 
 @ranks(2)
 def test_uneven_inputs_and_rank_local_parameters_are_left_in_peace(ctx: ProcessContext) -> None:
-    accelerator = Accelerator(divergence_every=1)
+    accelerator = Accelerator(trust={"divergence_every": 1})
     net = nn.Sequential(seeded(lambda: nn.Linear(6, 8)), seeded(lambda: nn.Linear(8, 3)))
     net._ddp_params_and_buffers_to_ignore = ["1.bias"]  # type: ignore[assignment]  # how torch is told
     torch.manual_seed(ctx.rank)

@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launch(warm: str, *words: str, size: int = 2, after_s: float | None = None) -> int:
     rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, "train.py", *words]
-    settings = [] if after_s is None else [f"--stall_after_s={after_s}"]
+    settings = [] if after_s is None else [f"--trust_stall_after_s={after_s}"]
     return main(["launch", "--cpu", f"--num_processes={size}", *settings, "--no_python", "--", *rank])
 
 

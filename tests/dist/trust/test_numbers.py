@@ -106,12 +106,12 @@ def where(order: list[list[int]], bad: int) -> int | None:
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["module", "data"])
 def test_stop_names_update_rank_samples_and_module(ctx: ProcessContext, value: float) -> None:
     bad = 17
-    _, _, _, order = train(Accelerator(numbers="off"), None)  # the order does not depend on the values
+    _, _, _, order = train(Accelerator(trust={"numbers": "off"}), None)  # the order does not depend on the values
     places = ctx.world.all_gather_object((where(order, bad), order))
     owner = next(rank for rank, (place, _) in enumerate(places) if place is not None)
     at, batches = places[owner]
     with pytest.raises(NumbersError) as caught:
-        train(Accelerator(numbers="stop"), bad, value)
+        train(Accelerator(trust={"numbers": "stop"}), bad, value)
     error = caught.value
     assert (error.step, error.samples) == (at + 1, {owner: batches[at]})
     assert error.ranks == (owner,)
@@ -124,12 +124,12 @@ def test_stop_names_update_rank_samples_and_module(ctx: ProcessContext, value: f
 
 @ranks(1, 2)
 def test_the_command_in_the_message_gives_the_samples(ctx: ProcessContext, tmp_path: Path) -> None:
-    accelerator = Accelerator(numbers="stop", project_dir=str(tmp_path))
+    accelerator = Accelerator(trust={"numbers": "stop"}, project_dir=str(tmp_path))
     with pytest.raises(NumbersError) as caught:
         train(accelerator, 17, first=accelerator.save_state)
     command = re.search(r"fetch it again: hasten (data show .*)", str(caught.value))
     assert command is not None
-    for extra, found in (["--json"], "samples"), (["--dataset", "hasten.testing.toys:Rows"], "sample "):
+    for extra, found in (["--json"], "samples"), (["--dataset", "tests.support.toys:Rows"], "sample "):
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             assert main([*command[1].split(), *extra]) == 0
@@ -165,7 +165,7 @@ def test_every_batch_of_a_state_is_found(ctx: ProcessContext, shuffle: bool, dro
 @ranks(1, 2)
 def test_a_gradient_that_is_not_finite_behind_a_finite_loss(ctx: ProcessContext) -> None:
     with pytest.raises(NumbersError, match="a gradient is nan or inf") as caught:
-        train(Accelerator(numbers="stop"), 17, root=True)
+        train(Accelerator(trust={"numbers": "stop"}), 17, root=True)
     assert "none: every output was finite, so the loss or the backward pass made it" in str(caught.value)
     assert "gradients that are not finite: scale.weight" in str(caught.value)
 
@@ -175,7 +175,7 @@ def test_a_gradient_that_is_not_finite_behind_a_finite_loss(ctx: ProcessContext)
 def test_skip_is_as_if_the_update_had_not_been(ctx: ProcessContext, every: int) -> None:
     """Against a run of the same order in which the loop itself leaves that update out."""
     bad = 17
-    accelerator = Accelerator(numbers="skip", gradient_accumulation_steps=every)
+    accelerator = Accelerator(trust={"numbers": "skip"}, gradient_accumulation_steps=every)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net, optimizer, scheduler, order = train(accelerator, bad, norm=False)
@@ -183,7 +183,7 @@ def test_skip_is_as_if_the_update_had_not_been(ctx: ProcessContext, every: int) 
     assert len(told) == (1 if ctx.is_main else 0)
     window = max(place // every for place in ctx.world.all_gather_object(where(order, bad)) if place is not None)
 
-    plain = Accelerator(numbers="off", gradient_accumulation_steps=every)
+    plain = Accelerator(trust={"numbers": "off"}, gradient_accumulation_steps=every)
     torch.manual_seed(3)
     other = seeded(lambda: Net(norm=False))
     reference = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
@@ -212,7 +212,7 @@ def test_repeating_a_batch_leaves_no_trace(ctx: ProcessContext) -> None:
     """Buffers and random states are the same with the look as without it: skipped with and without the module's name."""
     states = []
     for looks in (True, False):
-        accelerator = Accelerator(numbers="skip")
+        accelerator = Accelerator(trust={"numbers": "skip"})
         watch = accelerator._numbers
         assert watch is not None
         if not looks:
@@ -245,7 +245,7 @@ def test_by_default_it_is_reported_once_and_training_goes_on(ctx: ProcessContext
 
 @ranks(1, 2)
 def test_a_spike_is_what_exceeds_the_running_median(ctx: ProcessContext) -> None:
-    accelerator = Accelerator(numbers="stop", numbers_spike=20)
+    accelerator = Accelerator(trust={"numbers": "stop", "numbers_spike": 20})
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
@@ -266,7 +266,7 @@ def test_a_spike_is_what_exceeds_the_running_median(ctx: ProcessContext) -> None
 def test_overflow_under_fp16_is_the_scalers_business(ctx: ProcessContext) -> None:
     """The scaler's own skips are no alarm; a loss that is not finite is, and the scaler skips it."""
     for numbers in ("stop", "skip"):
-        accelerator = Accelerator(numbers=numbers, mixed_precision="fp16")
+        accelerator = Accelerator(trust={"numbers": numbers}, mixed_precision="fp16")
         model = seeded(lambda: nn.Linear(4, 4))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         skipped = 0
@@ -291,11 +291,11 @@ def test_overflow_under_fp16_is_the_scalers_business(ctx: ProcessContext) -> Non
 @ranks(2)
 def test_shards_are_gathered_for_the_look(ctx: ProcessContext) -> None:
     with pytest.raises(NumbersError, match=r"first module whose output is not finite: 'log' \(Log\)"):
-        train(Accelerator(numbers="stop", strategy="fsdp"), 17)
+        train(Accelerator(trust={"numbers": "stop"}, strategy="fsdp"), 17)
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="numbers_spike=3 has no effect with numbers=off"):
-        Accelerator(numbers="off", numbers_spike=3)
+    with pytest.raises(ConfigError, match=r"numbers_spike=3 has no effect with trust.numbers=off"):
+        Accelerator(trust={"numbers": "off", "numbers_spike": 3})
     with pytest.raises(ConfigError, match="under mixed_precision='fp16'"):
-        Accelerator(numbers="skip", numbers_spike=3, mixed_precision="fp16", cpu=True)
+        Accelerator(trust={"numbers": "skip", "numbers_spike": 3}, mixed_precision="fp16", cpu=True)

@@ -71,9 +71,8 @@ class Parts(NamedTuple):
 
 
 def prepared(folder: Path, data: Callable[[], Any], every: int, **settings: Any) -> Parts:
-    accelerator = Accelerator(
-        project_dir=str(folder), gradient_accumulation_steps=every, divergence_every=3, **settings
-    )
+    trust = {"divergence_every": 3} | settings.pop("trust", {})
+    accelerator = Accelerator(project_dir=str(folder), gradient_accumulation_steps=every, trust=trust, **settings)
     torch.manual_seed(5)
     net = seeded(Net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -137,7 +136,7 @@ def bad_windows(ctx: ProcessContext, batches: list[list[int]], every: int, per_e
 def test_going_back_is_resuming_without_the_bad_batches(
     ctx: ProcessContext, tmp_path: Path, every: int, save_at: int, epochs: int, data: Callable[[], Any]
 ) -> None:
-    parts = prepared(tmp_path / "a", data, every, numbers="rollback")
+    parts = prepared(tmp_path / "a", data, every, trust={"numbers": "rollback"})
     per_epoch = ROWS // (BATCH * ctx.world.size)
     given: list[list[int]] = []
     saved = ""
@@ -150,7 +149,7 @@ def test_going_back_is_resuming_without_the_bad_batches(
                     saved = parts.accelerator.save_state()
     mine = state(parts)
 
-    other = prepared(tmp_path / "b", data, every, numbers="off")
+    other = prepared(tmp_path / "b", data, every, trust={"numbers": "off"})
     order: list[list[int]] = []
     for _ in range(epochs):
         order += [batch["index"].tolist() for batch in other.loader]
@@ -173,7 +172,7 @@ def test_going_back_is_resuming_without_the_bad_batches(
 
 @ranks(1, 2)
 def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_path: Path) -> None:
-    parts = prepared(tmp_path, Rows, 1, numbers="rollback")
+    parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     parts.accelerator.save_state()
     saved = ""
     with told():
@@ -184,7 +183,7 @@ def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_pat
             if parts.loader.parts.track.left_out and not saved:
                 saved = parts.accelerator.save_state()
     assert bad
-    resumed = prepared(tmp_path, Rows, 1, numbers="off")
+    resumed = prepared(tmp_path, Rows, 1, trust={"numbers": "off"})
     resumed.accelerator.load_state(saved)
     given = [set(batch["index"].tolist()) & set(BAD) for batch in resumed.loader]
     found = [row for one in ctx.world.all_gather_object([sorted(one) for one in given]) for rows in one for row in rows]
@@ -193,15 +192,18 @@ def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_pat
 
 @ranks(1, 2)
 def test_without_a_checkpoint_or_too_often_every_rank_stops(ctx: ProcessContext, tmp_path: Path) -> None:
-    parts = prepared(tmp_path, Rows, 1, numbers="rollback")
+    parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     with pytest.raises(NumbersError, match=r"neither saved nor loaded a checkpoint to go back to; call save_state\(\)"):
         run(parts)
-    parts = prepared(tmp_path, Rows, 1, numbers="rollback", numbers_rollbacks=1)
+    parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback", "numbers_rollbacks": 1})
     parts.accelerator.save_state()
-    with told() as messages, pytest.raises(NumbersError, match=r"gone back 1 times already \(numbers_rollbacks=1\)"):
+    with (
+        told() as messages,
+        pytest.raises(NumbersError, match=r"gone back 1 times already \(trust.numbers_rollbacks=1\)"),
+    ):
         run(parts)
     assert len(messages) == ctx.is_main
-    parts = prepared(tmp_path, Rows, 1, numbers="rollback")
+    parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     parts.accelerator.save_state()
     with pytest.raises(NumbersError, match="did not come from a prepared loader"):
         step(parts, {"x": torch.full((2, 4), math.nan)})
@@ -209,7 +211,7 @@ def test_without_a_checkpoint_or_too_often_every_rank_stops(ctx: ProcessContext,
 
 @ranks(1, 2)
 def test_nothing_spoiled_is_saved_and_the_end_is_told(ctx: ProcessContext, tmp_path: Path) -> None:
-    parts = prepared(tmp_path, Rows, 1, numbers="rollback")
+    parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     saved = parts.accelerator.save_state()
     with told() as messages:
         for batch in parts.loader:
@@ -251,7 +253,7 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
             disable_tqdm=True,
         )
         with pytest.MonkeyPatch.context() as variables:
-            variables.setenv("HASTEN_NUMBERS", numbers)
+            variables.setenv("HASTEN_TRUST_NUMBERS", numbers)
             return Trainer(seeded(Net), arguments, train_dataset=Rows(), callbacks=[callback])
 
     leaving = SaveAt()

@@ -124,7 +124,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launch(warm: str, name: str, *words: str) -> int:
     rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, "train.py", name]
     return main(
-        ["launch", "--cpu", "--num_processes=2", f"--stall_after_s={AFTER_S}", *words, "--no_python", "--", *rank]
+        ["launch", "--cpu", "--num_processes=2", f"--trust_stall_after_s={AFTER_S}", *words, "--no_python", "--", *rank]
     )
 
 
@@ -142,7 +142,7 @@ def named(text: str) -> str:
     "case", [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.exhaustive) for case in CASES]
 )
 def test_reported_cause_is_the_cause(case: Case, warm: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--stall=report", "--process_group_timeout=6"] if case.report_only else list(case.words)
+    words = ["--trust_stall=report", "--process_group_timeout=6"] if case.report_only else list(case.words)
     start = time.monotonic()
     code = launch(warm, case.name, *words)
     took = time.monotonic() - start
@@ -201,7 +201,7 @@ def test_the_exception_of_a_rank_in_its_exit_handlers_is_reported(
         "atexit.register(time.sleep, 1000)\n"
         "raise ValueError('on purpose')\n"
     )
-    assert main(["launch", "--cpu", "--num_processes=2", f"--stall_after_s={AFTER_S}", "train.py"]) == 1
+    assert main(["launch", "--cpu", "--num_processes=2", f"--trust_stall_after_s={AFTER_S}", "train.py"]) == 1
     text = "".join(capfd.readouterr())
     assert "rank 1 failed: ValueError: on purpose (raised at train.py:7); its process is alive because of" in text
     assert re.search(r"rank 1 .* failed first(.|\n)*ValueError: on purpose", text), text

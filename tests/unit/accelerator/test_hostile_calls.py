@@ -65,7 +65,7 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
         r"dataloader_config\.prefetch=1000000: .* at most 1024",
     ),
     "named field of a section": (made(dataloader_config={"data_seed": -1}), r"dataloader_config\.data_seed=-1"),
-    "nan setting": (made(stall_after_s=NAN), "got nan, expected a number"),
+    "nan setting": (made(trust={"stall_after_s": NAN}), "got nan, expected a number"),
     "number as project_dir": (made(project_dir=3), "a whole number that is no path"),
     "NUL in project_dir": (made(project_dir="a\0b"), "NUL character"),
     "number as handlers": (made(kwargs_handlers=5), "expected a list of settings classes"),

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hasten.errors import ConfigError, DataError, PrepareError
-from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 DATA = list(range(23))
 Build = Callable[[], DataLoader[Any]]

@@ -27,7 +27,7 @@ from hasten.data.position import Position
 from hasten.data.readers import BatchReader
 from hasten.data.stream import StreamSource
 from hasten.errors import DataError
-from hasten.testing.loaders import CountingStream, global_order, prepared, seen
+from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 
 class Buckets:

@@ -17,7 +17,7 @@ from hasten.data.loader import plain_move
 from hasten.data.plan import Padding
 from hasten.data.prefetch import InLine, LookAhead, OneAhead, Prefetch, Queue, Slot
 from hasten.data.source import Item
-from hasten.testing.loaders import prepared
+from tests.support.loaders import prepared
 
 
 class Movable:

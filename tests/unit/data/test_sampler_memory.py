@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hasten.data.memory import Memory
 from hasten.errors import DataError
-from hasten.testing.loaders import prepared, seen
+from tests.support.loaders import prepared, seen
 
 # Any in this file: generators of many kinds.
 SIZE: Final = 13

@@ -16,13 +16,13 @@ from hasten.trust.stall import observe as ending
 from hasten.trust.stall.watchdog import LEAST_S, MOST_S
 
 SNIPPETS: dict[str, dict[str, object]] = {
-    'divergence_ignore=["*.rank_local_*", "codebook.usage"]': {
+    'trust=TrustSettings(divergence_ignore=["*.rank_local_*", "codebook.usage"])': {
         "divergence": "stop",
         "divergence_every": 100,
         "divergence_ignore": ("*.rank_local_*", "codebook.usage"),
     },
-    'numbers="skip", numbers_spike=20': {"numbers": "skip", "numbers_spike": 20.0},
-    'numbers="rollback", project_dir="run"': {"numbers": "rollback", "numbers_rollbacks": 5},
+    'trust=TrustSettings(numbers="skip", numbers_spike=20)': {"numbers": "skip", "numbers_spike": 20.0},
+    'trust=TrustSettings(numbers="rollback"), project_dir="run"': {"numbers": "rollback", "numbers_rollbacks": 5},
     "gradient_accumulation_steps=2": {"numbers": "report"},  # a step that may run out of memory
 }
 """What each further snippet asks for, and what the settings then hold."""
@@ -37,12 +37,12 @@ def test_snippets_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = names["accelerator"]
     assert isinstance(made, Accelerator)
     asked = set(re.findall(r"Accelerator\((.*)\)", code))
-    assert asked in ({'stall="report", stall_after_s=120'}, *({one} for one in SNIPPETS))
+    assert asked in ({'trust=TrustSettings(stall="report", stall_after_s=120)'}, *({one} for one in SNIPPETS))
     if 'stall="report"' in code:
-        assert (made.config.stall, made.config.stall_after_s) == ("report", 120.0)
+        assert (made.config.trust.stall, made.config.trust.stall_after_s) == ("report", 120.0)
     for given, values in SNIPPETS.items():
         if given in code:
-            assert {name: getattr(made.config, name) for name in values} == values
+            assert {name: getattr(made.config.trust, name) for name in values} == values
 
 
 def test_numbers_of_the_page() -> None:
@@ -51,11 +51,11 @@ def test_numbers_of_the_page() -> None:
 
 
 def test_the_settings_come_from_variables_and_are_checked() -> None:
-    config = resolve(env={"HASTEN_STALL_AFTER_S": "120", "HASTEN_STALL": "report"}).config
-    assert (config.stall, config.stall_after_s) == ("report", 120.0)
+    config = resolve(env={"HASTEN_TRUST_STALL_AFTER_S": "120", "HASTEN_TRUST_STALL": "report"}).config
+    assert (config.trust.stall, config.trust.stall_after_s) == ("report", 120.0)
     for name, value in (("stall", "maybe"), ("stall_after_s", 0.1)):
         with pytest.raises(ConfigError, match=name):
-            resolve(code={name: value})
+            resolve(code={"trust": {name: value}})
 
 
 def test_the_causes_of_the_page_are_those_of_the_code() -> None:

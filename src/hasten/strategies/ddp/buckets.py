@@ -18,7 +18,7 @@ _NEEDED: Final = (
     *(("reducer", "_remove_autograd_hooks"), ("", "_build_params_for_reducer")),
     *(("", "_build_debug_param_to_name_mapping"), ("", "_ddp_init_helper")),
 )
-"""Private attributes of torch in use, as (object, name): hasten/testing/private_torch.py lists the versions tested."""
+"""Private attributes of torch in use, as (object, name): tests/support/private_torch.py lists the versions tested."""
 
 
 class BucketOrders:

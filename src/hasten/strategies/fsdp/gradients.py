@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 _NEEDED: Final = ("fsdp_params", "_partial_reduce_output")
 _NEEDED_OF_PARAMETER: Final = ("sharded_param", "unsharded_accumulated_grad")
-"""Private attributes of torch in use: hasten/testing/private_torch.py lists the versions tested."""
+"""Private attributes of torch in use: tests/support/private_torch.py lists the versions tested."""
 
 
 class HeldGradients:

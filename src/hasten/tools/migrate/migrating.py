@@ -14,7 +14,6 @@ from typing import Any, Final
 import hasten
 from hasten import bigmodel, extending, trainer
 from hasten.accelerator.established import INSTEAD, VALUES
-from hasten.config.keywords import Keywords
 from hasten.tools.migrate.arguments import advice
 from hasten.tools.migrate.schedules import lengths
 
@@ -316,7 +315,7 @@ class _Script:
             known = inspect.signature(target).parameters
         except (TypeError, ValueError):  # a property, or a callable without a signature: nothing to compare
             return
-        names = {*known, *(Keywords.__annotations__ if name == _MAIN else ())}
+        names = {name for name, one in known.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
         if name != _MAIN and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             return
         for keyword in node.keywords:

@@ -190,7 +190,7 @@ class Takeover(Rehearsal):
         """Return the arguments of an Accelerator in place of the script's."""
         if self._run is None:
             self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
-        own: dict[str, Any] = {"cpu": True, "numbers": "off", "stall": "off", "divergence": "off", "strategy": "none"}
+        own: dict[str, Any] = {"cpu": True, "trust": "off", "strategy": "none"}
         own["device_placement"] = False  # everything is on the CPU, and torch cannot move fake tensors
         own["mixed_precision"] = "no" if self._run is None else self._run.precision
         if self._run is not None and self._run.recompute:

@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.facade import Accelerator
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
+from hasten.config.base import given
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.config.sections.trust import TrustSettings
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
@@ -70,25 +72,24 @@ class Timed(Rehearsal):
         """Return the script's arguments of its Accelerator, overridden by this trial's values."""
         values, own = self.spec.values, dict(given)
         own |= {"log_with": None, "project_dir": None}
-        if own.get("numbers") == "off":
-            own["numbers"] = "report"  # required to record the losses
+        own["trust"] = _recording(own.get("trust"))
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
         if values.get("recompute"):
             own["recompute"] = tuple(values["recompute"])
         if values.get("step_graph"):
             own["performance"] = {"mode": "auto", "compile": False}
-        ways = {
+        ways: dict[str, dict[str, Any]] = {  # Any: values of every type
             "regional": {"backend": "inductor", "use_regional_compilation": True},
             "whole": {"backend": "inductor"},
             "cuda graph": {"backend": "inductor", "mode": "reduce-overhead"},
         }
         if values.get("compile") in ways:
-            own["dynamo"] = ways[values["compile"]]
+            own |= {f"dynamo.{name}": value for name, value in ways[values["compile"]].items()}
         if "prefetch" in values:
-            own["dataloader"] = {"prefetch": values["prefetch"]}
+            own["dataloader.prefetch"] = values["prefetch"]
         if "bucket_cap_mb" in values:
-            own["ddp"] = {"bucket_cap_mb": values["bucket_cap_mb"]}
+            own["ddp.bucket_cap_mb"] = values["bucket_cap_mb"]
         return own
 
     def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
@@ -248,3 +249,13 @@ def facade_rank() -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
+    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
+    if trust == "off":
+        return {"stall": "off", "divergence": "off", "numbers": "report"}
+    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
+    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
+        return {**fields, "numbers": "report"}
+    return trust

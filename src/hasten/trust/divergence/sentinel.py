@@ -191,7 +191,7 @@ class Sentinel:
     def _act(self, found: Divergence) -> None:
         self._pending.clear()  # checks taken in the meantime would report the same again
         if self._settings.then == "stop" and not found.mild:
-            message = found.message("every rank stops here; divergence=report would go on")
+            message = found.message("every rank stops here; trust.divergence=report would go on")
             raise DivergenceError(message, found.cause, found.step, found.differences[0].name, found.odd)
         self._replicas.forgiven.update((one.kind, one.name) for one in found.differences)
         if self._ctx.is_main:
@@ -202,7 +202,7 @@ class Sentinel:
         unmatched = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
         if unmatched:
             text = (
-                f"divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it "
+                f"trust.divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it "
                 "excludes nothing from the comparison of ranks there. Give canonical names such as 'encoder.*.running_mean'."
             )
             warnings.warn(text, HastenWarning, stacklevel=2)

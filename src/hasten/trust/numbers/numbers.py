@@ -56,12 +56,12 @@ class Rollback:
         """Return the reason why a rollback is not possible; empty if it is. Ranks: every rank."""
         if not knows_batches:
             return (
-                "numbers=rollback needs to know the batches, and these did not come from a prepared loader; prepare() the loader, "
-                "or use numbers=skip"
+                "trust.numbers=rollback needs to know the batches, and these did not come from a prepared loader; prepare() the loader, "
+                "or use trust.numbers=skip"
             )
         if self.times >= self.limit:
             return (
-                f"the run has gone back {self.times} times already (numbers_rollbacks={self.limit}), so the data of single batches is "
+                f"the run has gone back {self.times} times already (trust.numbers_rollbacks={self.limit}), so the data of single batches is "
                 "hardly the cause"
             )
         if self._newest() is None:
@@ -262,8 +262,8 @@ class NumbersWatch:
                     f"{what} in update {update.step} on rank {self._ctx.rank}",
                     *self._describe(update).lines,
                     f"  why:  {_WHY}",
-                    "  now:  training goes on, and this rank reports no more; numbers=stop would have stopped before the update and "
-                    "named the module, numbers=skip would have left the update out",
+                    "  now:  training goes on, and this rank reports no more; trust.numbers=stop would have stopped before the update and "
+                    "named the module, trust.numbers=skip would have left the update out",
                 ]
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
@@ -302,7 +302,7 @@ class NumbersWatch:
 
     def _act(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
         if self._settings.then == "stop":
-            now = "every rank stops, before the update; numbers=skip would leave the update out and go on"
+            now = "every rank stops, before the update; trust.numbers=skip would leave the update out and go on"
             raise _error(step, findings, now)
         how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
         self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler stay as they are"))

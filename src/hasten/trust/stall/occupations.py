@@ -27,7 +27,7 @@ def occupation(state: State) -> tuple[Cause, str, str]:
         case "importing":
             return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
         case "debugger":
-            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
+            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or set trust.stall=off."
         case "ending":
             return (
                 "user code",

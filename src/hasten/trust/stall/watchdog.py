@@ -294,9 +294,9 @@ class Watchdog:
 
     def _then(self, ends: bool, limit_s: float) -> str:
         if ends:
-            return f"the job ends (exit code {ending.STALLED}); stall=report would let it wait"
+            return f"the job ends (exit code {ending.STALLED}); trust.stall=report would let it wait"
         if self._settings.then == "report":
-            return "the job goes on waiting (stall=report)"
+            return "the job goes on waiting (trust.stall=report)"
         return f"the job goes on waiting, and ends after {limit_s:.0f} s"
 
     def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:

@@ -16,8 +16,9 @@ from hasten.checkpoint.export import read_model
 from hasten.checkpoint.inspect import merge
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import ReshardTrial, Run, check_pairs, held
-from hasten.testing.toys import TinyMixture, next_token_loss, seeded
+from hasten.testing.toys import next_token_loss, seeded
+from tests.support.resharding import ReshardTrial, Run, check_pairs, held
+from tests.support.toys import TinyMixture
 
 SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
     {

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hasten import Accelerator, ParallelismConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TinyMixture, next_token_loss, seeded
-from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
+from hasten.testing.toys import next_token_loss, seeded
+from tests.support.toys import TinyMixture
+from tests.support.training import Batch, Task, hasten_losses, plain_losses
 
 VOCAB: Final = 16
 PRECISIONS: Final = (("no", 20, 1e-5), ("bf16", 4, 5e-2))

@@ -14,7 +14,8 @@ from hasten import Accelerator, ParallelismConfig
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Experts, TinyMixture, next_token_loss, seeded
+from hasten.testing.toys import next_token_loss, seeded
+from tests.support.toys import Experts, TinyMixture
 
 SIZES: Final = (
     *(("hidden_size", 8), ("intermediate_size", 16), ("num_hidden_layers", 2), ("num_attention_heads", 2)),

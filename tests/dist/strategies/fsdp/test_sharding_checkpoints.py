@@ -16,8 +16,8 @@ from hasten import Accelerator, ProjectConfiguration
 from hasten.config.sections.parallel import ParallelismConfig, TorchContextParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import ReshardTrial, Run, check_pairs, held
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.resharding import ReshardTrial, Run, check_pairs, held
 
 FEW: Final = (("auto 1", 1), ("fsdp 2", 2), ("tp+fsdp", 4))
 MESHES: Final = (("auto 1", 1), ("auto 2", 2), ("fsdp 4", 4), ("tp+fsdp", 4), ("pp+tp", 4), ("cp+fsdp", 4))

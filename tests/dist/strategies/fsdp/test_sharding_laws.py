@@ -26,7 +26,7 @@ from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
-from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
+from tests.support.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS = 20
 VOCAB = 16

@@ -17,8 +17,8 @@ from hasten.checkpoint.inspect import merge
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import ReshardTrial, Run, State, check_pairs, held, joined
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.resharding import ReshardTrial, Run, State, check_pairs, held, joined
 
 ZBV: Final = PipelineParallelConfig(schedule="zbv_zero_bubble")
 SETTINGS: Final = MappingProxyType[str, dict[str, Any]](

@@ -18,7 +18,7 @@ from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
-from hasten.testing.training import Batch, Task, hasten_losses, plain_losses, through_stages
+from tests.support.training import Batch, Task, hasten_losses, plain_losses, through_stages
 
 STEPS = [8, pytest.param(20, marks=pytest.mark.exhaustive)]
 VOCAB = 16

@@ -15,8 +15,8 @@ from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.plan import working_plan
-from hasten.testing.hub_models import gpt2, largest_difference, llama, share_of, t5, train
 from hasten.testing.pool import ranks
+from tests.support.hub_models import gpt2, largest_difference, llama, share_of, t5, train
 
 pytest.importorskip("peft")
 

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from hasten import Accelerator
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.runtime.context import ProcessContext
-from hasten.testing.hub_models import (
+from hasten.testing.pool import Pool, ranks
+from hasten.testing.toys import seeded
+from tests.support.hub_models import (
     gated_t5,
     gemma,
     gpt2,
@@ -31,9 +33,7 @@ from hasten.testing.hub_models import (
     t5,
     train,
 )
-from hasten.testing.pool import Pool, ranks
-from hasten.testing.resharding import ReshardTrial, Run, check_pairs
-from hasten.testing.toys import seeded
+from tests.support.resharding import ReshardTrial, Run, check_pairs
 
 MODELS: dict[str, Any] = {
     "t5": t5,

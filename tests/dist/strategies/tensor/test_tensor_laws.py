@@ -17,7 +17,7 @@ from hasten.config.sections.parallel import ParallelismConfig, TorchTensorParall
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
-from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
+from tests.support.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS = [8, pytest.param(20, marks=pytest.mark.exhaustive)]
 VOCAB = 16

@@ -29,7 +29,7 @@ from hasten.tools.migrate.migrating import migrate
         ("DeepSpeedPlugin(enable_msamp=True)", "MS-AMP is no longer maintained"),
         ('DeepSpeedPlugin(deepspeed_config_file="x")', "write hf_ds_config="),
         ("Accelerator(dispatch_batches=True)", "dataloader_config=DataLoaderConfiguration(dispatch_batches=...)"),
-        ("Accelerator(downcast_bf16=True)", "xla=dict(downcast_bf16=...)"),
+        ("Accelerator(downcast_bf16=True)", "xla=XLAConfig(downcast_bf16=...)"),
         ("Accelerator(fp16=True)", 'mixed_precision="fp16"'),
     ],
 )  # fmt: skip

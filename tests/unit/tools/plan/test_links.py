@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.tools.plan.llama import llama
 
 from hasten.errors import ConfigError
 from hasten.runtime.links import Links, read
@@ -13,6 +12,7 @@ from hasten.runtime.mesh_plan import MeshSpec
 from hasten.tools.plan import hardware
 from hasten.tools.plan.speed import predict
 from hasten.tools.plan.traced import Candidate
+from tests.unit.tools.plan.llama import llama
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

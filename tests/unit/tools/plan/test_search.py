@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.tools.plan.llama import llama
 
 from hasten.config import files
 from hasten.errors import ConfigError
@@ -17,6 +16,7 @@ from hasten.tools.plan.memory import held, local_numel, need
 from hasten.tools.plan.search import SIMPLER, LayoutPlan, Option, PlanRequest, layouts, search
 from hasten.tools.plan.traced import Candidate, ParameterKind
 from hasten.tools.plan.traffic import sent, weights
+from tests.unit.tools.plan.llama import llama
 
 SMALL = llama(layers=8, width=1024, sequence=1024)
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 def engine(stage: int = 3, **options: Any) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 8}
-    return {"strategy": "deepspeed", "deepspeed": {"hf_ds_config": {"zero_optimization": zero}, **options}}
+    return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": zero}, **options}}
 
 
 class Block(nn.Module):

@@ -65,7 +65,7 @@ def test_unknown_keys_in_a_file_are_refused_before_an_engine_starts(ctx: Process
         path = tmp_path / f"{ctx.world.rank}-{number}.json"
         path.write_text(json.dumps(config))
         net = nn.Linear(4, 4)
-        accelerator = Accelerator(strategy="deepspeed", deepspeed={"hf_ds_config": str(path)})
+        accelerator = Accelerator(strategy="deepspeed", deepspeed_plugin={"hf_ds_config": str(path)})
         with pytest.raises(ConfigError, match=message) as raised:
             accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
         assert path.name in str(raised.value) or "hf_ds_config" in str(raised.value)

@@ -48,7 +48,7 @@ def net(seed: int = 0) -> nn.Module:
 def engine(stage: int, **zero: Any) -> dict[str, Any]:
     return {
         "strategy": "deepspeed",
-        "deepspeed": {"hf_ds_config": {"zero_optimization": {"stage": stage, **SMALL, **zero}}},
+        "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": {"stage": stage, **SMALL, **zero}}},
     }
 
 
@@ -405,7 +405,7 @@ def test_zero_3_leaves_linear_layers_of_other_models_alone(ctx: ProcessContext) 
 def test_an_update_of_numbers_that_are_not_finite_is_skipped_on_every_rank(ctx: ProcessContext) -> None:
     """One rank's loss is nan; the weights stay on all, and the run goes on as if the batch had not been."""
     for stage in (0, 1, 2, 3):
-        accelerator = Accelerator(numbers="skip", **engine(stage))
+        accelerator = Accelerator(trust={"numbers": "skip"}, **engine(stage))
         model, plain = Branching(), Branching()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         reference = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -429,7 +429,9 @@ def test_a_rollback_leaves_the_bad_batch_out(ctx: ProcessContext, tmp_path: Path
     """Back to the checkpoint, without the batch of both ranks in which one sample is nan: as if it had not been there."""
 
     def weights(stage: int, rotten: bool) -> State:
-        accelerator = Accelerator(numbers="rollback", project_dir=str(tmp_path / f"{stage}{rotten}"), **engine(stage))
+        accelerator = Accelerator(
+            trust={"numbers": "rollback"}, project_dir=str(tmp_path / f"{stage}{rotten}"), **engine(stage)
+        )
         rows = [x.clone() for x, _ in samples(40)]
         if rotten:
             rows[25] *= torch.nan  # of the fourth batch of 4 rows on 2 ranks

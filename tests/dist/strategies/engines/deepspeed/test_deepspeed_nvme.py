@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten import Accelerator
+from hasten import Accelerator, DistributedDataParallelKwargs
 from hasten.errors import DeviceError, PeerFailedError, PrepareError
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
@@ -183,7 +183,7 @@ def engine(folder: Path | None, **options: Any) -> dict[str, Any]:  # Any: setti
     """Settings with the state in a folder, or in host memory, where sub-groups are the same: they decide the order of sums."""
     zero: dict[str, Any] = {"stage": 3, "sub_group_size": 1, "offload_optimizer": place(folder), **options}
     config = {"zero_optimization": zero, "fp16": {"enabled": "auto", "initial_scale_power": 4}}
-    return {"strategy": "deepspeed", "deepspeed": {"hf_ds_config": config}}
+    return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": config}}
 
 
 def place(folder: Path | None) -> dict[str, Any]:
@@ -266,7 +266,14 @@ def test_a_run_with_state_on_nvme_resumes_bit_for_bit(
 @ranks(2)
 def test_old_gradients_and_loaded_weights(ctx: ProcessContext, tmp_path: Path, built: None) -> None:
     """A layer that a window does not use is not updated by an old gradient; load_model writes the masters too."""
-    plain = Run(Accelerator(strategy="ddp", ddp={"find_unused_parameters": True}), adam=False).steps(2).steps(2, False)
+    plain = (
+        Run(
+            Accelerator(strategy="ddp", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]),
+            adam=False,
+        )
+        .steps(2)
+        .steps(2, False)
+    )
     ours = Run(Accelerator(**engine(tmp_path / "nvme")), adam=False).steps(2).steps(2, third=False)
     assert_equal(plain.weights, ours.weights, atol=2e-6)
     ours.accelerator.save_model(ours.model, tmp_path / "model")

@@ -41,7 +41,7 @@ class Run:
             strategy="deepspeed",
             mixed_precision=precision,
             gradient_accumulation_steps=2,
-            deepspeed={"hf_ds_config": config},
+            deepspeed_plugin={"hf_ds_config": config},
         )
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -159,7 +159,13 @@ NAMES: Final = (
     Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
     Name("torch:Tensor", "_post_accumulate_grad_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
     # many tensors at once
-    Name("torch", "_foreach_mul_", (_CLIP, "src/hasten/optim/gradients.py"), "clipping and weighted windows fail"),
+    Name(
+        "torch",
+        "_foreach_mul_",
+        (_CLIP, "src/hasten/optim/gradients.py", "src/hasten/optim/muon.py"),
+        "clipping, weighted windows and Muon fail",
+    ),
+    Name("torch", "_foreach_lerp_", ("src/hasten/optim/ema.py",), "moving averages of weights fail"),
     Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
     Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
     # modules
