@@ -51,6 +51,7 @@ PLANS = (
     Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",)),
     Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu")),
     Plan("fp8.py"),
+    Plan("chunked_loss.py"),
 )
 CUDA_PLANS = (
     Plan("full_loop.py", always=("--device", "cuda", "--workers", "0", "--seconds", "200")),
@@ -59,6 +60,7 @@ CUDA_PLANS = (
     Plan("offload_tokens.py"),
     Plan("sharding.py", always=("--rounds", "8")),
     Plan("fp8.py", always=("--device", "cuda")),
+    Plan("chunked_loss.py", always=("--device", "cuda")),
     Plan("muon.py"),
 )
 """Benchmarks of the published tables, the headline first."""

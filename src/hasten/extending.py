@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
     from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
+    from hasten.progress.throughput import Throughput as Throughput
     from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.mesh_plan import Axis as Axis
     from hasten.strategies.base import Caps as Caps
+    from hasten.strategies.base import PrepareRequest as PrepareRequest
     from hasten.strategies.base import Stage as Stage
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
-    from hasten.strategies.base import Wish as Wish
     from hasten.strategies.pipeline.cut import balanced_split_points as balanced_split_points
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
@@ -45,6 +46,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "PreparedScheduler": "hasten.optim.scheduler",
         "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",
+        "Throughput": "hasten.progress.throughput",
         "ProcessContext": "hasten.runtime.context",
         "Axis": "hasten.runtime.mesh_plan",
         "Caps": "hasten.strategies.base",

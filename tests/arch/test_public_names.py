@@ -22,12 +22,13 @@ import hasten.bigmodel
 import hasten.data
 import hasten.errors
 import hasten.extending
+import hasten.modules
 import hasten.testing
 import hasten.trainer
 
 REPOSITORY: Final = Path(__file__).parents[2]
 SNAPSHOT: Final = Path(__file__).with_name("public_names.txt")
-FACES: Final = (hasten, hasten.bigmodel, hasten.data, hasten.extending, hasten.testing, hasten.trainer)
+FACES: Final = (hasten, hasten.bigmodel, hasten.data, hasten.extending, hasten.modules, hasten.testing, hasten.trainer)
 """The modules with a table of public names. `hasten.errors` is public as well and defines its classes itself."""
 MOST_AT_THE_TOP: Final = 55
 FORM: Final = ("Expr", "ImportFrom", "If", "AnnAssign", "Assign")

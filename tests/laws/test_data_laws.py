@@ -543,7 +543,7 @@ def check(case: Case, pool: Pool) -> str:
         rest: list[Any] = [one[3] for one in done]
         stop = done[0][1]
         if case.is_unsaid or any(isinstance(steps, str) for steps in whole):
-            reasons = ("already_sharded=True",) if case.is_unsaid else ("gave no sample", "cannot be split over")
+            reasons = ("already_sharded=True",) if case.is_unsaid else ("has no sample", "cannot be split over")
             return refused_by_all(whole, reasons)
         for epoch in (0, 1):
             compare_with_torch(case, real_ids(whole, epoch))

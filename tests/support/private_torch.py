@@ -26,7 +26,7 @@ _BUCKETS: Final = "src/hasten/strategies/ddp/buckets.py"
 _HELD: Final = "src/hasten/strategies/fsdp/gradients.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
-_SHARDS: Final = "src/hasten/strategies/fsdp/own_shards.py"
+_SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
 _PIECES: Final = "src/hasten/strategies/context/attention.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
@@ -35,6 +35,8 @@ _BEGUN: Final = "src/hasten/comm/collective_log.py"
 _TRAFFIC: Final = "src/hasten/trust/stall/traffic.py"
 _TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
 _WATCH: Final = "src/hasten/tools/tune/watch.py"
+_THROUGHPUT: Final = "src/hasten/progress/throughput.py"
+_MFU: Final = "track_throughput() fails"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _HOSTS: Final = "src/hasten/strategies/engines/xla/hosts.py"
@@ -101,7 +103,7 @@ NAMES: Final = (
     ),
     # several XLA hosts: the end of a backward pass
     Name("torch", "_C", (_HOSTS,), _MEAN),
-    Name("torch._C", "_current_graph_task_id", (_HOSTS,), _MEAN),
+    Name("torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"),
     Name("torch.autograd:Variable", "_execution_engine", (_HOSTS,), _MEAN),
     # FSDP2: gradients held between reductions
     Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
@@ -169,8 +171,10 @@ NAMES: Final = (
     Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
     Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
     # modules
-    Name(_MODULE, "_apply", ("src/hasten/strategies/fsdp/filling.py",), "models on the meta device cannot be filled"),
-    Name(_MODULE, "_buffers", ("src/hasten/strategies/fsdp/filling.py",), "models on the meta device cannot be filled"),
+    Name(_MODULE, "_apply", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"),
+    Name(
+        _MODULE, "_buffers", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"
+    ),
     Name(
         _MODULE,
         "_modules",
@@ -256,14 +260,18 @@ NAMES: Final = (
     Name(
         "torch",
         "_C",
-        ("src/hasten/strategies/tensor/logits.py", _SKIPPING),
-        "loss_parallel=True and run_step() fail",
+        ("src/hasten/strategies/tensor/logits.py", "src/hasten/modules/lazy_logits.py", _SKIPPING, _THROUGHPUT),
+        "loss_parallel=True, use_chunked_loss(), track_throughput() and run_step() fail",
     ),
     # repeated steps
     Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
     Name(
-        "torch.utils", "_python_dispatch", (_SKIPPING, _TRAFFIC, _WATCH), "run_step(), traffic() and hasten plan fail"
+        "torch.utils",
+        "_python_dispatch",
+        (_SKIPPING, _TRAFFIC, _WATCH, _THROUGHPUT),
+        "run_step(), traffic(), track_throughput() and hasten plan fail",
     ),
+    Name("torch.utils._python_dispatch", "_get_current_dispatch_mode", (_THROUGHPUT,), _MFU),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
     Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
     Name("torch", "_foreach_add_", ("src/hasten/optim/gradients.py",), _AGAIN),

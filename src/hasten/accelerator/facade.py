@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.checkpoint.model_state import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
+    from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
     from hasten.state.run_state import HookHandle, LoadHook, SaveHook
     from hasten.state.saving import Saving
@@ -178,6 +179,7 @@ class Accelerator:
         self.tracking = parts.tracking
         self.run_log = parts.run_log
         self._progress: ProgressMaker | None = None
+        self._throughput: Throughput | None = None
         self.rehearsal = parts.rehearsal
         self._preparer = Preparer(
             parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
@@ -838,7 +840,12 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any."""
+        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any.
+
+        After `track_throughput()`, `tokens_per_second` and `mfu` are added.
+        """
+        if self.clock.rates is not None and isinstance(values, Mapping):
+            values = {**self.clock.rates(), **values}
         self.tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -862,6 +869,29 @@ class Accelerator:
         """Log a table given as `columns` and `data` or as a `dataframe`. Ranks: any."""
         self.tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
 
+    def track_throughput(
+        self,
+        tokens: str | Callable[[Any], int] | None = None,
+        *,
+        peak_tflops: float | None = None,
+        flops_per_token: float | None = None,
+    ) -> Throughput:
+        """Measure tokens a second and MFU from here on; returns the object that holds them.
+
+        They appear in progress bars, in `log()`, in `hasten top` and in reports. `tokens` names the field of a batch that holds
+        tokens (by default `labels`, else `input_ids`), or is a function that counts them. Operations are counted once, in the
+        second update; the devices' peak comes from hasten's table, or from `peak_tflops` for one device. Any: a batch.
+        Ranks: every rank, before the loop over a prepared loader.
+        """
+        if self._throughput is not None:
+            self._throughput.detach()
+        counter = import_module("hasten.progress.throughput")  # imports torch's formulas, not needed without it
+        self._throughput = made = counter.Throughput(
+            self.ctx, self.clock, tokens, peak_tflops, flops_per_token, lambda: len(self.prepared.optimizers)
+        )
+        made.attach()
+        return self._throughput
+
     @property
     def trackers(self) -> list[Tracker]:
         """The trackers that are active on this process."""
@@ -876,6 +906,8 @@ class Accelerator:
 
         Raises: DivergenceError when ranks that must hold the same values do not.
         """
+        if self._throughput is not None:
+            self._throughput.close()
         if self._numbers is not None:
             self._numbers.finish()
         if self._sentinel is not None:
@@ -901,7 +933,7 @@ class Accelerator:
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
             self._progress = build.ProgressMaker(self.ctx)
-        return self._progress(iterable, **options)
+        return self._progress(iterable, **{"rates": self.clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save_state(

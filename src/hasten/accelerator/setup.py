@@ -54,7 +54,7 @@ from hasten.version import __version__
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
-    from hasten.trust.divergence.sentinel import Sentinel
+    from hasten.trust.divergence.sentinel import DivergenceCheck
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class AcceleratorParts:
     watch: Callable[[object], None] | None
     """Start of the watchdog or of the status server, which ends with the given object; None without them."""
     numbers: NumbersSettings | None
-    sentinel: Callable[[PreparedObjects], Sentinel] | None
+    sentinel: Callable[[PreparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
     rehearsal: Rehearsal | None
@@ -234,6 +234,10 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         found = steps()
         return 0 if found is None else found.num_updates
 
+    def rates() -> Mapping[str, float]:
+        found = steps()
+        return {} if found is None or found.rates is None else found.rates()
+
     stall = import_module("hasten.trust.stall.watchdog")  # a single process that was not launched needs none of it
     settings = stall.WatchSettings(
         after_s=config.trust.stall_after_s,
@@ -241,7 +245,7 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         timeout_s=_group(config).timeout_s,
         folder=reports_in(config, "stalls"),
     )
-    return partial(stall.watch, dog=stall.watchdog_of(ctx, step, settings, env.runtime_folder(variables)))
+    return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -250,17 +254,19 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[PreparedObjects], Sentinel] | None:
+def _sentinel(
+    config: Config, ctx: ProcessContext, clock: StepClock
+) -> Callable[[PreparedObjects], DivergenceCheck] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
     world, trust = ctx.world, config.trust
     if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
         return None
     divergence = import_module("hasten.trust.divergence.sentinel")  # a single process needs none of it
-    settings = divergence.SentinelSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
+    settings = divergence.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
 
-    def make(prepared: PreparedObjects) -> Sentinel:
-        sentinel: Sentinel = divergence.sentinel_of(prepared, clock, ctx, world.store, settings)
-        return sentinel
+    def make(prepared: PreparedObjects) -> DivergenceCheck:
+        check: DivergenceCheck = divergence.check_of(prepared, clock, ctx, world.store, settings)
+        return check
 
     return make
 

@@ -122,7 +122,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: torch.device | str | int | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("weights come from a state_dict, a save_folder or an index; none of them was given.")
+            raise ValueError("none of state_dict, save_folder and index was given; pass one of them.")
         self.state_dict = dict(state_dict or {})
         self.save_folder = save_folder
         self.index = dict(index if index is not None else read_offload_index(save_folder or "."))
@@ -224,8 +224,8 @@ def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Pat
     """Write tensors that no file holds in the needed dtype; returns the written pieces."""
     if folder is None:
         raise PrepareError(
-            f"{len(missing)} weights ({next(iter(missing))}, …) are to stay on the disk and lie in no file in the dtype "
-            "they are used in. Give offload_dir (or offload_folder), where they can be written."
+            f"{len(missing)} weights ({next(iter(missing))}, …) are placed on disk, but no file contains them in their dtype. Pass "
+            "offload_dir (or offload_folder), so that they can be written."
         )
     tensors: dict[str, Tensor] = {}
     for name, (tensor, piece) in missing.items():

@@ -13,12 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
+from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
 from hasten.data.dispatch import DispatchReader, DispatchSource
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, LoaderParts, MakeMove, Move, Track, plain_move
 from hasten.data.memory import Memory
-from hasten.data.plan import ALONE, Seats, plan_rows
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
@@ -66,7 +66,7 @@ def prepare_loader(
         return loader
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
-        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
+        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
     seats = ALONE if ctx.mesh == _ONE_RANK else _seats(ctx)
     given = config.already_sharded if already_sharded is None else already_sharded
     agreed = _agreed(loader, ctx, config, seats, _seed(loader, config, seed), given)
@@ -96,17 +96,17 @@ def prepare_loader(
     return Loader.made(loader, parts, **shown)
 
 
-def _seats(ctx: ProcessContext) -> Seats:
+def _seats(ctx: ProcessContext) -> DataRanks:
     """Return the shards that this rank and the others read."""
     shards = tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size))
-    return Seats(shards[ctx.rank], ctx.mesh.size(*BATCH), shards)
+    return DataRanks(shards[ctx.rank], ctx.mesh.size(*BATCH), shards)
 
 
 def _agreed(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
-    seats: Seats,
+    seats: DataRanks,
     seed: int,
     given: bool | None,
 ) -> LoaderAgreement:
@@ -139,13 +139,13 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
     """Raise PrepareError for a loader with settings that a prepared one cannot preserve."""
     if not getattr(loader, "in_order", True):
         raise PrepareError(
-            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
-            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+            "the loader has in_order=False, so batches arrive in the order in which workers finish, and end of epoch, padding and "
+            "position are unknown. Build it with in_order=True."
         )
     if getattr(loader, "next_iter_state", None) is not None:
         raise PrepareError(
-            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
-            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
+            "the StatefulDataLoader has a loaded state for its next iteration, which prepare() would lose. Prepare the loader first, "
+            "then load the state_dict() of a prepared loader into it."
         )
 
 
@@ -162,7 +162,7 @@ class _Request:
     loader: DataLoader[Any]
     ctx: ProcessContext
     config: DataLoaderConfiguration
-    seats: Seats
+    seats: DataRanks
     slice_fn: SliceFn | None
     depth: int
     """Number of batches read ahead of the one in use."""
@@ -267,7 +267,7 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
     return Cutting(seats.num_shards, seats.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total), total
 
 
-def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
+def _share_stream(dataset: Any, seats: DataRanks) -> tuple[Sharing, Any]:  # Any: the user's dataset
     """Return the way in which this rank gets its share of a stream, and the stream to read."""
     if seats.num_shards == 1:
         return "strided", dataset
@@ -285,7 +285,7 @@ def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: th
     return ("asked" if callable(getattr(dataset, "shard", None)) else "strided"), dataset
 
 
-def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: Seats) -> BatchSource:
+def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: DataRanks) -> BatchSource:
     return DispatchSource(inner, reader, ctx.world, seats)
 
 
@@ -354,8 +354,8 @@ def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoad
         return False
     if config.pin_memory is None and loader.num_workers:
         log.info(
-            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches beside the "
-            "training loop; DataLoaderConfiguration(pin_memory=False) leaves the loader as it is",
+            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches in parallel with the training "
+            "loop; DataLoaderConfiguration(pin_memory=False) turns this off",
             loader.num_workers,
         )
         return True

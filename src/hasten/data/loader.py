@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from hasten.data.plan import derive_seed
+from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError
@@ -115,7 +115,7 @@ class Loader(DataLoader[Any]):
     parts: LoaderParts
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError("a Loader is made by prepare(), not by hand: call accelerator.prepare(DataLoader(...))")
+        raise TypeError("a Loader is created by prepare(), not directly: call accelerator.prepare(DataLoader(...))")
 
     @classmethod
     def made(cls, user: DataLoader[Any], parts: LoaderParts, **shown: Any) -> Loader:
@@ -128,7 +128,7 @@ class Loader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and "parts" in self.__dict__:
             raise PrepareError(
-                f"{name} of a prepared loader cannot be changed, because its workers are arranged already. Set it on "
+                f"{name} of a prepared loader cannot be changed, because its workers are already configured. Set it on "
                 f"the DataLoader before prepare()."
             )
         super().__setattr__(name, value)
@@ -311,7 +311,7 @@ class Loader(DataLoader[Any]):
         steps = self.parts.source.steps()
         if steps is None:
             kind = "its dataset is a stream" if isinstance(self.dataset, IterableDataset) else "its sampler has none"
-            raise TypeError(f"this loader has no length: {kind}. Count batches as they come, or give it a __len__.")
+            raise TypeError(f"this loader has no length: {kind}. Count batches while iterating, or implement __len__.")
         return max(steps - self.parts.skip, 0)
 
     @property

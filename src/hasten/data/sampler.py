@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
+from hasten.data.batch_plan import ALONE, DataRanks, Indices, LoaderPlan, cut, plan_batches, plan_rows, reading_of
 from hasten.data.foreign import plainly
 from hasten.data.order import (
     DistributedOrder,
@@ -22,7 +23,6 @@ from hasten.data.order import (
     check_distributed,
     order_of,
 )
-from hasten.data.plan import ALONE, Indices, LoaderPlan, Seats, cut, plan_batches, plan_rows, reading_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
 from hasten.data.workers import Picked
@@ -141,7 +141,7 @@ class Assignment:
             raise DataError(
                 f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
                 f"DistributedSampler splits over, so samples would be lost or read twice. Resume on a number of processes "
-                f"that divides {at.consumed}, or leave the sampler out: prepare() shards the loader by itself."
+                f"that divides {at.consumed}, or remove the sampler: prepare() shards the loader."
             )
         return at.consumed // self.stride
 
@@ -159,11 +159,11 @@ class Assignment:
             )
             raise DataError(
                 f"the loader's state is inside an epoch of {was}, and this rank reads {now}; samples would be lost or "
-                f"repeated. Resume {advice}, or begin a new epoch."
+                f"repeated. Resume {advice}, or start a new epoch."
             )
         raise DataError(
             f"the loader's state is inside an epoch of a part with {saved[1]} {self.unit}, and this rank's part has {part[1]}; "
-            f"its order is another one, so samples would be repeated or lost. Restore the part, or begin a new epoch."
+            f"its order is different, so samples would be repeated or lost. Restore the part, or start a new epoch."
         )
 
     def _marked(self, lots: Iterator[Lot], done: int) -> Iterator[Lot]:
@@ -274,8 +274,8 @@ class Assignment:
             whole is None and not cut(size, num_shares, num_shares - 1, even).rows
         ):  # raised on every rank, also on those with rows
             raise DataError(
-                f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have "
-                f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
+                f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have no samples in "
+                f"this step. Use batches of at least {num_shares} rows, set even_batches=True, or "
                 f"split_batches=False."
             )
         if not mine.rows:
@@ -289,7 +289,7 @@ def assignment_of(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
-    seats: Seats,
+    seats: DataRanks,
     sharded: bool = False,
     checks: bool = False,
 ) -> Assignment:
@@ -323,7 +323,7 @@ def assignment_of(
 
 
 def _plan(
-    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: Seats, split: bool
+    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: DataRanks, split: bool
 ) -> LoaderPlan:
     return plan_rows(
         batch_size=batch_size,
@@ -341,7 +341,7 @@ def _whole_batches(
     order: SampleOrder,
     batches: Any,  # Any: the user's batch sampler
     config: DataLoaderConfiguration,
-    seats: Seats,
+    seats: DataRanks,
     split: bool,
     stride: int,
 ) -> Assignment:
@@ -385,8 +385,7 @@ def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
     """Raise ConfigError for pad="full" where the number of rows of a full batch is unknown."""
     if config.pad == "full":
         raise ConfigError(
-            f'pad="full" with {what}, so the rows that the last batches should be filled to are not known, and they would '
-            f'stay short. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
+            f'pad="full" with {what}, so the size of a full batch is unknown. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
         )
 
 
@@ -409,7 +408,7 @@ class PlannedSampler(BatchSampler):
     def __len__(self) -> int:
         steps = self.assignment.steps()
         if steps is None:
-            raise TypeError("the number of batches is unknown: the loader's own sampler has no length")
+            raise TypeError("the number of batches is unknown: the loader's sampler has no length")
         return steps
 
     def set_epoch(self, epoch: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal, NoReturn, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import SharedOrder
-from hasten.data.plan import Padding, derive_seed
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
 from hasten.data.sharded_order import PartOrder
@@ -237,7 +237,7 @@ class IndexedSource:
                 self._explain(error, notes, at, number)
             if not notes:
                 raise DataError(
-                    f"{type(self._loader).__name__} gave a batch that was not asked for (rank {self._rank}, batch "
+                    f"{type(self._loader).__name__} returned an unexpected batch (rank {self._rank}, batch "
                     f"{number}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
                     f"Prepare a plain DataLoader, and wrap the prepared one."
                 )

@@ -78,7 +78,7 @@ def _launcher(request: LaunchRequest, host: Host, shape: JobShape) -> OwnLaunche
     if launch.launcher == "single" and (shape.num_processes > 1 or shape.max_machines > 1):
         raise ConfigError(
             f"launcher=single starts one process, but {shape.num_processes} on {shape.max_machines} machine(s) were requested. "
-            f"Leave launcher out, or set num_processes to 1."
+            f"Remove launcher, or set num_processes to 1."
         )
     if shape.allocation.rank is not None:
         return "task"

@@ -66,7 +66,7 @@ def _pods(env: Mapping[str, str]) -> Allocation | None:
             if int(rank) >= int(size):
                 raise TopologyError(
                     f"{rank_name}={rank} with {size_name}={size} is impossible: machines count from 0 to {size_name}-1. "
-                    f"Make the variables agree, or unset those that another launcher left behind."
+                    f"Make the variables agree, or unset those of another launcher."
                 )
             port = env.get("MASTER_PORT", "")
             return Allocation(

@@ -19,13 +19,11 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     launch, engine = request.config.launch, request.config.deepspeed
     if engine.hostfile is None:
         raise ConfigError(
-            f"deepspeed.multinode_launcher={engine.multinode_launcher!r} reaches other machines by a hostfile. Give "
-            f"--deepspeed_hostfile, or use the standard launcher (the same hasten command on each machine)."
+            f"deepspeed.multinode_launcher={engine.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "
+            "standard launcher (the same hasten command on each machine)."
         )
     if launch.max_restarts:
-        raise ConfigError(
-            "DeepSpeed's own launcher cannot restart processes. Use the standard launcher with max_restarts."
-        )
+        raise ConfigError("DeepSpeed's launcher cannot restart processes. Use the standard launcher with max_restarts.")
     if request.target.no_python and request.target.module:
         raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
     per_machine = launch.processes_per_machine
@@ -49,7 +47,7 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
         launcher="deepspeed",
         procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
         notes=(
-            f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} carries the settings to them",
+            f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} passes the settings to them",
             *shape.notes,
         ),
         files=(PlannedFile(_ENV_FILE, remote),),

@@ -121,7 +121,7 @@ def _check_script(target: Target) -> None:
     path = Path(target.name)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ConfigError(
-            f"{target.name!r} is a folder without a __main__.py, so there is nothing in it to run; give a script, such as "
+            f"{target.name!r} is a folder without a __main__.py, so it cannot be run; give a script, such as "
             f"{path / 'train.py'}."
         )
     if path.exists():

@@ -37,7 +37,7 @@ def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
     if address is None and machines > 1:
         raise ConfigError(
             f"{machines} machines need a rendezvous address. Give --main_process_ip, or --mpirun_hostfile, "
-            f"whose first host is taken."
+            f"whose first host is used."
         )
     per_machine = total // machines
     if machines == 1 and not mpi.hosts:

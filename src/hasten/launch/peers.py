@@ -79,8 +79,8 @@ class Peers:
                 if now - since < _SILENCE_S:
                     continue
                 raise MachineLost(
-                    f"machine {machine} ({host}) has been silent for {_SILENCE_S:g} s: it is down, or the network to it is. "
-                    f"The job cannot go on without it; look there, then start again."
+                    f"machine {machine} ({host}) has not responded for {_SILENCE_S:g} s: it is down, or the network to it is. The job "
+                    "cannot continue without it; check the machine, then restart the job."
                 )
 
         self.suspects = tuple(suspects)
@@ -99,8 +99,8 @@ class Peers:
         for machine, code in self._codes().items():
             if machine != self.index and code not in (0, PREEMPTED):
                 raise PeerMachineFailed(
-                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot go on "
-                    f"without it. Look at its output.",
+                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot continue without it. "
+                    "Check its output.",
                     code=code,
                 )
 
@@ -227,7 +227,7 @@ class PeerWatch:
             raise self._problem
         silent = time.monotonic() - self._last_word
         if silent > _NO_ANSWER_S:
-            raise MachineLost(f"{self._lost} (no answer for {silent:.0f} s)")
+            raise MachineLost(f"{self._lost} (no response for {silent:.0f} s)")
         return self._waiting
 
     def wait_done(self) -> None:
@@ -248,7 +248,7 @@ class PeerWatch:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        told = False
+        announced = False
         suspects: tuple[str, ...] = ()
         ended: dict[int, int] = {}
         while not self._stop.is_set():
@@ -261,10 +261,10 @@ class PeerWatch:
                     suspects = self._peers.suspects
                     launcher_files.write_silent(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
-                if self._finished and not told:
+                if self._finished and not announced:
                     self._peers.say_done()
-                    told = True
-                self._all_done = told and self._peers.all_done()
+                    announced = True
+                self._all_done = announced and self._peers.all_done()
             except LaunchError as error:
                 self._problem = error
                 return

@@ -101,7 +101,7 @@ def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
     if explicit and allocation.num_machines not in (1, launch.num_machines):
         raise ConfigError(
             f"num_machines={launch.num_machines}, but {allocation.source} started this command on "
-            f"{allocation.num_machines} machines. Leave num_machines out (it is read from the cluster), or make them agree."
+            f"{allocation.num_machines} machines. Remove num_machines (it is read from the cluster), or make them agree."
         )
     if explicit:
         return launch.num_machines, launch.num_machines
@@ -112,8 +112,8 @@ def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -
     if machines == 1:
         if launch.machine_rank:
             raise ConfigError(
-                f"machine_rank={launch.machine_rank} with one machine: ranks count from 0. Set num_machines to how many "
-                f"machines there are, or leave machine_rank out."
+                f"machine_rank={launch.machine_rank} with one machine: ranks count from 0. Set num_machines to the number of machines, "
+                "or remove machine_rank."
             )
         return 0
     rank = launch.machine_rank if launch.machine_rank is not None else allocation.machine_rank
@@ -133,13 +133,13 @@ def _check_devices(request: LaunchRequest, host: Host) -> None:
         raise ConfigError(f"cpu and gpu_ids={_ids(launch)} contradict each other. Remove one of them.")
     if launch.multi_gpu and host.device == "cpu":
         raise ConfigError(
-            f"multi_gpu was asked for, but no usable accelerator was found on {host.name}. "
+            f"multi_gpu was requested, but no usable accelerator was found on {host.name}. "
             f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or pass --cpu."
         )
     if launch.gpu_ids != "all" and host.device == "cpu":
         raise ConfigError(
             f"gpu_ids={_ids(launch)} names devices, but no usable accelerator was found on {host.name}, so none of them can be used. "
-            f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or leave gpu_ids out."
+            f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or remove gpu_ids."
         )
     if launch.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" not in host.env:
         absent = [i for i in launch.gpu_ids if not 0 <= i < host.num_devices]
@@ -169,7 +169,7 @@ def _processes(
         if total % machines:
             raise ConfigError(
                 f"num_processes={total} cannot be split evenly over {machines} machines. "
-                f"Give processes_per_machine on each, or leave both out to use every device."
+                f"Give processes_per_machine on each, or remove both to use every device."
             )
         here = total // machines
         split = f"{total} / {machines} machines" if machines > 1 else "num_processes"
@@ -202,8 +202,8 @@ def check_memory(host: Host, count: int) -> None:
     most = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
     if host.memory_bytes and count > most:
         raise ConfigError(
-            f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB cannot hold "
-            f"them: each needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Ask for at most {most}, or for more machines."
+            f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB is too small: each "
+            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Ask for at most {most}, or for more machines."
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from torch import nn
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CHUNKED_LOSS: Final = "chunked loss"
+"""Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
 _FORWARD = "forward"
 PLACED: Final = "placed"
 """Tag of a forward on a device of its own."""

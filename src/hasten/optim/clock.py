@@ -85,6 +85,8 @@ class StepClock:
     """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
     """Called after an optimizer has used the gradients at a boundary."""
+    rates: Callable[[], Mapping[str, float]] | None = None
+    """Returns tokens a second and MFU, while they are tracked."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 

@@ -15,7 +15,7 @@ from hasten.errors import PrepareError
 from hasten.modules.forwarding import is_dispatched
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import PrepareRequest, Stage
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class PlaceOnDevice:
 
     stage = Stage.PLACE
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         devices = {ctx.device.type} if ctx.device.type == "cpu" else set[str]()
         there = set[str]()
         for tensor in chain(model.parameters(), model.buffers()):
@@ -33,7 +33,7 @@ class PlaceOnDevice:
         if "meta" in there:
             refuse_meta(model)
         # the code that loaded the model has already spread it over devices
-        if there == devices or not wish.place or hasattr(model, "hf_device_map") or is_dispatched(model):
+        if there == devices or not request.place or hasattr(model, "hf_device_map") or is_dispatched(model):
             return model
         return model.to(ctx.device)
 
@@ -47,8 +47,8 @@ def refuse_meta(model: nn.Module) -> None:
     if on_meta:
         raise PrepareError(
             f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
-            "train. Fill them first with load_checkpoint_in_model(model, folder), or shard it with "
-            "strategy='fsdp', which fills meta parameters."
+            "train. Load them first with load_checkpoint_in_model(model, folder), or use strategy='fsdp', which initializes meta "
+            "parameters."
         )
 
 
@@ -60,11 +60,11 @@ class Convert:
     masters: MasterWeights = "fp32"
     _precision: Precision | None = None
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if precision.spec == "no":
             return model
         self._precision = precision
-        if wish.train and self.masters == "fp32":
+        if request.train and self.masters == "fp32":
             give_masters(model)
         return precision.convert(model)
 
@@ -88,7 +88,7 @@ def give_masters(model: nn.Module) -> None:
     if changed:
         counts = " and ".join(f"{count} {str(dtype).removeprefix('torch.')}" for dtype, count in changed.items())
         log.info(
-            "%s: %s parameters are trained as float32 master weights (master_weights=keep leaves them as they are)",
+            "%s: %s parameters are trained as float32 master weights (master_weights=keep keeps their dtype)",
             type(model).__name__,
             counts,
         )

@@ -93,9 +93,7 @@ def _usable(name: str, missing: str, here: bool) -> bool:
         need(row.needs, row.spec, purpose) if here else check_installed(row.needs, row.spec, purpose)
     except MissingPackageError as error:
         if missing != "warn":
-            raise MissingPackageError(
-                f"{why}: {error}, or set missing_tracker: warn to train without it; else the run would leave no log there."
-            ) from error
+            raise MissingPackageError(f"{why}: {error}, or set missing_tracker: warn to train without it.") from error
         warnings.warn(f"{why}: {error}. This run is not logged there.", HastenWarning, stacklevel=2)
         return False
     return True
@@ -111,7 +109,7 @@ def _create(name: str) -> Tracker:
             return _checked(name, point.load()())
     known = [row.name for row in BUILTINS] + [point.name for point in entry_points(group=GROUP)]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else "Own trackers are given as instances."
+    hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
     raise TrackerError(f"there is no tracker {name!r}; known are {', '.join(known)} and 'all'. {hint}")
 
 
@@ -129,6 +127,6 @@ def _check_names(trackers: Sequence[Tracker]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated or "" in names:
         raise TrackerError(
-            f"log_with gave trackers named {names}; get_tracker and init_kwargs find a tracker by its name. "
-            "Give each one a name of its own."
+            f"log_with gave trackers named {names}; get_tracker and init_kwargs find a tracker by its name. Give each tracker a "
+            "different name."
         )

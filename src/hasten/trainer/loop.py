@@ -12,8 +12,8 @@ from torch import Tensor
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
-from hasten.trainer.planning import TrainingPlan
 from hasten.trainer.state import TrainerInterface
+from hasten.trainer.step_plan import TrainingPlan
 
 _SUMMED_AT_ONCE: Final = 64
 
@@ -147,7 +147,7 @@ class TrainingLoop:
         stopping = trainer.accelerator.preempted
         self._act(stopping)
         if stopping:
-            control.stop_reason = "a signal asked for it; a checkpoint was saved"
+            control.stop_reason = "after a signal; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
             trainer.accelerator.end_training()
             raise SystemExit(PREEMPTED_EXIT_CODE)

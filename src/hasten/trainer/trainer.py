@@ -44,10 +44,10 @@ from hasten.trainer.loss import (
     shifts_labels,
     smoothed_loss,
 )
-from hasten.trainer.planning import TrainingPlan, plan_training
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
+from hasten.trainer.step_plan import TrainingPlan, plan_training
 
 # Any in this file: datasets, batches, outputs and tokenizers of any type.
 
@@ -117,8 +117,8 @@ class Trainer:
         made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
         if made.saving.memory is not None:
             raise ConfigError(
-                f"checkpoint_in_memory={made.config.checkpoint_in_memory} is for loops of your own: the Trainer completes its state (sums of "
-                "losses, callbacks) only when it saves, and a copy would lack that. Leave it out, and set save_steps."
+                f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
+                "callbacks) is only complete when it saves. Remove it, and set save_steps."
             )
         return made
 
@@ -165,11 +165,13 @@ class Trainer:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training data before it is prepared. Override it to read data differently."""
         if self.train_dataset is None:
-            raise ArgumentError("train() has no data: the Trainer was made without a train_dataset; give it one.")
+            raise ArgumentError(
+                "train() needs a train_dataset, but the Trainer was created without one; pass train_dataset=."
+            )
         options: dict[str, Any] = {"drop_last": self.args.dataloader_drop_last}
         if isinstance(self.train_dataset, IterableDataset):
             if self.args.group_by_length:
-                raise ConfigError("group_by_length=True needs a dataset with a length, not a stream; leave it out.")
+                raise ConfigError("group_by_length=True needs a dataset with a length, not a stream; remove it.")
         elif self.args.group_by_length:
             lengths = lengths_of(self.train_dataset, self.args.length_column_name)
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -207,8 +209,8 @@ class Trainer:
 
         if any(self._given_optimizers):
             raise ConfigError(
-                "auto_find_batch_size=True begins again with a new optimizer when memory runs out, but one was given in "
-                "optimizers, whose state cannot be taken back; leave one of them out, or override "
+                "auto_find_batch_size=True restarts with a new optimizer when memory runs out, but an optimizer was passed in "
+                "optimizers, whose state cannot be reset; remove one of them, or override "
                 "create_optimizer_and_scheduler."
             )
         search: Callable[[], TrainOutput] = find_executable_batch_size(
@@ -333,7 +335,7 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ArgumentError(
-                "there is no data to evaluate on: the Trainer was made without an eval_dataset; give one of them."
+                "evaluate() needs an eval_dataset, but the Trainer was created without one; pass eval_dataset=."
             )
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}

@@ -118,7 +118,7 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
         (["--num_processes=2", "--tee=0:9"], "tee='0:9' is neither"),
         (["--tee=1:3"], "names local rank 1, but this machine starts 1"),
         (["--rdzv_conf=x"], "'x' is not key=value"),
-        (["--rdzv_conf=a=1"], "the static rendezvous does not know"),
+        (["--rdzv_conf=a=1"], "the static rendezvous does not support"),
         (["--rdzv_endpoint=nonsense"], "is not host:port"),
         (["--strategy=megatron", "--num_processes=2"], "the package 'megatron' is not installed"),
         (["--strategy=xla"], "the package 'torch_xla' is not installed"),

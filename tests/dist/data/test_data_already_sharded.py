@@ -370,7 +370,7 @@ def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(ctx: ProcessCo
 
 @ranks(2)
 def test_settings_that_cannot_be_honoured_are_refused(ctx: ProcessContext) -> None:
-    with pytest.raises(ConfigError, match="dispatch_batches=True with data that is sharded already"):
+    with pytest.raises(ConfigError, match="dispatch_batches=True with data that is already sharded"):
         prepared(items(list(mine(ctx))), ctx=ctx, already_sharded=True, dispatch_batches=True)
     with pytest.raises(ConfigError, match="dispatch_batches=True"):
         prepared(RECOGNISED["shard"](ctx), ctx=ctx, dispatch_batches=True)

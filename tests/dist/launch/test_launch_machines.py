@@ -104,7 +104,7 @@ def test_a_machine_that_dies_is_named_by_the_others(zygote: Zygote, tmp_path: Pa
         took = time.monotonic() - start
     assert code == 1
     assert took < 30
-    assert "machine 1 (host-b) does not answer any more: probably lost first, look there" in text
+    assert "machine 1 (host-b) no longer responds: probably the first failure, check it" in text
     assert "rank 0 on host-a" in text
     assert text.count("Traceback") == 1
 
@@ -141,7 +141,7 @@ def test_two_machines_with_the_same_command_and_different_counts_until_their_lin
     assert re.search(r"^1 +1-2 +host-b +10\.77\.0\.2 ", table, re.MULTILINE)
     for (code, text), lost, here in zip(ends, ("machine 1 (host-b)", "machine 0 (host-a)"), "ab", strict=True):
         assert code == 1
-        assert f"{lost} does not answer any more: probably lost first, look there" in text
+        assert f"{lost} no longer responds: probably the first failure, check it" in text
         assert re.search(rf"rank \d on host-{here} \(pid \d+\) failed first", text)
         assert text.count("Traceback") == 1
     assert left == []

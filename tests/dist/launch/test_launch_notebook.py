@@ -122,7 +122,7 @@ def test_what_cannot_travel_is_told(
 ) -> None:
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with (tmp_path / "file").open("w") as handle, pytest.raises(LaunchError, match="lives in this notebook only"):
+    with (tmp_path / "file").open("w") as handle, pytest.raises(LaunchError, match="cannot be pickled"):
         notebook_launcher(lambda: handle.name)
     with pytest.raises(LaunchError, match=r"rank 0 failed: .*returned a generator, which cannot be sent back"):
         notebook_launcher(lambda: (i for i in range(3)), num_processes=1, cpu=True)

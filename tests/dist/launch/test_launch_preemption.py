@@ -98,7 +98,7 @@ def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(tmp_path: Path, 
         launcher.send_signal(signal.SIGTERM)  # the launcher: all save, and whoever sent it starts the run again
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 85, said
-    assert "exit code 85 means that the run was told to stop and saved" in said
+    assert "exit code 85 means that the run saved a checkpoint and stopped after a signal" in said
     assert "restart 1 of 1" in said
     assert "SIGTERM: all processes of this machine have saved and ended; start again to go on" in said
     assert "end" not in (run / "seen-0").read_text()

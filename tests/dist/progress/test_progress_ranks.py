@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from hasten.progress.build import progress, straggler_watch
-from hasten.progress.straggler import Pulse
+from hasten.progress.straggler import BackwardTimer
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.tracking.base import Entry, Run, Tracker
@@ -20,7 +20,7 @@ from hasten.tracking.manager import TrackerManager
 @ranks(2, 4)
 def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None:
     file, size = io.StringIO(), ctx.world.size
-    watch, pulse = straggler_watch(ctx, every_s=0.05), Pulse(ctx.device)
+    watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
     assert watch is not None
     bar = progress(range(30), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
     for _ in bar:
@@ -28,7 +28,7 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
         pulse.reached()
         ctx.world.all_reduce(torch.ones(1))  # the gradients' all-reduce, where the fast ranks wait
     if ctx.world.rank == 0:
-        assert f"rank {size - 1} holds up the rest" in file.getvalue()
+        assert f"rank {size - 1} is slower than the others" in file.getvalue()
     else:
         assert file.getvalue() == ""
         assert watch.found is None
@@ -40,7 +40,7 @@ def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> 
     logged = io.StringIO()
     handler = logging.StreamHandler(logged)
     logging.getLogger("hasten").addHandler(handler)
-    watch, pulse = straggler_watch(ctx, every_s=0.05), Pulse(ctx.device)
+    watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
     try:
         for _ in range(2):  # as in two epochs
             bar = progress(range(10), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
@@ -50,13 +50,13 @@ def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> 
                 ctx.world.all_reduce(torch.ones(1))
     finally:
         logging.getLogger("hasten").removeHandler(handler)
-    named = (file.getvalue() + logged.getvalue()).count("rank 1 holds up the rest")
+    named = (file.getvalue() + logged.getvalue()).count("rank 1 is slower than the others")
     assert named == (1 if ctx.world.rank == 0 else 0)
 
 
 @ranks(2)
 def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> None:
-    watch, pulse = straggler_watch(ctx, every_s=0.0), Pulse(ctx.device)
+    watch, pulse = straggler_watch(ctx, every_s=0.0), BackwardTimer(ctx.device)
     if ctx.world.rank == 0:
         seen = []
         for number in progress(range(5), ctx=ctx, console=Console(file=io.StringIO()), pulse=pulse, watch=watch):

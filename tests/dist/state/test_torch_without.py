@@ -98,7 +98,7 @@ def resumed_like_uninterrupted(ctx: ProcessContext, folder: Path, sharded: bool,
 def test_without_the_order_of_buckets(ctx: ProcessContext, tmp_path: Path) -> None:
     with without(DistributedDataParallel, "_get_ddp_logging_data"):
         lines = resumed_like_uninterrupted(ctx, tmp_path, False, 3)
-    told = [line for line in lines if "cannot keep the order in which it packs gradients" in line]
+    told = [line for line in lines if "cannot store the order in which it buckets gradients" in line]
     assert len(told) == (2 if ctx.rank == 0 else 0), "once by each accelerator, on the main process"
     assert all("_get_ddp_logging_data" in line and "1e-6" in line for line in told)
 
@@ -117,7 +117,7 @@ def test_a_window_that_would_be_lost_is_not_saved(ctx: ProcessContext, tmp_path:
     train(run, 0, 3)
     with (
         without(FSDPModule, "_get_fsdp_state"),  # torch itself needs it to train
-        pytest.raises(CheckpointError, match="Save where a window ends"),
+        pytest.raises(CheckpointError, match="Save at the end of a window"),
     ):
         run[0].save_state(str(tmp_path / "x"))
     train(run, 3, 4)

@@ -100,7 +100,7 @@ def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(ctx: Proces
                 seen.unlink()
         ctx.world.barrier("repaired")
         said = predict_file(Accelerator(), f"{name}:Counted", data, output, 2)
-        assert "parts were there already" in said
+        assert "parts already existed" in said
         done = {int(path.name.split("-")[0]) for path in (tmp_path / "seen").iterdir()}
         assert done >= {4, 5}
         assert len(done) < 12, "what was finished is not done again"
@@ -196,7 +196,7 @@ def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path, pro
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert f"out.jsonl: 40 rows on {processes} processes; " in done.stdout
-    assert "of 20 parts were there already" in done.stdout
+    assert "of 20 parts already existed" in done.stdout
     assert [json.loads(line)["prediction"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
         number**2 for number in range(40)
     ]

@@ -86,7 +86,7 @@ def test_a_second_process_sees_the_ranks(
         number = str(next(iter(listening(sockets)))[0].job)
         assert main(["attach", number, "--once"]) == 0
         assert main(["top", "1", "--once"]) == 2
-        assert f"those that run are {number}" in capsys.readouterr().err
+        assert f"the running jobs are {number}" in capsys.readouterr().err
 
         stop.touch()
         assert job.wait(120) == 0, (tmp_path / "out").read_text()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten import Accelerator
 from hasten.cli.main import main
-from hasten.data import plan as lookup
+from hasten.data import batch_plan as lookup
 from hasten.errors import ConfigError, DataError, HastenWarning, NumbersError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -166,7 +166,7 @@ def test_every_batch_of_a_state_is_found(ctx: ProcessContext, shuffle: bool, dro
 def test_a_gradient_that_is_not_finite_behind_a_finite_loss(ctx: ProcessContext) -> None:
     with pytest.raises(NumbersError, match="a gradient is nan or inf") as caught:
         train(Accelerator(trust={"numbers": "stop"}), 17, root=True)
-    assert "none: every output was finite, so the loss or the backward pass made it" in str(caught.value)
+    assert "none: every output was finite, so it was caused by the loss or the backward pass" in str(caught.value)
     assert "gradients that are not finite: scale.weight" in str(caught.value)
 
 

@@ -193,19 +193,21 @@ def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_pat
 @ranks(1, 2)
 def test_without_a_checkpoint_or_too_often_every_rank_stops(ctx: ProcessContext, tmp_path: Path) -> None:
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
-    with pytest.raises(NumbersError, match=r"neither saved nor loaded a checkpoint to go back to; call save_state\(\)"):
+    with pytest.raises(
+        NumbersError, match=r"neither saved nor loaded a checkpoint to roll back to; call save_state\(\)"
+    ):
         run(parts)
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback", "numbers_rollbacks": 1})
     parts.accelerator.save_state()
     with (
         told() as messages,
-        pytest.raises(NumbersError, match=r"gone back 1 times already \(trust.numbers_rollbacks=1\)"),
+        pytest.raises(NumbersError, match=r"already rolled back 1 times \(trust.numbers_rollbacks=1\)"),
     ):
         run(parts)
     assert len(messages) == ctx.is_main
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     parts.accelerator.save_state()
-    with pytest.raises(NumbersError, match="did not come from a prepared loader"):
+    with pytest.raises(NumbersError, match="needs batches from a prepared loader"):
         step(parts, {"x": torch.full((2, 4), math.nan)})
 
 
@@ -223,7 +225,7 @@ def test_nothing_spoiled_is_saved_and_the_end_is_told(ctx: ProcessContext, tmp_p
     assert len(messages) == (3 if ctx.is_main else 0)
     if ctx.is_main:
         assert "saved nothing" in messages[1]
-        assert "ended before it went back" in messages[2]
+        assert "ended before it was rolled back" in messages[2]
 
 
 class SaveAt(TrainerCallback):

@@ -71,8 +71,8 @@ CASES: Final = (
     Case("error_in_save", r"rank 1 .* failed first(.|\n)*ValueError: on purpose", ("fail",), code=1),
     Case("error_in_load", r"rank 1 .* failed first(.|\n)*ValueError: on purpose", ("fail",), code=1),
     Case("error_in_worker", r"rank 1 .* failed first(.|\n)*ValueError: bad sample", ("sample fails",), code=1),
-    Case("leaves", r"rank 1 .* left first", ("gather alone",), code=1),
-    Case("leaves_hard", r"rank 1 .* left first", code=1),
+    Case("leaves", r"rank 1 .* exited first", ("gather alone",), code=1),
+    Case("leaves_hard", r"rank 1 .* exited first", code=1),
     Case("crashes", r"rank 1 .* failed first: signal SIGSEGV", code=139),
     Case("killed", r"rank 1 .* failed first: killed by SIGKILL", code=137),
     Case("stopped", r"rank 1 is stopped \(SIGSTOP", ("backward",), quick=True),
@@ -86,7 +86,8 @@ CASES: Final = (
     Case("never_started", r"rank 0 of 2 waits for rank 1 at tcp", code=1, words=("--process_group_init_timeout=7",)),
     Case("wrong_world_size", r"rank 1 was started with WORLD_SIZE=3 and rank 0 with WORLD_SIZE=2", code=1),
     Case("error_before_start", r"rank 1 .* failed first(.|\n)*ValueError: on purpose", ("before start",), code=1),
-    Case("leaves_before_start", r"rank 1 .* left first(.|\n)*PeerFailedError: rank 1 ended \(exit code 0\) before making an Accelerator", code=1),
+    Case("leaves_before_start", r"rank 1 .* exited first(.|\n)*PeerFailedError: rank 1 ended \(exit code 0\) before making an "
+    r"Accelerator", code=1),
     Case("error_with_a_thread", r"rank 1 failed: ValueError: on purpose \(raised at train.py:\d+\); its process is alive because of the thread 'uploads'(.|\n)*rank 1 .* failed first(.|\n)*ValueError: on purpose", ("error with a thread",), code=1, quick=True),
     Case("ends_early", r"rank 0 is in end_training\(\) at .* after 2 updates, while rank 1 waits at .* for one more: the ranks have unequal numbers of batches", ("early end", "backward"), quick=True),
     Case("edited_weight", r"different values: parameter '0.weight'(.|\n)*rank 0 and rank 1 differ(.|\n)*an edit in place", code=1, quick=True),
@@ -183,7 +184,7 @@ def test_a_rank_that_works_long_is_named_but_not_ended(
     assert launch(warm, "long_on_one") == 0
     text = "".join(capfd.readouterr())
     assert f"rank 0 is in user code at {line_of('evaluation')}" in text
-    assert "the ranks go on after" in text
+    assert "the ranks make progress again after" in text
 
 
 @pytest.mark.exhaustive

@@ -138,7 +138,7 @@ def test_single_tensors_are_set() -> None:
     model = build()
     bigmodel.set_module_tensor_to_device(model, "first.weight", "meta")
     assert model.first.weight.is_meta
-    with pytest.raises(PrepareError, match="give `value`"):
+    with pytest.raises(PrepareError, match="pass `value`"):
         bigmodel.set_module_tensor_to_device(model, "first.weight", "cpu")
     with pytest.raises(PrepareError, match="has shape"):
         bigmodel.set_module_tensor_to_device(model, "first.weight", "cpu", torch.zeros(2, 2))

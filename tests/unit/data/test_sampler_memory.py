@@ -159,7 +159,7 @@ def test_a_memory_that_cannot_be_found_is_refused() -> None:
     seen(first, limit=3)
     second = build()
     second.load_state_dict(first.state_dict())
-    with pytest.raises(DataError, match="drew another order"):
+    with pytest.raises(DataError, match="drew a different order"):
         seen(second)
 
 

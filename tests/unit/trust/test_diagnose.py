@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hasten.comm.collective_log import LIBRARIES, Trail, caller
-from hasten.trust.divergence.state import Note, SeenState, Spot, State, Status
+from hasten.trust.divergence.state import CodeLine, Note, SeenState, State, Status
 from hasten.trust.stall import observe as processes
 from hasten.trust.stall import stacks
 from hasten.trust.stall import wording as words
@@ -38,7 +38,7 @@ def state(
         "quiet_s": 31.0,
         "function": "main",
     }
-    return State(rank=rank, host="h", pid=100 + rank, spot=Spot(site, call, f"{call}(x)"), **{**plain, **changes})
+    return State(rank=rank, host="h", pid=100 + rank, spot=CodeLine(site, call, f"{call}(x)"), **{**plain, **changes})
 
 
 def here(*states: State) -> list[SeenState]:
@@ -156,7 +156,7 @@ def test_a_silent_rank_is_named_with_its_pid() -> None:
     assert (found.cause, found.missing) == ("silent", (1,))
     assert "pid 4711 on node7" in found.sentence
     text = words.report(found, world, 31.0, "it waits")
-    assert "rank 1: does not answer" in text
+    assert "rank 1: does not respond" in text
     assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
 
 

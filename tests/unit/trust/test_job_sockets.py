@@ -23,7 +23,7 @@ from hasten.errors import CommError
 from hasten.runtime.topology import Topology
 from hasten.trust.stall.job_sockets import Address, ask, listening, private_folder
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.status_server import Desk, RecentLog
+from hasten.trust.stall.status_server import RecentLog, StatusServer
 
 NOBODY = 65534
 
@@ -31,13 +31,15 @@ NOBODY = 65534
 @contextmanager
 def served(folder: Path) -> Iterator[Path]:
     """The socket of a desk that a thread beside this one serves."""
-    desk = Desk(Observer(3, Trail(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder)
-    desk.open()
+    status_server = StatusServer(
+        Observer(3, Trail(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder
+    )
+    status_server.open()
     over = threading.Event()
 
     def serve() -> None:
         while not over.is_set():
-            desk.wait(5.0)
+            status_server.wait(5.0)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -45,9 +47,9 @@ def served(folder: Path) -> Iterator[Path]:
         yield folder / Address(os.getppid(), 3, os.getpid()).name
     finally:
         over.set()
-        desk.ring()
+        status_server.wake()
         thread.join()
-        desk.close()
+        status_server.close()
 
 
 def test_a_desk_answers_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommError, match="chmod 700"):
         private_folder(folder)
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(CommError, match="others could read"):
+    with pytest.raises(CommError, match="other users could impersonate this job"):
         private_folder(tmp_path / "link")
 
 
@@ -135,7 +137,7 @@ def test_without_a_job_the_command_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["top"]) == 2
-    assert "you have no running job on this machine" in capsys.readouterr().err
+    assert "no running job of this user was found on this machine" in capsys.readouterr().err
 
 
 def test_the_log_is_kept_whatever_its_handlers() -> None:

@@ -90,15 +90,15 @@ class MachineSupervisor:
         return restarts_left
 
     def _told_elsewhere(self) -> bool:
-        peers, told = self._handler.peers, [False]
+        peers, signalled = self._handler.peers, [False]
         if peers is None or not all(f.code == PREEMPTED for f in self.failures if not f.stopped):
             return False
 
         def ask() -> None:
-            told[0] = peers.stopping()
+            signalled[0] = peers.stopping()
 
         ending.within(ending.COLLECT_S, ask)
-        return told[0]
+        return signalled[0]
 
     def stopping(self, number: signal.Signals) -> int:
         """Notify the other machines, and return the seconds that the processes may take to save and exit."""
@@ -151,7 +151,7 @@ class _Run:
             return self._tell_failure([*supervisor.failures, *error.failures], handler.peers)
         except (LaunchError, RendezvousError, DistError) as error:
             self.guard.hold()
-            self._fail(f"{error}" if isinstance(error, LaunchError) else f"the machines could not meet: {error}")
+            self._fail(f"{error}" if isinstance(error, LaunchError) else f"the rendezvous failed: {error}")
             if supervisor.failures:
                 self.say(render_failure(supervisor.failures, python=sys.executable))
             return 1
@@ -184,7 +184,7 @@ class _Run:
         name = signal.Signals(number).name
         codes = [end.code for end in self.agent.ends()] if self.agent is not None else []
         if self.agent is not None and codes == [PREEMPTED] * self.agent.num_started:
-            self.say(f"{name}: all processes of this machine have saved and ended; start again to go on")
+            self.say(f"{name}: all processes of this machine have saved and exited; restart the job to continue")
             return PREEMPTED
         self.say(f"{name}: all processes of this machine were ended")
         return 128 + number

@@ -88,8 +88,8 @@ class BucketOrders:
         ]
         if missing:
             log.warning(
-                "DistributedDataParallel of torch %s has no %s, so checkpoints cannot keep the order in which it packs "
-                "gradients. A resumed run on more than two ranks then differs from an uninterrupted one by the rounding of "
+                "DistributedDataParallel of torch %s has no %s, so checkpoints cannot store the order in which it buckets gradients. A "
+                "resumed run on more than two ranks then differs from an uninterrupted one by the rounding of "
                 "its sums: gradients of the first step agree to a relative 1e-6 in float32, not bit for bit.",
                 torch.__version__,
                 ", ".join(missing),

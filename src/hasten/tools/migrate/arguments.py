@@ -26,10 +26,10 @@ _SECTIONS: Final = MappingProxyType(
 """Section of a settings file with the same options, by plugin."""
 _OWN: Final = MappingProxyType(
     {
-        "state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
-        "optim_state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
+        "state_dict_config": "it is determined by state_dict_type; remove it",
+        "optim_state_dict_config": "it is determined by state_dict_type; remove it",
         "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
-        "deepspeed_plugins": "an Accelerator has one engine; give each its Accelerator with deepspeed_plugin=",
+        "deepspeed_plugins": "an Accelerator has one engine; create one Accelerator per engine with deepspeed_plugin=",
         "fp16": 'write mixed_precision="fp16"',
     }
 )
@@ -64,7 +64,7 @@ def _fsdp(name: str, value: ast.expr) -> str:
     except SettingValueError as error:
         return str(error)
     written = ", ".join(f"{entry.path[-1]}={entry.value!r}" for entry in entries)
-    return f"write {written}" if written else f"remove it{f': {said[0]}' if said else ', FSDP2 does this by itself'}"
+    return f"write {written}" if written else f"remove it{f': {said[0]}' if said else ', FSDP2 always does this'}"
 
 
 def _literal(value: ast.expr) -> Any:  # Any: a value in the script

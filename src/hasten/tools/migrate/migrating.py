@@ -26,49 +26,49 @@ HOMES: Final = MappingProxyType(
 """The public module from which a migrated script imports each name."""
 NOTES: Final = MappingProxyType(
     {
-        "free_memory": "gives one None for one object, where Accelerate gives a list; drop the comma of `model, = ...`",
-        "save_state": "without a folder numbers the checkpoints under project_dir, without being asked to",
-        "load_state": "restores the position of loaders too; do not call skip_first_batches after it",
-        "gather_object": "gives a list of every rank's objects; Accelerate joins the ranks' lists",
-        "gather_for_metrics": "counts each sample once; Accelerate cuts the last batch by arithmetic",
+        "free_memory": "returns one None for one object, where Accelerate returns a list; remove the comma of `model, = ...`",
+        "save_state": "without a folder numbers the checkpoints under project_dir",
+        "load_state": "also restores the position of loaders; do not call skip_first_batches after it",
+        "gather_object": "returns a list with the object of each rank; Accelerate concatenates the lists of the ranks",
+        "gather_for_metrics": "counts each sample once; Accelerate truncates the last batch",
         "main_process_first": "may not be nested",
         "init_trackers": "opens hasten's trackers, whose files and folders have other names",
     }
 )
 """Methods whose behaviour differs from Accelerate's, with the difference."""
-_SIZES: Final = "hasten's ParallelismConfig holds the sizes alone; work this out from its *_size fields"
+_SIZES: Final = "hasten's ParallelismConfig only contains the sizes; compute this from its *_size fields"
 ELSEWHERE: Final = MappingProxyType(
     {
         **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
         **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names"), _SIZES),
         **dict.fromkeys(("fsdp_dim_names", "active_mesh_dims"), _SIZES),
-        "hf_device_map": "hasten writes no hf_device_map on a model; keep the map that you gave or were given",
-        "_hf_hook": "hasten's hooks are not kept as _hf_hook of a module",
+        "hf_device_map": "hasten does not set hf_device_map on a model; keep the device map",
+        "_hf_hook": "hasten's hooks are not stored as _hf_hook of a module",
         "build_device_mesh": "hasten's ParallelismConfig builds no mesh; prepare() does",
-        "to_kwargs": "settings of hasten are plain dataclasses without to_kwargs; use dataclasses.asdict",
-        "deepspeed_config_process": "hasten's DeepSpeedPlugin fills its configuration in prepare(), not by hand",
+        "to_kwargs": "hasten's settings are plain dataclasses without to_kwargs; use dataclasses.asdict",
+        "deepspeed_config_process": "hasten fills the configuration of DeepSpeedPlugin in prepare()",
     }
 )
 """Attributes of other objects that hasten's do not have, with their replacements."""
-_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before there is an Accelerator"
+_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before an Accelerator is created"
 _COPIES: Final = (
-    "hasten's prepared loaders, optimizers and schedulers are not copied or pickled; save their state_dict()"
+    "hasten's prepared loaders, optimizers and schedulers cannot be copied or pickled; save their state_dict()"
 )
-_ALONE: Final = (
-    "prepare refuses an optimizer before its model, and a scheduler before its optimizer; give them in one call, or the "
-    "model first"
-)
+_ALONE: Final = "prepare refuses an optimizer before its model, and a scheduler before its optimizer; pass them in one call, or the model first"
 _KINDS: Final = (
     "objects that hasten's prepare returns are of other classes (Loader, PreparedOptimizer, PreparedScheduler)"
 )
-_FIELDS: Final = "hasten's settings have fields of their own, and some other defaults (use_seedable_sampler=True)"
-_STATEFUL: Final = "hasten's loaders are no StatefulDataLoader of torchdata's; all of them have state_dict(), whose keys are hasten's own"
+_FIELDS: Final = "hasten's settings have different fields and defaults (use_seedable_sampler=True)"
+_STATEFUL: Final = (
+    "hasten's loaders are not instances of torchdata's StatefulDataLoader; all of them have state_dict(), with "
+    "different keys"
+)
 _SHUFFLE: Final = (
-    "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
+    "shuffles by seed and epoch, in a different order than Accelerate: single losses differ, loss curves do not"
 )
 _SCHEDULER: Final = (
-    "steps a prepared scheduler once per update; Accelerate steps it once per process: its lengths are divided by num_processes "
-    "where they are written in the call that makes it; look at others (milestones, gamma, your own functions)"
+    "steps a prepared scheduler once per update; Accelerate steps it once per process: lengths in the call that creates it are divided "
+    "by num_processes; check others (milestones, gamma, custom functions)"
 )
 
 
@@ -154,7 +154,7 @@ class _Script:
                 taken.setdefault(HOMES[one.name].__name__, []).append(one)
         left = [one for one in node.names if one.name not in HOMES]
         for one in left:
-            self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
+            self._note(node, f"{node.module}.{one.name} has no equivalent in hasten and stays")
         begin, end = self._span(node)
         if (
             len(taken) == 1 and not left
@@ -257,7 +257,7 @@ class _Script:
         if node.attr in HOMES:
             self._replace_dotted(node)
         elif node.attr not in ("utils", "state", "tracking", "logging", "data_loader"):
-            self._note(node, f"accelerate.{node.attr} has no equivalent of that name in hasten")
+            self._note(node, f"accelerate.{node.attr} has no equivalent in hasten")
 
     def _replace_dotted(self, node: ast.Attribute) -> None:
         """Replace a dotted name: accelerate.utils.set_seed becomes hasten.set_seed."""
@@ -273,7 +273,7 @@ class _Script:
         if name == _MAIN:
             self._num_made += 1
             if self._num_made > 1:
-                self._note(node, "each hasten Accelerator has settings of its own; Accelerate shares the first one's")
+                self._note(node, "each hasten Accelerator has separate settings; Accelerate shares those of the first")
         if name is not None:
             self._keywords(node, name, getattr(HOMES[name], name))
         if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
@@ -284,10 +284,11 @@ class _Script:
         if method in NOTES and not (method == "save_state" and (node.args or node.keywords)):
             self._note(node, f"{method} {NOTES[method]}")
         if method == "reduce" and any(one.arg == "scale" for one in node.keywords):
-            self._note(node, "reduce acts on `scale` everywhere; Accelerate on TPUs only")
+            self._note(node, "reduce always applies `scale`; Accelerate applies it on TPUs only")
         if method == "prepare" and any(isinstance(one, ast.Constant) for one in node.args):
             self._note(
-                node, "prepare refuses what is no model, optimizer, scheduler or loader; Accelerate gives it back"
+                node,
+                "prepare raises an error for other objects than models, optimizers, schedulers and loaders; Accelerate returns them",
             )
         if method == "prepare" and any("sched" in ast.unparse(one).lower() for one in node.args):
             self._note(node, f"prepare {_SCHEDULER}")

@@ -1,6 +1,6 @@
 """Program of one trial of `hasten tune`: a script's first updates under given values, timed. Run with -m.
 
-The script's Accelerator consults the `Timed` run, a `Rehearsal`, which changes its arguments and the objects that it prepares (see
+The script's Accelerator consults the `ScriptTrial` run, a `Rehearsal`, which changes its arguments and the objects that it prepares (see
 `docs/planning.md`), and ends the script after enough updates, so that nothing is evaluated or saved.
 """
 
@@ -46,11 +46,11 @@ class Spec(msgspec.Struct):
     hopeless_s: float | None = None
 
 
-class _Enough(BaseException):
+class _TrialDone(BaseException):
     """Raised to leave the script; not an Exception, so that no handler of the script catches it."""
 
 
-class Timed(Rehearsal):
+class ScriptTrial(Rehearsal):
     """The trial inside a running script."""
 
     def __init__(self, spec: Spec) -> None:
@@ -174,7 +174,7 @@ class Timed(Rehearsal):
         if limit is not None and measured and len(measured) % _OFTEN == 0:
             self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
         if done >= self.spec.warmup + self.spec.updates or self.gave_up:
-            raise _Enough
+            raise _TrialDone
 
     @property
     def _samples(self) -> int:
@@ -224,14 +224,14 @@ def _resident() -> int:
 def main(argv: list[str]) -> int:
     """Run `spec.json script.py [arguments]` and write the measurements."""
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
-    timed = Timed(spec)
+    timed = ScriptTrial(spec)
     if spec.values.get("tf32"):
         torch.set_float32_matmul_precision("high")
     error = ""
     try:
         with rehearsing(timed):
             run_script(Path(argv[1]), argv[2:])
-    except _Enough:
+    except _TrialDone:
         pass
     except SystemExit as ended:
         error = f"it ended with exit code {ended.code}" if ended.code else ""

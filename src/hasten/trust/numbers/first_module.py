@@ -63,7 +63,7 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
 
         return hook
 
-    inputs = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch itself holds nan or inf; "
+    inputs = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch contains nan or inf; "
     with torch.no_grad(), _as_before(module, call):
         try:
             handles += [
@@ -75,7 +75,7 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
         finally:
             for handle in handles:
                 handle.remove()
-    return f"{inputs}{found[0] if found else 'none: every output was finite, so the loss or the backward pass made it'}"
+    return f"{inputs}{found[0] if found else 'none: every output was finite, so it was caused by the loss or the backward pass'}"
 
 
 def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors

@@ -113,11 +113,11 @@ def test_packed_sequences_and_hidden_padding_are_refused(ctx: ProcessContext) ->
     keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])  # the first rank has no padding, and must not wait for the other
     positions = torch.arange(8).view(1, 8)
     block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
-    with pytest.raises(StepError, match="leave attention_mask out"), block:
+    with pytest.raises(StepError, match="do not pass attention_mask"), block:
         net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
     keep = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
     block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
-    with pytest.raises(StepError, match=("another rank", "leave attention_mask out")[ctx.rank]), block:
+    with pytest.raises(StepError, match=("another rank", "do not pass attention_mask")[ctx.rank]), block:
         net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
 
 

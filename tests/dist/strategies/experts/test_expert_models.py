@@ -169,5 +169,5 @@ def test_settings_that_cannot_hold_are_refused(ctx: ProcessContext) -> None:
     refused(r"ep=3 does not fit .*Set ep_size to one of \[1, 2\]", {"ep_size": 3})
     refused("ep=2 was asked for with tp=2", {"ep_size": 2, "tp_size": 2})
     refused("'inductor' was asked for with ep_size=2", {"ep_size": 2}, dynamo_backend="inductor")
-    with pytest.raises(ConfigError, match="'fp8' has not been tried"):
+    with pytest.raises(ConfigError, match="'fp8' has not been tested"):
         Accelerator(parallelism_config=ParallelismConfig(ep_size=2), mixed_precision="fp8").prepare(TinyMixture())

@@ -19,7 +19,7 @@ from hasten import Accelerator
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError, MismatchError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.fsdp.own_shards import ELEMENTWISE, update_own_shards
+from hasten.strategies.sharded_updates import ELEMENTWISE, update_own_shards
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 

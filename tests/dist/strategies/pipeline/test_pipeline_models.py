@@ -268,7 +268,7 @@ def test_values_that_pass_by_the_blocks_are_noticed(ctx: ProcessContext) -> None
         return next_token_loss(net(x), x)
 
     net = accelerator.prepare_model(Residual(vocab=VOCAB, width=8, heads=2, depth=2, context=6))
-    with pytest.raises((PrepareError, PeerFailedError), match="only the hidden state of the blocks passes"):
+    with pytest.raises((PrepareError, PeerFailedError), match="only the hidden state of the blocks is sent"):
         accelerator.forward_backward(net, tokens, loss_of)
     net = accelerator.prepare_model(seeded(Backwards))
     with pytest.raises((PrepareError, PeerFailedError), match=r"pp_handler.first_stage="):
@@ -284,7 +284,7 @@ def test_values_that_pass_by_the_blocks_are_noticed(ctx: ProcessContext) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dynamo_backend": "inductor"}, "torch's compiler cannot follow"),
+        ({"dynamo_backend": "inductor"}, "torch's compiler does not support"),
         ({"mixed_precision": "fp8"}, "fp8"),
         ({"strategy": "none"}, "strategy='none' was asked for with pp_size=2"),
     ],

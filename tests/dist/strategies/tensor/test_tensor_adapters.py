@@ -93,7 +93,8 @@ def test_other_adapters_are_refused_with_a_plan_that_works(ctx: ProcessContext) 
     for build in (scaled, lambda: with_lora(lambda: llama(2), target_modules=["q_proj"], use_dora=True)):
         accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
         with pytest.raises(
-            ConfigError, match=r"no plain LoRA.*tp_plan=\{'base_model.model.model.layers.\*.self_attn"
+            ConfigError,
+            match=r"an adapter other than plain LoRA.*tp_plan=\{'base_model.model.model.layers.\*.self_attn",
         ) as raised:
             accelerator.prepare(build())
         plan = working_plan(build(), 2)

@@ -216,5 +216,5 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
     stack = nn.Sequential(nn.Sequential(Measured(), Measured()))
     with pytest.raises(StepError, match=r"got 8 features instead of 4: .* Take the number of tokens from a projection"):
         made_for(SEQUENCE, tp_plan={"*.up": "colwise", "*.down": "rowwise"}).prepare(stack)(torch.zeros(1, 4, 4))
-    with pytest.raises(ConfigError, match="compiled code has not been tried"):
+    with pytest.raises(ConfigError, match="compiling their communication has not been tested"):
         Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=SEQUENCE), dynamo_backend="eager")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 LAYOUTS = [
     SequenceLayout(ranks, balanced, late_first)

@@ -9,7 +9,7 @@ from torch import nn
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared
-from hasten.strategies.pipeline.split import StagePlacement
+from hasten.strategies.pipeline.stage_plan import StagePlacement
 from hasten.testing.toys import TinyLM
 
 
@@ -62,7 +62,7 @@ def test_models_and_names_that_do_not_fit_are_refused() -> None:
         cut(nn.ModuleDict({"a": lm(), "b": lm()}), split_points=("a.blocks.1", "b.blocks.1"))
     with pytest.raises(ConfigError, match="makes 3 stages, but pp_size and the schedule need 2"):
         cut(lm(), split_points=("blocks.1", "blocks.2"))
-    with pytest.raises(ConfigError, match=r"those are: embed, position, norm, head\."):
+    with pytest.raises(ConfigError, match=r"these are: embed, position, norm, head\."):
         cut(lm(), first_stage=("tail",))
     with pytest.raises(ConfigError, match="Use pp_size up to 4"):
         cut(lm(), 8)

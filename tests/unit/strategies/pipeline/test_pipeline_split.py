@@ -9,7 +9,7 @@ import pytest
 
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
-from hasten.strategies.pipeline.split import (
+from hasten.strategies.pipeline.stage_plan import (
     StagePlacement,
     balanced,
     bubble,

@@ -137,7 +137,7 @@ class Joined(nn.Module):
 
 def test_nothing_to_split_names_a_plan_for_this_very_model() -> None:
     net = model(Joined)
-    with pytest.raises(PrepareError, match=r"joins queries, keys and values .* 'colwise_thirds'") as raised:
+    with pytest.raises(PrepareError, match=r"concatenates queries, keys and values .* 'colwise_thirds'") as raised:
         decide(net, "auto", (), 2)
     plan = working_plan(net, 2)
     assert plan == {"*.parts.*.qkv": "colwise_gather_output", "*.parts.*.proj": "colwise_gather_output"}
@@ -154,7 +154,7 @@ def test_joined_projections_need_a_whole_share_of_each() -> None:
 def test_a_carried_plan_that_cannot_be_honoured_is_refused() -> None:
     net: Any = model(Gated)
     net.tp_plan = {"*.w1": "some_other_style"}
-    with pytest.raises(ConfigError, match=r"asks for 'some_other_style' of '0.parts.0.w1', .*tp_plan=\{"):
+    with pytest.raises(ConfigError, match=r"uses 'some_other_style' for '0.parts.0.w1', .*tp_plan=\{"):
         decide(net, "auto", (), 2)
 
 
@@ -165,7 +165,7 @@ def test_a_plan_is_found_below_a_wrapper() -> None:
     outer.backbone = inner
     found = decide(outer, "auto", (), 2)
     assert found.styles["backbone.1.parts.0.w2"] == "rowwise"
-    assert "carries" in found.source
+    assert "the plan of" in found.source
 
 
 def test_the_first_pattern_decides() -> None:

@@ -76,16 +76,16 @@ def test_arguments_and_attributes_that_hasten_lacks_are_named() -> None:
         ("Accelerator().prepare(StepLR(optimizer, 4))", "a scheduler before its optimizer"),
         ("model = accelerator.prepare(model)\noptimizer = accelerator.prepare(optimizer)", None),
         ("model, optimizer = accelerator.prepare(model, optimizer)", None),
-        ("config.dp_dim_names", "holds the sizes alone"),
-        ("asdict(config)", "other defaults"),
-        ("loader.state_dict()['_num_yielded']", "keys are hasten's own"),
-        ("isinstance(loader, StatefulDataLoader)", "no StatefulDataLoader"),
+        ("config.dp_dim_names", "only contains the sizes"),
+        ("asdict(config)", "different fields and defaults"),
+        ("loader.state_dict()['_num_yielded']", "with different keys"),
+        ("isinstance(loader, StatefulDataLoader)", "not instances of torchdata's StatefulDataLoader"),
         ("print(type(loader).__name__)", "other classes"),
     ],
 )
 def test_habits_that_hasten_does_not_share_are_named(text: str, said: str | None) -> None:
     done = migrate(f"from accelerate import Accelerator\naccelerator = Accelerator()\n{text}\n")
-    found = [one.text for one in done.findings if "settings of its own" not in one.text]
+    found = [one.text for one in done.findings if "separate settings" not in one.text]
     assert any(said in one for one in found) if said is not None else found == []
 
 

@@ -136,7 +136,7 @@ def test_loops_that_never_train_are_refused() -> None:
     def asks_for_data() -> None:
         sys.exit("give --data")
 
-    with pytest.raises(ConfigError, match=r"it ended, saying 'give --data'\. Run it alone"):
+    with pytest.raises(ConfigError, match=r"it ended, saying 'give --data'\. Run it directly"):
         trace(asks_for_data, "asking")
 
     def with_a_wrong_setting() -> None:
@@ -172,7 +172,7 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
     assert dict(traced.own) == {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}
     plan = search(traced, PlanRequest(gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
     notes = "\n".join(report.notes(plan, plan.best))
-    assert "take mixed_precision='bf16' out of the script's Accelerator()" in notes
+    assert "remove mixed_precision='bf16' from the script's Accelerator()" in notes
     assert "take gradient_accumulation_steps=4 out" in notes
     same = replace(traced, own=(("mixed_precision", "no"), ("strategy", plan.best.candidate.strategy)))
     assert "take " not in "\n".join(report.notes(replace(plan, trace=same), plan.best))
@@ -180,7 +180,7 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
 
 def test_a_plan_that_changes_the_loop_says_why(traced: ModelTrace) -> None:
     plan = search(traced, PlanRequest(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
-    assert "cannot divide 8 samples among 3 GPUs evenly" in "\n".join(report.why(plan))
+    assert "cannot split 8 samples evenly over 3 GPUs" in "\n".join(report.why(plan))
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.000712, "0.71 ms"), (0.0707, "70.7 ms"), (1.19, "1.19 s")])
@@ -220,12 +220,12 @@ def test_a_launch_chooses_its_strategy_and_says_why(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"], "no accelerator called"),
+        (["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"], "the accelerator"),
         (["absent.py", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "'absent.py' does not exist"),
         (["builtins:int", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "returns int; return the model"),
         (["no.such:thing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "cannot be built"),
         (["nothing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "neither a script"),
-        (["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"], "'0' is not a whole number from 1"),
+        (["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"], "'0' is not an integer from 1"),
         (["x:y", "--gpus", "1", "--gpu", "h100", "--global-batch", "64", "--sequence", "3"], "not an option"),
     ],
 )

@@ -114,10 +114,10 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
     assert len(found.trials) == 2
     assert found.not_tried == [{"a": 2}, {"a": 3}]
     assert conclusion(found, ["fused=True"], "c.yaml", changed=False) == [
-        "best: the script as it is; nothing that was tried is faster at equal losses",
-        "not tried, because the budget was spent: a (2, 3); give a longer --budget, or --only some",
+        "best: the unchanged script; no candidate is faster at equal losses",
+        "not tried, because the budget was used up: a (2, 3); increase --budget, or select candidates with --only",
         "  in the script: fused=True",
-        "written: c.yaml, which leaves every setting as it is",
+        "written: c.yaml, which changes no setting",
     ]
     with pytest.raises(ConfigError, match="no data"):
         Tuning([]).run(lambda values, hopeless: TrialOutcome(error="no data"), lambda: True)
@@ -138,8 +138,8 @@ def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
     assert found.not_tried_words == ["batch_size (32, 64)", "b"]
     nothing = course({}, Knob("a", (1, 2)), trials=1)
     assert conclusion(nothing, [], None, changed=False) == [
-        "the script was measured as it is; nothing else was tried",
-        "not tried, because the budget was spent: a; give a longer --budget, or --only some",
+        "only the unchanged script was measured",
+        "not tried, because the budget was used up: a; increase --budget, or select candidates with --only",
     ]
 
 
@@ -160,7 +160,7 @@ def test_numbers_out_of_range_are_refused_before_anything_runs(
     ("text", "said"),
     [
         ("print(1)", "it made no update with an Accelerator"),
-        ("raise SystemExit('ends with a point.')", "ends with a point. Run it alone first."),
+        ("raise SystemExit('ends with a point.')", "ends with a point. Run it directly first."),
     ],
 )
 def test_a_script_that_trains_nothing_is_named(
@@ -185,7 +185,7 @@ def test_knobs_are_those_that_make_sense() -> None:
 def test_names_of_knobs_are_checked_before_anything_runs() -> None:
     everywhere = TunedMachine(cuda=True, cores=16, processes=2, has_compiler=True)
     assert {knob.name for knob in tuning.knobs(everywhere, replace(BASE, whole_step=True))} == set(tuning.NAMES)
-    with pytest.raises(ConfigError, match=r"--only fusd: there is no such thing to try; did you mean fused\?"):
+    with pytest.raises(ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"):
         tuning.check_names(["compile", "fusd"])
     with pytest.raises(ConfigError, match="--only tf32: it makes no sense for this script on this machine"):
         tuning.chosen(tuning.knobs(TunedMachine(), BASE), ["tf32"])

@@ -23,7 +23,7 @@ from hasten.checkpoint import parts
 from hasten.checkpoint.model_state import load_weights
 from hasten.checkpoint.parts import SavedPart
 from hasten.modules.names import plain_name
-from hasten.strategies.base import Wish
+from hasten.strategies.base import PrepareRequest
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute, blocks_to_shard
 from hasten.strategies.recompute import Recompute
 
@@ -95,7 +95,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
     find = partial(blocks_to_recompute, config=settings)
     recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
-    return recompute.apply(model, Wish(place=False, train=True), accelerator.ctx, accelerator.precision)
+    return recompute.apply(model, PrepareRequest(place=False, train=True), accelerator.ctx, accelerator.precision)
 
 
 def fsdp2_load_full_state_dict(

@@ -13,15 +13,14 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
+from accelerate._impl.loaders.sequence_parts import SequenceShardSource, SequenceSplitter
+from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.random import synchronize_rng_states
 from hasten.data.loader import Loader, LoaderParts, Move, Track, forward_epoch
 from hasten.data.position import Position
-from hasten.data.prefetch import OneAhead
 from hasten.data.source import BatchSource
-from hasten.data.torch_source import TorchSource
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.strategies.context.parts import PartedSource, SequenceCut
 
 # Any in this file: batches, datasets and samplers are the user's own.
 
@@ -94,7 +93,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
         self.track, self.place_in_epoch = Track(Position(epoch=iteration)), LoaderCursor(nests=True)
         self.clock: StepClock | None = None
-        self.cut: SequenceCut | None = None  # how sequences are cut, where processes share them
+        self.cut: SequenceSplitter | None = None  # how sequences are cut, where processes share them
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
 
@@ -102,7 +101,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
         """What hasten's loader is put together from."""
         return LoaderParts(
-            source=self.source() if self.cut is None else PartedSource(self.source(), self.cut),
+            source=self.source() if self.cut is None else SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
             track=self.track,
             move=self.move(),

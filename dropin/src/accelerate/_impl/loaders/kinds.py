@@ -8,15 +8,14 @@ from typing import Any
 
 from accelerate._impl import ambient
 from accelerate._impl.loaders.base import DataLoaderAdapter, PreparedLoader
+from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
+from hasten.data.batch_plan import DataRanks, Padding
 from hasten.data.dispatch import DispatchSource
 from hasten.data.loader import Move, SkippingLoader, plain_move
-from hasten.data.plan import Padding, Seats
-from hasten.data.prefetch import OneAhead
 from hasten.data.readers import BatchReader
 from hasten.data.source import BatchSource, Item
-from hasten.data.torch_source import TorchSource
 from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH
 
@@ -60,10 +59,10 @@ class Dealt(BatchReader):
         return [(item[0], None) for item in group]
 
 
-def _seats(readers: int) -> Seats:
+def _seats(readers: int) -> DataRanks:
     here, every = ambient.start(), range(ambient.start().world.size)
     shards = tuple(every if readers == len(every) else (here.mesh.index(rank, *BATCH) for rank in every))
-    return Seats(shards[here.rank], readers, shards)
+    return DataRanks(shards[here.rank], readers, shards)
 
 
 class DataLoaderDispatcher(PreparedLoader):

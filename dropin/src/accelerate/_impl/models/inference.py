@@ -15,7 +15,7 @@ from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import bigmodel, trees
 from hasten.accelerator.inference import stage_starts
 from hasten.bigmodel.device_map import clean_device_map, tree
-from hasten.bigmodel.solver import Device, atoms, balanced, place
+from hasten.bigmodel.placement_plan import Device, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
 
 # Any in this file: arguments and outputs of the user's model.

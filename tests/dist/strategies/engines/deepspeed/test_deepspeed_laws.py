@@ -357,7 +357,9 @@ def test_gradients_that_come_in_another_order_on_one_rank_are_refused(ctx: Proce
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
     last = ctx.world.size - 1
     loss = model(torch.ones(2, 4), other if ctx.rank == last else "forth").square().mean()
-    with pytest.raises(StepError, match=f"came to ZeRO 2 in different orders: .* on rank 0 and .* on rank {last}"):
+    with pytest.raises(
+        StepError, match=f"passed gradients to ZeRO 2 in different orders: .* on rank 0 and .* on rank {last}"
+    ):
         accelerator.backward(loss)
 
 
@@ -494,9 +496,9 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext) -> None:
     with pytest.raises(PrepareError, match="one model with one optimizer"):
         accelerator.prepare(model, torch.optim.SGD(net().parameters(), lr=0.1))
     run = Run(accelerator)
-    with pytest.raises(StepError, match="Call it once for each model"):
+    with pytest.raises(StepError, match="Call it once per model"):
         accelerator.clip_grad_norm_(list(run.model.parameters())[:1], 1.0)
-    with pytest.raises(StepError, match="Call it once for each model"):
+    with pytest.raises(StepError, match="Call it once per model"):
         accelerator.clip_grad_value_(list(run.model.parameters())[:1], 1.0)
     with pytest.raises(StepError, match="even_batches=True"), accelerator.join_uneven_inputs([run.model]):
         pass

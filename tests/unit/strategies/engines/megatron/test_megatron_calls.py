@@ -60,10 +60,10 @@ def test_t5_reads_the_labels_before_each() -> None:
 @pytest.mark.parametrize(
     ("family", "given", "words"),
     [
-        ("llama", {"position_ids": TOKENS}, r"\['position_ids'\].*give input_ids, attention_mask, labels\."),
+        ("llama", {"position_ids": TOKENS}, r"\['position_ids'\].*pass only input_ids, attention_mask, labels\."),
         ("gpt2", {"token_type_ids": TOKENS}, r"\['token_type_ids'\]"),
         ("bert", {"inputs_embeds": TOKENS}, r"\['inputs_embeds'\].*token_type_ids"),
-        ("gpt2", {"input_ids": None}, "without input_ids, and a gpt2 model starts from tokens"),
+        ("gpt2", {"input_ids": None}, "without input_ids, which a gpt2 model needs"),
     ],
 )
 def test_what_would_be_ignored_is_refused(family: Family, given: dict[str, Any], words: str) -> None:
@@ -89,7 +89,7 @@ def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], wor
 
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused() -> None:
-    with pytest.raises(StepError, match="of 8 tokens, and the model has 7 positions; cut the sequences"):
+    with pytest.raises(StepError, match="of 8 tokens, but the model has only 7 positions; truncate the sequences"):
         check_lengths(Given(input_ids=TOKENS), of("gpt2", positions=7), MegatronLMPlugin())
     check_lengths(Given(input_ids=TOKENS, decoder_input_ids=TOKENS), of("t5", positions=None), MegatronLMPlugin())
 

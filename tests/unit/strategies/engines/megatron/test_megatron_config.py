@@ -18,7 +18,7 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import Axis, mesh_of
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
-from hasten.strategies.engines.megatron.layout import entries, place
+from hasten.strategies.engines.megatron.shard_plan import entries, place
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, to_hub
 
 GPT2: Final = SimpleNamespace(
@@ -165,8 +165,8 @@ def test_degrees_are_axes_of_the_mesh() -> None:
         ({"tp_degree": 3}, "does not divide the model's 4 heads"),
         ({"pp_degree": 3}, "divides the model's 4 layers into stages of different size"),
         ({"decoder_last_pipeline_num_layers": 1}, "has no effect with pp_degree=1"),
-        ({"sequence_parallelism": True}, "tp_degree=1; raise"),
-        ({"recompute_method": "block"}, "recompute_granularity='full', or leave it out"),
+        ({"sequence_parallelism": True}, "tp_degree=1; increase"),
+        ({"recompute_method": "block"}, "recompute_granularity='full', or remove it"),
         ({"recompute_activations": True, "recompute_granularity": "full"}, "keep one"),
     ],
 )
@@ -178,20 +178,24 @@ def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str)
 @pytest.mark.parametrize(
     ("model", "given", "words"),
     [
-        ("t5", {"pp_degree": 2}, "a decoder needs the encoder's output as well; set pp_degree=1"),
-        ("t5", {"recompute_activations": True}, "without the gradient of relative positions; leave it out"),
+        ("t5", {"pp_degree": 2}, "a decoder also needs the encoder's output; set pp_degree=1"),
+        ("t5", {"recompute_activations": True}, "without the gradient of relative positions; remove it"),
         ("t5", {"seq_length": 12}, "use encoder_seq_length and decoder_seq_length"),
-        ("t5", {"context_parallel_size": 2}, r"causal models \(gpt2, llama, mixtral\) only; set it to 1"),
-        ("bert", {"context_parallel_size": 2}, "was set for a bert model"),
-        ("bert", {"decoder_seq_length": 12}, "has no meaning for a bert model"),
+        ("t5", {"context_parallel_size": 2}, r"causal models \(gpt2, llama, mixtral\) can be split; set it to 1"),
+        ("bert", {"context_parallel_size": 2}, "is not supported for bert models"),
+        ("bert", {"decoder_seq_length": 12}, "has no effect for bert models"),
         ("gpt2", {"encoder_seq_length": 12}, "use seq_length"),
-        ("gpt2", {"use_rotary_position_embeddings": True}, "weights were made for other positions; leave it out"),
-        ("llama", {"expert_model_parallel_size": 2}, "which has no experts to divide; leave it out"),
-        ("llama", {"expert_tensor_parallel_size": 2}, "which has no experts to divide; leave it out"),
+        ("gpt2", {"use_rotary_position_embeddings": True}, "use other position embeddings; remove it"),
+        ("llama", {"expert_model_parallel_size": 2}, "which have no experts; remove it"),
+        ("llama", {"expert_tensor_parallel_size": 2}, "which have no experts; remove it"),
         ("mixtral", {"expert_model_parallel_size": 3}, "set it to a divisor of 4"),
         ("mixtral", {"expert_tensor_parallel_size": 5}, "inner size 24; set it to a divisor"),
         ("mixtral", {"tp_degree": 2}, "set sequence_parallelism=True as well"),
-        ("mixtral", {"use_distributed_optimizer": True}, "shares of both are not in this version; leave it out"),
+        (
+            "mixtral",
+            {"use_distributed_optimizer": True},
+            "whose optimizer state has different data parallel ranks; remove it",
+        ),
     ],
 )
 def test_options_that_a_model_has_no_place_for_are_refused(model: str, given: dict[str, Any], words: str) -> None:
@@ -203,7 +207,7 @@ def test_options_that_say_what_a_model_is_are_taken() -> None:
     assert made("llama", use_rotary_position_embeddings=True) == made("llama")
     assert made("bert", encoder_seq_length=12) == made("bert")
     assert made("t5", encoder_seq_length=12, decoder_seq_length=8) == made("t5")
-    with pytest.raises(ConfigError, match="whose weights were made for other positions"):
+    with pytest.raises(ConfigError, match="which use other position embeddings"):
         made("gpt2", use_rotary_position_embeddings=True)
 
 
@@ -231,11 +235,11 @@ def test_precisions() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (GPT2, {"model_type": "opt"}, "type 'opt'.*only known architectures"),
+        (GPT2, {"model_type": "opt"}, "type 'opt'.*only these architectures"),
         (BERT, {"is_decoder": True}, "is_decoder=True"),
         (BERT, {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
         (T5, {"dense_act_fn": "tanh"}, "activation='tanh'"),
-        (MIXTRAL, {"output_router_logits": True}, "leaves the balancing loss out"),
+        (MIXTRAL, {"output_router_logits": True}, "disables the load-balancing loss"),
         (MIXTRAL, {"sliding_window": 4}, "sliding_window=4"),
         (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*at least 2"),
         (GPT2, {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
@@ -251,7 +255,7 @@ def test_a_variant_that_would_be_computed_differently_is_refused(base: Any, chan
 
 
 def test_another_head_is_refused() -> None:
-    with pytest.raises(PrepareError, match=r"a BertForSequenceClassification, .* give a BertForMaskedLM"):
+    with pytest.raises(PrepareError, match=r"BertForSequenceClassification: .* pass a BertForMaskedLM"):
         check_class(["BertForSequenceClassification", "Module"], model_facts(BERT))
     check_class(["MyBert", "BertForMaskedLM"], model_facts(BERT))
 

@@ -18,11 +18,11 @@ from hasten.strategies.engines.xla.placing import Devices
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cpu": True}, "cpu was given .* set the variable PJRT_DEVICE=CPU"),
-        ({"dynamo.backend": "inductor"}, "dynamo.backend was given .* XLA compiles every step by itself"),
-        ({"recompute": ("Block",)}, "recompute was given .* not tried with XLA"),
-        ({"ddp.bucket_cap_mb": 5}, "the section ddp was given .* reduces gradients by itself"),
-        ({"performance": "auto"}, "performance was given .* for other devices"),
+        ({"cpu": True}, "cpu is not supported .* set PJRT_DEVICE=CPU"),
+        ({"dynamo.backend": "inductor"}, "dynamo.backend is not supported .* XLA always compiles every step"),
+        ({"recompute": ("Block",)}, "recompute is not supported .* not tested with XLA"),
+        ({"ddp.bucket_cap_mb": 5}, "the section ddp is not supported .* XLA reduces gradients"),
+        ({"performance": "auto"}, "performance is not supported .* for other devices"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -58,14 +58,14 @@ def test_only_the_torch_of_its_number(version: str, fits: bool) -> None:
     if fits:
         xla.refuse_other_torch(version)
     else:
-        with pytest.raises(MissingPackageError, match=f"torch {version} .* runs on torch 2.9 alone.*docs/engines.md"):
+        with pytest.raises(MissingPackageError, match=f"torch {version} .* needs torch 2.9.*docs/engines.md"):
             xla.refuse_other_torch(version)
 
 
 @pytest.mark.skipif(available("torch_xla"), reason="torch_xla is installed")
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(code={"strategy": "xla"}).config
-    with pytest.raises(MissingPackageError, match="Make an environment of its own for TPUs"):
+    with pytest.raises(MissingPackageError, match="Create a separate environment for TPUs"):
         xla.start(config, Topology())
     monkeypatch.setattr(torch, "__version__", "2.9.0")
     with pytest.raises(

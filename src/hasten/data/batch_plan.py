@@ -115,7 +115,7 @@ def _mix(x: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class DataRanks:
     """Data-parallel rank of each process of the world; the first process reads for all."""
 
     shard: int
@@ -123,8 +123,8 @@ class Seats:
     shard_of: tuple[int, ...]
 
 
-ALONE: Final = Seats(0, 1, (0,))
-"""Seats of a rank whose order is independent of other ranks."""
+ALONE: Final = DataRanks(0, 1, (0,))
+"""The data-parallel ranks for a rank whose order is independent of other ranks."""
 
 How = Literal["shard", "split", "dispatch"]
 
@@ -333,8 +333,8 @@ def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = N
     reading = state.get("reading")
     if reading is None:
         raise DataError(
-            "the checkpoint does not say how its loader was read, so the samples of a batch cannot be computed: the loader reads a "
-            "stream, or its sampler is of your own. Number the samples in the dataset, and log them with the batch."
+            "the checkpoint does not contain the order of its loader, so the samples of a batch cannot be computed: the loader reads a "
+            "stream, or has a custom sampler. Number the samples in the dataset, and log the numbers with the batch."
         )
     shards, size = int(reading["shards"]), int(state["size"])
     if not 0 <= shard < shards:

@@ -1,4 +1,4 @@
-"""Source for loaders that torch itself reads, for APIs that must return a true DataLoader."""
+"""Source of batches that torch itself reads, since a prepared loader must be a true DataLoader; and their move to the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hasten import trees
 from hasten.data.loader import Loader, forward_epoch, skip_first_batches
 from hasten.data.position import Position, Unit
+from hasten.data.prefetch import InLine, Queue, with_next
 from hasten.data.source import Item
+from hasten.runtime.devices import kind_of
 
 # Any in this file: batches and samplers are objects of the user.
 
@@ -93,3 +96,33 @@ class TorchSource:
 
     def copied(self, even: bool | None = None) -> TorchSource:
         return self
+
+
+class OneAhead:
+    """Move that puts batches on the device and marks the last, reading one batch ahead and copying it if large.
+
+    No batch is read earlier: datasets that draw from the process's random generators draw as in any loop that looks
+    one batch ahead. With `device=None` batches are not moved.
+    """
+
+    def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
+        self._device = device
+        self._non_blocking = non_blocking
+
+    def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
+        device = self._device
+        if device is None or not kind_of(device).side_streams:
+            for (batch, real, _, mark), following in with_next(items):
+                yield _put(batch, device, self._non_blocking), real, following is None, mark
+            return
+        with Queue(device, 1, InLine(device)) as queue:
+            for (batch, real, _, mark), following in with_next(items):
+                if not len(queue):
+                    queue.append(batch)
+                if following is not None:
+                    queue.append(following[0])
+                yield queue.popleft(), real, following is None, mark
+
+
+def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:
+    return batch if device is None else trees.to_device(batch, device, non_blocking)

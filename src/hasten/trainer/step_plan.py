@@ -37,7 +37,7 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
         )
     if batches_per_epoch == 0:
         raise ConfigError(
-            "the training dataset gives no batch, so there is nothing to train on; check its length, the batch size and "
+            "the training dataset yields no batch, so there is nothing to train on; check its length, the batch size and "
             "dataloader_drop_last."
         )
     per_epoch = None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)

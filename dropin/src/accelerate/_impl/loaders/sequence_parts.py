@@ -21,7 +21,7 @@ _TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift
 
 
 @dataclass(slots=True)
-class SequenceCut:
+class SequenceSplitter:
     """Splitter of batches into sequence shards, one for each process of a group."""
 
     comm: Comm
@@ -37,14 +37,15 @@ class SequenceCut:
         """
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"sp_size cuts batches that are dicts of tensors by name, but the loader gave a {type(batch).__name__}. "
+                f"sp_size needs batches that are dicts of tensors, but the loader returned a {type(batch).__name__}. "
                 "Return a dict with input_ids and labels from collate_fn."
             )
         found = dict(batch)
         name = next((name for name in _TOKENS if isinstance(found.get(name), Tensor)), None)
         if name is None:
             raise DataError(
-                f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are not known."
+                f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are unknown. Return input_ids from "
+                "collate_fn."
             )
         length = self._checked_length(found[name], name)
         if found.get("position_ids") is None:
@@ -64,22 +65,22 @@ class SequenceCut:
         size, length = self.comm.size, tokens.shape[1] if tokens.ndim > 1 else 0
         if length % size or length < 2 * size:
             raise DataError(
-                f"{name} of shape {tuple(tokens.shape)} cannot be cut into {size} equal parts of at least 2 tokens "
+                f"{name} of shape {tuple(tokens.shape)} cannot be split into {size} equal parts of at least 2 tokens "
                 f"(sp_size={size}). Pad sequences, with labels of {IGNORED}: pad_to_multiple_of={size} in a collator of "
                 "transformers."
             )
         if self.length is not None and length != self.length:
             raise DataError(
-                f"sequences of {length} tokens came where sp_seq_length={self.length} and sp_seq_length_is_variable=False "
-                "promise another length. Pad them to it, or set sp_seq_length_is_variable=True."
+                f"a batch has sequences of {length} tokens, but sp_seq_length={self.length} and sp_seq_length_is_variable=False require "
+                "that length. Pad the sequences, or set sp_seq_length_is_variable=True."
             )
         return length
 
     def _chunks(self, key: str, value: Tensor, length: int) -> list[Tensor]:
         if value.ndim < 2 or value.shape[1] != length:
             raise DataError(
-                f"{key} of shape {tuple(value.shape)} has no dimension 1 of {length} tokens, so it is not clear which part "
-                "of it belongs to a part of the sequence. Leave it out of the batch, or give it that dimension."
+                f"{key} of shape {tuple(value.shape)} has no dimension 1 of {length} tokens, so it is unclear how to split it. Remove "
+                "it from the batch, or add that dimension."
             )
         return [part.contiguous() for part in value.chunk(self.comm.size, 1)]
 
@@ -93,15 +94,15 @@ def _check_padding(mask: Any) -> None:
         return
     if mask.ndim != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise DataError(
-            f"attention_mask of shape {tuple(mask.shape)} hides tokens before others that it shows, and parts of a sequence "
-            "are attended to without a mask (sp_size > 1). Pad on the right (tokenizer.padding_side = 'right')."
+            f"attention_mask of shape {tuple(mask.shape)} masks tokens before unmasked ones, but with sp_size > 1 attention uses no "
+            "mask. Pad on the right (tokenizer.padding_side = 'right')."
         )
 
 
-class PartedSource(OuterSource):
+class SequenceShardSource(OuterSource):
     """Shards of the sequences of every process of a group, in turn; a position counts shards."""
 
-    def __init__(self, inner: BatchSource, cut: SequenceCut) -> None:
+    def __init__(self, inner: BatchSource, cut: SequenceSplitter) -> None:
         super().__init__(inner)
         self._cut = cut
 
@@ -125,25 +126,25 @@ class PartedSource(OuterSource):
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
 
-    def copied(self, even: bool | None = None) -> PartedSource:
-        return PartedSource(self._inner.copied(even), self._cut)
+    def copied(self, even: bool | None = None) -> SequenceShardSource:
+        return SequenceShardSource(self._inner.copied(even), self._cut)
 
     def _parts(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield rounds of shards; members without batches left still get shards of the other members' last batches."""
         cut, comm = self._cut, self._cut.comm
         while True:
             mine, error = self._next(items, cut.parts)
-            told = comm.all_gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"))
+            gathered = comm.all_gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"))
             if error is not None:
                 raise error
             if failed := next(
-                (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, told, strict=True) if words), None
+                (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, gathered, strict=True) if words), None
             ):
                 raise DataError(
-                    f"another process that shares these sequences failed to read its next batch, and no part of it came: {failed}. "
-                    "Every process of the group stops here; look at that error."
+                    f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops "
+                    "here; fix that error first."
                 )
-            given = [parts[comm.rank] for parts, _ in told if parts is not None]
+            given = [parts[comm.rank] for parts, _ in gathered if parts is not None]
             if not given:
                 return
             for part in given:

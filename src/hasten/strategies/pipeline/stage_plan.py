@@ -75,7 +75,7 @@ def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | Non
     per_rank = stages_per_rank or (wanted[0] if wanted else 2)
     if wanted and per_rank not in wanted:
         raise ConfigError(
-            f"pp_handler.stages_per_rank={per_rank} was asked for with schedule {schedule!r}, which has {wanted[0]} "
+            f"pp_handler.stages_per_rank={per_rank} is not supported with schedule {schedule!r}, which has {wanted[0]} "
             f"stage{'s' if wanted[0] > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
         )
     return StagePlacement(ranks, per_rank, schedule == IN_A_V)
@@ -109,13 +109,13 @@ def check_rows(rows: int | None, count: int) -> int:
     """Return the rows of one micro-batch. Raises: ConfigError with numbers that divide the batch."""
     if rows is None:
         raise ConfigError(
-            "forward_backward() got a batch without a tensor that has rows, so it cannot be cut into micro-batches. "
+            "forward_backward() got a batch without a tensor that has rows, so it cannot be split into micro-batches. "
             "Give tensors whose first dimension is the batch."
         )
     if rows % count:
         raise ConfigError(
-            f"a batch of {rows} rows does not divide into num_microbatches={count} equal parts, and the mean of their "
-            f"losses would not be the loss of the batch. Use a batch size that is a multiple of {count} (with "
+            f"a batch of {rows} rows cannot be split into num_microbatches={count} equal parts, so the mean of their losses would not "
+            f"be the loss of the batch. Use a batch size that is a multiple of {count} (with "
             f"drop_last=True for the last batch), or num_microbatches from {divisors(rows)}."
         )
     return rows // count

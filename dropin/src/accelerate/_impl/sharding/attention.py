@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,14 +11,13 @@ from torch.nn import functional
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError, StepError
 from hasten.optional import need
-from hasten.strategies.context.attention import Sharing
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.attention import SequenceGroup
+from hasten.strategies.context.calls import SPANNING_ATTENTION
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: transformers is untyped here.
-NAME: Final = "sdpa_over_sequence_parts"
-"""Attention implementation that models get in a run with sp_size."""
 
 
 class SpannedAttention:
@@ -28,7 +27,7 @@ class SpannedAttention:
         layout = SequenceLayout(comm.size, balanced=False)
         self._attention = SequenceAttention(
             functional.scaled_dot_product_attention,
-            Sharing(comm.group, layout, "gather"),
+            SequenceGroup(comm.group, layout, "gather"),
             "ulysses",
             frozenset(),
             MaskReader(layout),
@@ -44,20 +43,20 @@ class SpannedAttention:
         inner: Any = model
         if not getattr(inner, "_supports_attention_backend", False):
             raise PrepareError(
-                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so nothing makes "
-                f"it attend to the other parts of a sequence (sp_size={self._ranks}). Use a model of transformers that does, "
-                "or import hasten, whose context_parallel() splits sequences for any module."
+                f"{type(model).__name__} does not use transformers' AttentionInterface, so it would not attend to the other parts of a "
+                f"sequence (sp_size={self._ranks}). Use a transformers model that does, or hasten's context_parallel(), which splits "
+                "sequences for any module."
             )
-        if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", NAME):
+        if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", SPANNING_ATTENTION):
             raise PrepareError(
-                f"attention by {kind!r} was asked for with sp_size={self._ranks}, and sequences are attended to by torch's "
-                "scaled_dot_product_attention here, which has flash kernels of its own. Ask for "
-                "'sdpa': attn_implementation='sdpa' where the model is loaded, or sp_attn_implementation='sdpa' beside sp_size."
+                f"attention by {kind!r} was asked for with sp_size={self._ranks}, which uses torch's scaled_dot_product_attention "
+                "(including its flash kernels). Set attn_implementation='sdpa' when loading the model, or sp_attn_implementation='sdpa' "
+                "together with sp_size."
             )
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
-        transformers.AttentionInterface.register(NAME, self)
-        transformers.AttentionMaskInterface.register(NAME, need("transformers.masking_utils").sdpa_mask)
-        inner.set_attn_implementation(NAME)
+        transformers.AttentionInterface.register(SPANNING_ATTENTION, self)
+        transformers.AttentionMaskInterface.register(SPANNING_ATTENTION, need("transformers.masking_utils").sdpa_mask)
+        inner.set_attn_implementation(SPANNING_ATTENTION)
 
     def __call__(
         self,
@@ -87,13 +86,13 @@ class SpannedAttention:
     def _check(self, length: int, window: int | None) -> None:
         if length not in self._lengths:
             raise StepError(
-                f"the model got sequences of {length} tokens, and no loader has handed out parts of that length "
-                f"(sp_size={self._ranks}): whole sequences of different processes would be joined into one. Pass the loader "
-                "to prepare() in the call that prepares the model."
+                f"the model received sequences of {length} tokens, but no loader has returned parts of that length "
+                f"(sp_size={self._ranks}): whole sequences of different processes would be joined. Pass the loader and the model to the "
+                "same prepare() call."
             )
         if window is not None and window < length * self._ranks:
             raise StepError(
-                f"this attention sees {window} tokens back, and sequences of {length * self._ranks} tokens that are cut "
-                f"over {self._ranks} processes are attended to whole. Use shorter sequences, or sp_size=1."
+                f"this attention has a window of {window} tokens, but sequences of {length * self._ranks} tokens that are split over "
+                f"{self._ranks} processes are attended to without a window. Use shorter sequences, or sp_size=1."
             )
         self._attention.lengths = frozenset(self._lengths)

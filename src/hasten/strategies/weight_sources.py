@@ -24,7 +24,7 @@ class WeightSource(StrEnum):
 
     EVERYONE = "everyone"
     RANK_0 = "rank 0"
-    NOBODY = "nobody"
+    NO_RANK = "no rank"
 
 
 def source_of(
@@ -47,17 +47,17 @@ def source_of(
         rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
         raise PrepareError(
             f"rank 0 built {type(model).__name__} with {len(everyone[0])} tensors on the meta device, rank {rank} with "
-            f"{len(everyone[rank])}; weights that not every rank has come from rank 0. Build the model with weights "
+            f"{len(everyone[rank])}; weights that are missing on some ranks are sent by rank 0. Build the model with weights "
             "on rank 0, or on meta everywhere."
         )
     if everyone[0]:
         if buffers:
             _refuse_lost_buffers(model, config)
-        return WeightSource.NOBODY
+        return WeightSource.NO_RANK
     if not config.sync_module_states:
         raise PrepareError(
-            f"only some ranks built {type(model).__name__} with weights, and fsdp.sync_module_states=False keeps "
-            "rank 0 from handing them out. Set sync_module_states=True, or build the weights on every rank."
+            f"only some ranks built {type(model).__name__} with weights, and fsdp.sync_module_states=False prevents rank 0 from "
+            "broadcasting them. Set sync_module_states=True, or build the weights on every rank."
         )
     return WeightSource.RANK_0
 
@@ -81,8 +81,8 @@ def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugi
     lost = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(model.state_dict())
     if lost and config.param_init_fn is None:
         raise PrepareError(
-            f"buffer {sorted(lost)[0]!r} was built on the meta device and is not saved with the model's weights, so "
-            "nothing would fill it. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
+            f"buffer {sorted(lost)[0]!r} was built on the meta device and is not saved with the model's weights, so it would not be "
+            "initialized. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
             "create this buffer on a real device."
         )
 
@@ -138,7 +138,7 @@ def fill_by_function(model: nn.Module, config: FullyShardedDataParallelPlugin) -
     """Fill meta parameters with the user's `param_init_fn`, or log that a load has to fill them."""
     if config.param_init_fn is None:
         log.info(
-            "%s was built on the meta device: its weights are nan until load_model() or load_state() fills them",
+            "%s was built on the meta device: its weights are nan until load_model() or load_state() is called",
             type(model).__name__,
         )
         return

@@ -145,8 +145,8 @@ def _result(
         if used[device.key]
     ]
     if reserve:
-        notes.append(f"{readable(reserve)} kept free on the first device to stream offloaded parts through it")
-    notes += [f"{', '.join(part.names)} share weights and stay together" for part in parts if len(part.names) > 1]
+        notes.append(f"{readable(reserve)} reserved on the first device for streaming offloaded modules")
+    notes += [f"{', '.join(part.names)} share weights and are placed together" for part in parts if len(part.names) > 1]
     return DevicePlacement(places, used, reserve, tuple(notes))
 
 
@@ -158,8 +158,8 @@ def _impossible(parts: Sequence[Atom], devices: Sequence[Device], missing: Seque
     )
     largest = max(missing, key=lambda part: part.num_bytes)
     return (
-        f"the model needs {readable(total)}, and with max_memory {{{limits}}} there is no place for {readable(short)} of "
-        f"it ({len(missing)} parts; the largest, {largest.names[0]}, takes {readable(largest.num_bytes)}). Nothing was "
+        f"the model needs {readable(total)}, and with max_memory {{{limits}}} {readable(short)} of it do not fit ({len(missing)} "
+        f"modules; the largest, {largest.names[0]}, takes {readable(largest.num_bytes)}). Nothing was "
         f"placed. Raise a limit by {readable(short)}, add 'disk', load in a smaller dtype, or allow "
         f"{largest.names[0]} to be split."
     )
