@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.checkpoint.model_state import LoadReport as LoadReport
+    from hasten.checkpoint.state_dicts import LoadReport as LoadReport
     from hasten.config.root import Config as Config
     from hasten.config.sections.launch import LaunchConfig as LaunchConfig
     from hasten.modules.hooks import ModelHook as ModelHook
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
     {
-        "LoadReport": "hasten.checkpoint.model_state",
+        "LoadReport": "hasten.checkpoint.state_dicts",
         "Config": "hasten.config.root",
         "LaunchConfig": "hasten.config.sections.launch",
         "ModelHook": "hasten.modules.hooks",

@@ -22,7 +22,6 @@ SMALL: Final = MappingProxyType(
         "config/effective.py": "imports YAML, which workers do not need",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
         "config/sections/trust.py": "one file for each topic of settings",
-        "data/epoch_position.py": "used by the loader and by the state of a run",
         "launch/deepspeed.py": "one file for each launcher",
         "launch/single.py": "one file for each launcher",
         "lazy.py": "imported by every module of public names",

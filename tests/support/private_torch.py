@@ -126,13 +126,13 @@ NAMES: Final = (
     Name(
         "torch.distributed.device_mesh:DeviceMesh",
         "_get_root_mesh",
-        ("src/hasten/checkpoint/reshard.py",),
+        ("src/hasten/checkpoint/base.py",),
         "sharded checkpoints fail",
     ),
     Name(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
-        ("src/hasten/checkpoint/reshard.py",),
+        ("src/hasten/checkpoint/base.py",),
         "sharded checkpoints fail",
     ),
     Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS,), "sharded updates fail"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -66,7 +66,7 @@ from hasten.trust.numbers.numbers import NumbersWatch, Rollback
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
     from hasten.accelerator.retrying import Retrying, Split
-    from hasten.checkpoint.model_state import LoadReport
+    from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
@@ -208,7 +208,7 @@ class Accelerator:
                 self.clock,
                 self.precision,
                 state.Randomness(self.ctx.device),
-                self.tracking,
+                self.tracking if self.tracking.names else None,
                 self.strategy,
                 self._epochs,
                 averages=self.prepared.averages,
@@ -957,14 +957,14 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with Noted(self.run_log, "saved"):
+        with nullcontext() if self.run_log is None else Noted(self.run_log, "saved"):
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
         self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
     ) -> list[LoadReport]:
         """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
-        with Noted(self.run_log, "loaded"):
+        with nullcontext() if self.run_log is None else Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def resume(self) -> bool:
@@ -1029,8 +1029,8 @@ class Accelerator:
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
         """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank."""
         with agree(self.ctx.world, "load_model"), self.strategy.whole_weights(model):
-            weights = import_module("hasten.checkpoint.model_state")  # on first use
-            report: LoadReport = weights.load_weights(self.strategy.unwrap(model), directory, strict)
+            export = import_module("hasten.checkpoint.export")  # on first use
+            report: LoadReport = export.load_weights(self.strategy.unwrap(model), directory, strict)
             return report
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object

@@ -31,9 +31,8 @@ from hasten.bigmodel.offload_files import save_offload_index
 from hasten.bigmodel.placement_plan import readable
 from hasten.bigmodel.units import FoundBlocks, tensors_in
 from hasten.checkpoint.export import weight_files
-from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import Piece, read_tensors
-from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import tensor_of
 from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.format.formats import MappedFile, Piece, dims, encode_safetensors, read_safetensors
-from hasten.checkpoint.format.manifest import inside
+from hasten.checkpoint.format.formats import MappedFile, Piece, checked_shape, encode_safetensors, read_safetensors
+from hasten.checkpoint.format.manifest import FORGED, inside, read_outside, size_of
 from hasten.checkpoint.store.disk import Disk, as_bytes, byte_view
-from hasten.checkpoint.store.outside_files import FORGED, read_outside, size_of
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 
 INDEX_NAME = "index.json"
@@ -84,7 +83,7 @@ def mapped_weight(path: Path, info: WeightInfo) -> Piece:
     """Return a weight as a memory-mapped piece of its file."""
     dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
     try:
-        shape, there = dims(info.get("shape")), size_of(path)
+        shape, there = checked_shape(info.get("shape")), size_of(path)
     except FORGED as error:
         raise CheckpointError(
             f"{path}: no file of an offloaded weight of shape {info.get('shape')!r:.80} ({type(error).__name__}: {error}). Nothing was "

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import free_host_bytes
 from hasten.bigmodel.placement_plan import readable
-from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import Piece
-from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads
 
 log = logging.getLogger(__name__)

@@ -149,7 +149,7 @@ def agreeing(comm: Comm, label: str, arrival_s: float | None = None) -> Iterator
     `arrival_s` is the time that ranks wait for each other at the start; None means that they are synchronised already.
     Raises: CheckpointError, or the hasten error of the failing rank, with the same class and message on every rank.
     """
-    if arrival_s is not None:
+    if arrival_s is not None and comm.size > 1:
         _meet(comm, label, arrival_s)
     together = Agreement(comm, label)
     try:

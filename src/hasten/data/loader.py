@@ -7,7 +7,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -314,10 +316,37 @@ class Loader(DataLoader[Any]):
             raise TypeError(f"this loader has no length: {kind}. Count batches while iterating, or implement __len__.")
         return max(steps - self.parts.skip, 0)
 
+    def is_running(self) -> bool:
+        """Return True if a pass over this loader runs."""
+        return any(map(partial(is_, self.parts.cursor), self.parts.clock.cursors.watched))
+
+    def is_midway(self) -> bool:
+        """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
+        track = self.parts.track
+        return track.start.consumed > 0 if track.fresh else self.parts.cursor.left or self.is_running()
+
+    def end_pass(self) -> None:
+        """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
+        track, cursor = self.parts.track, self.parts.cursor
+        cursor.num_ended = cursor.num_again = 0
+        if not track.fresh and not self.is_running():
+            track.place(track.upcoming())
+
     @property
     def num_done(self) -> int:
         """Number of batches of the epoch before the first batch of the next pass on this rank."""
-        return num_done(self)
+        source, track = self.parts.source, self.parts.track
+        if self.parts.cursor.num_again:
+            return len(self)
+        if not track.fresh or not track.start.consumed or self.parts.skip:  # skipping counts from the first batch
+            return 0
+        at, steps, size = track.start, source.steps(), source.size()
+        if source.unit == "stream" or steps is None or size is None:
+            return track.begun
+        first, every = replace(at, consumed=0), range(steps + 1)
+        done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
+        left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
+        return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended
 
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
@@ -331,9 +360,9 @@ class Loader(DataLoader[Any]):
         if parts.cursor.cut and not track.fresh:  # the loop that read it is over, so its pass is too
             track.place(track.upcoming())
         at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
-        state = encode(at, parts.source.unit, parts.source.size())
-        if (assignment := getattr(source, "assignment", None)) is not None and (reading := assignment.reading()):
-            state["reading"] = reading
+        state = encode(at, source.unit, source.size())
+        if (reading := getattr(source, "reading", None)) is not None:
+            state["reading"] = dict(reading)
         if self.persistent_workers and not at.consumed:
             state["lasting"] = self._has_workers()
         if source.unit == "stream" and at.consumed:
@@ -350,7 +379,7 @@ class Loader(DataLoader[Any]):
         parts = self.parts
         parts.track.place(decode(state, parts.source.unit, parts.source.size()), state.get("batches", 0))
         parts.track.lasting = state.get("lasting")
-        parts.track.left_out = {(epoch, first, end) for epoch, first, end in state.get("left_out", ())}
+        parts.track.left_out = set(map(tuple, state.get("left_out", ())))
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
@@ -454,37 +483,3 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if dataloader.batch_sampler is None:
         return engine_of(dataloader, sampler=SkippedItems(dataloader.sampler, num_batches))
     return engine_of(dataloader, batch_sampler=SkippedBatches(dataloader.batch_sampler, num_batches))
-
-
-def _runs(loader: Loader) -> bool:
-    return any(one is loader.cursor for one in loader.parts.clock.cursors.watched)
-
-
-def midway(loader: Loader) -> bool:
-    """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
-    track = loader.parts.track
-    return track.start.consumed > 0 if track.fresh else loader.cursor.left or _runs(loader)
-
-
-def leave(loader: Loader) -> None:
-    """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
-    track, cursor = loader.parts.track, loader.cursor
-    cursor.num_ended = cursor.num_again = 0
-    if not track.fresh and not _runs(loader):
-        track.place(track.upcoming())
-
-
-def num_done(loader: Loader) -> int:
-    """Return the number of batches of the epoch before the first batch of the next pass on this rank."""
-    source, track = loader.parts.source, loader.parts.track
-    if loader.cursor.num_again:
-        return len(loader)
-    if not track.fresh or not track.start.consumed or loader.parts.skip:  # skipping counts from the epoch's first batch
-        return 0
-    at, steps, size = track.start, source.steps(), source.size()
-    if source.unit == "stream" or steps is None or size is None:
-        return track.begun
-    first, every = replace(at, consumed=0), range(steps + 1)
-    done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
-    left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
-    return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended

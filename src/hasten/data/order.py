@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -194,15 +193,8 @@ class SharedOrder:
             states = {"process": encode_states(self._process.read())} if self.as_torch else {}
             return replace(at, generator=self._remembered() | states)
         if self.as_torch and at.consumed and "process" in at.generator:
-            assert not isinstance(at.generator, str), "a text has no names"
             self._again = decode_states(at.generator["process"])
-        if isinstance(at.generator, str):  # as earlier versions wrote it: a single torch.Generator
-            generator = _generator_of(self._sampler)
-            if generator is not None:
-                raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
-                generator.set_state(torch.from_numpy(raw.copy()))
-        else:
-            self._restore(at.generator)
+        self._restore(at.generator)
         return at
 
     def _remembered(self) -> dict[str, Any]:
@@ -367,11 +359,3 @@ def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: 
             f"process reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Give "
             f"it num_replicas={num_shards}, rank={shard}, or remove it: prepare() shards the loader."
         )
-
-
-def _generator_of(sampler: Any) -> torch.Generator | None:  # Any: a sampler is any iterable
-    for owner in (sampler, getattr(sampler, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None

@@ -28,9 +28,8 @@ class Position:
     consumed: int = 0
     """Number of units of the epoch's global order that the ranks have returned."""
     seed: int = 0
-    generator: Mapping[str, Any] | str | None = None
-    """State of the user's sampler at the start of the epoch, on the rank that draws (see Memory). Earlier versions
-    wrote the state of one torch.Generator as text."""
+    generator: Mapping[str, Any] | None = None
+    """State of the user's sampler at the start of the epoch, on the rank that draws (see Memory)."""
     witness: Witness | None = None
     """Checksum of the start of the epoch's order, if it is drawn from a sampler of the user."""
     stream: Mapping[str, Any] | None = None
@@ -73,7 +72,7 @@ _VALUES: Final = MappingProxyType[str, Callable[[Any], bool]](
         "epoch": _is_count,
         "consumed": _is_count,
         "seed": lambda value: type(value) is int,
-        "generator": lambda value: isinstance(value, str) or _is_mapping(value),
+        "generator": _is_mapping,
         "witness": lambda value: _are_counts(value, 2),
         "stream": lambda value: value is None or _is_stream(value),
         "ahead": lambda value: isinstance(value, bool),
@@ -96,8 +95,7 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         "seed": position.seed,
     }
     if position.generator is not None:
-        saved = position.generator
-        state["generator"] = saved if isinstance(saved, str) else dict(saved)
+        state["generator"] = dict(position.generator)
     if position.witness is not None:
         state["witness"] = list(position.witness)
     if position.stream is not None:

@@ -62,11 +62,6 @@ class Assignment:
     def unit(self) -> Unit:
         return "batches" if self.form == "batches" else "samples"
 
-    def size(self) -> int | None:
-        """Return the number of units in an epoch's global order, if known beforehand."""
-        size = None if self.part is not None else self.order.size()
-        return None if size is None else size * self.stride
-
     def steps(self) -> int | None:
         """Return the number of batches of a whole epoch on this rank, if known beforehand."""
         size = self.order.size()
@@ -80,11 +75,6 @@ class Assignment:
         if isinstance(order, PartOrder):
             order = order.fitted(fit_of(even, self.plan.drop_last))
         return replace(self, order=order, plan=replace(self.plan, even=even))
-
-    def reached(self, start: int, steps: int) -> int:
-        """Return the global position after `steps` steps from global position `start`."""
-        size = None if self.part is not None else self.order.size()
-        return self.plan.consumed(size, steps, start // self.stride) * self.stride
 
     def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
         """Yield this rank's batches from `at` to the end of its epoch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from torch import Tensor, nn
@@ -26,10 +27,7 @@ _WRAPPER_CLASSES: Final = (DistributedDataParallel, DataParallel)
 
 def plain_name(name: str) -> str:
     """Return `name` without the parts that compile, checkpoint and sharding wrappers add anywhere in it."""
-    parts = name.split(".")
-    if _WRAPPER_PARTS.isdisjoint(parts):
-        return name
-    return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+    return ".".join(filterfalse(_WRAPPER_PARTS.__contains__, name.split(".")))
 
 
 def canonical_name(name: str, model: nn.Module | None = None) -> str:
@@ -115,7 +113,7 @@ def stage_part(model: nn.Module) -> StagePart | None:
     if (own := model.__dict__.get("stage_part")) is not None:  # split by an engine, not by a forward of hasten
         found: StagePart = own
         return found
-    if "forward" not in model.__dict__:  # no forward was replaced
+    if forwarding.FORWARD not in model.__dict__:
         return None
     forward = forwarding.find(model, TAG)
     part: StagePart | None = getattr(forward, "part", None)

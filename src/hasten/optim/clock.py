@@ -91,7 +91,8 @@ class StepClock:
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
     def __post_init__(self) -> None:
-        check_every(self.every)
+        if self.every != 1 or isinstance(self.every, bool):
+            check_every(self.every)
         self._current = self._open(None)
 
     @property

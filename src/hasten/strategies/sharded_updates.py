@@ -30,7 +30,7 @@ from torch.optim import (
     Rprop,
 )
 
-from hasten.checkpoint.reshard import dtensor_slice
+from hasten.checkpoint.base import dtensor_slice
 from hasten.errors import PrepareError, StepError
 from hasten.modules.names import is_dtensor, placements
 

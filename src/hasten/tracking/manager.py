@@ -94,12 +94,12 @@ class TrackerManager:
         """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
         self.spent: Callable[[float], None] | None = None
         """Called with the duration of each logging call on the training thread."""
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
         self._lanes: list[TrackerWriter] = []
         self._shares_id = False
         for tracker in trackers:
-            self._names += (tracker.name,)
+            self.names += (tracker.name,)
             self._shares_id |= tracker.every_rank
             if is_main or tracker.every_rank:
                 self._lanes.append(TrackerWriter(tracker, self._notices.append))
@@ -132,10 +132,10 @@ class TrackerManager:
         """
         check_project(project)
         check_options("init_kwargs", init_kwargs)
-        unknown = set(init_kwargs or ()) - set(self._names)
+        unknown = set(init_kwargs or ()) - set(self.names)
         if unknown:
             raise TrackerError(
-                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self._names)}; these settings would be ignored. Use "
+                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self.names)}; these settings would be ignored. Use "
                 "the names passed to log_with."
             )
         self.finish()
@@ -247,7 +247,7 @@ class TrackerManager:
         self._announce()
 
     def _ready(self, action: str) -> bool:
-        if not self._names:
+        if not self.names:
             return False
         if self._run is None:
             raise TrackerError(
@@ -314,8 +314,8 @@ class TrackerManager:
 
         Raises: TrackerError if no tracker has this name.
         """
-        if name not in self._names:
-            raise TrackerError(f"there is no tracker {name!r}; the trackers of log_with are {list(self._names)}.")
+        if name not in self.names:
+            raise TrackerError(f"there is no tracker {name!r}; the trackers of log_with are {list(self.names)}.")
         self._start()
         for lane in self._lanes:
             if lane.tracker.name == name and (lane.open or not self._started):

@@ -19,8 +19,7 @@ from hasten import Accelerator
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.store.local_draft import LocalDraft
-from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
 from hasten.checkpoint.store.locate import newest, number_of, numbered
 from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.checkpoint.store.retention import Retention

@@ -41,7 +41,7 @@ BEFORE: Final = frozenset(
 OUTSIDE: Final = frozenset(
     {
         "AsyncWriter.submit.<locals>.run",  # a thread that was started and does not run at all
-        *("Undo.__exit__", "Noted.__exit__"),  # after the ranks have agreed that all is done
+        *("PreviousState.__exit__", "Noted.__exit__"),  # after the ranks have agreed that all is done
         # arithmetic that torch's archive writer calls; it reports a failure there in words of its own
         *(
             f"_BlankArchive.{name}"

@@ -208,7 +208,7 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
         logger.removeHandler(handler)
         assert updates(second) == 3
         if ctx.rank == 0:
-            assert any("nobody holds what machine 1 had after update 5" in line for line in said), said
+            assert any("no machine holds the state that machine 1 had after update 5" in line for line in said), said
         goes_on_like(whole, second)
 
 

@@ -37,9 +37,9 @@ from hasten.comm.local import LocalComm
 from hasten.errors import HastenError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import FullPrecision
+from hasten.state.previous_state import PreviousState
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import Randomness, RunParts, collect
-from hasten.state.undo import Undo
 
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -66,9 +66,8 @@ class Objects:
         return tensors + [v.clone() for s in self.optimizers[0].state.values() for v in s.values()]
 
 
-def parts_of(objects: Objects) -> RunParts:
-    plain: Any = objects  # Any: its optimizer and scheduler are torch's own, which a checkpoint takes as well
-    return RunParts(plain, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
+def parts_of(objects: Any) -> RunParts:  # Any: unprepared objects, in place of prepared ones
+    return RunParts(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
 
 
 def write_victim(root: Path) -> None:
@@ -392,7 +391,7 @@ def attempt(root: Path, objects: Objects) -> str:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "planning changed the model"
             del plan
             other = Objects()
-            with Undo() as undo, agreeing(LocalComm(), "loading") as together:
+            with PreviousState() as undo, agreeing(LocalComm(), "loading") as together:
                 plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply(together, undo)
         return "loaded"
     except HastenError as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hasten.checkpoint.reshard import local_tensor
+from hasten.checkpoint.base import local_tensor
 from hasten.errors import CheckpointError, StepError
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PARTIAL, UNSHARDED

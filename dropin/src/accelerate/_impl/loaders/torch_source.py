@@ -53,7 +53,7 @@ class TorchSource:
     def begin(self, at: Position) -> Position:
         for one in self._followers:
             forward_epoch(one, at.epoch)
-        if self._generator is not None and at.generator is not None and not isinstance(at.generator, str):
+        if self._generator is not None and at.generator is not None:
             self._generator.set_state(at.generator["order"])
         if not self._reads:  # same draw as the main process's iterator: the generators agree
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)

@@ -14,14 +14,20 @@ from torch.optim import Optimizer
 
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import encode_torch, read_tensors
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.format.torch_folder import fill, is_torch_folder, names_in
-from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
-from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
+from hasten.checkpoint.ownership import gathered
 from hasten.checkpoint.reader import FoundComponent, open_checkpoint
-from hasten.checkpoint.reshard import gathered
+from hasten.checkpoint.reshard import run_copies
+from hasten.checkpoint.state_dicts import (
+    LoadReport,
+    model_component,
+    optimizer_component,
+    parameter_names,
+    plan_model,
+    plan_optimizer,
+)
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.locate import locate
 from hasten.checkpoint.writer import finish, prepare, start
@@ -32,7 +38,7 @@ from hasten.modules.names import plain_name
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPart:
+class ObjectFiles:
     """Location of a saved model or optimizer: shards in `folder`, or whole tensors in `file`.
 
     The folder holds a checkpoint of hasten or, when loading, one of torch.distributed.checkpoint.
@@ -48,62 +54,62 @@ class SavedPart:
         return self.folder.is_dir() or self.file.is_file()
 
 
-def save_model(module: nn.Module, part: SavedPart, world: Comm, whole: bool, names: set[str] | None = None) -> None:
+def save_model(module: nn.Module, files: ObjectFiles, world: Comm, whole: bool, names: set[str] | None = None) -> None:
     """Write a model's weights, either those in `names` or all. Ranks: every rank."""
     component = model_component(module, "torch" if whole else "safetensors")
     if names:
         kept = {name: value for name, value in component.tensors.items() if name in names}
         component = Component(kept, None, "model", component.format, main_only=component.main_only & names)
-    _save(component, part, world, whole)
+    _save(component, files, world, whole)
 
 
-def load_model(module: nn.Module, part: SavedPart, world: Comm, names: set[str] | None = None) -> None:
+def load_model(module: nn.Module, files: ObjectFiles, world: Comm, names: set[str] | None = None) -> None:
     """Load a model, or only its tensors in `names`, which must then match the file exactly. Ranks: every rank.
 
     Raises: CheckpointError naming missing and unexpected tensors.
     """
-    if is_torch_folder(part.folder):
-        _fill_model(module, part.folder, names)
+    if is_torch_folder(files.folder):
+        _fill_model(module, files.folder, names)
         return
-    with _open(part, world) as found:
-        with agreeing(world, f"checking {part.folder.parent} against the model"):
+    with _open(files, world) as found:
+        with agreeing(world, f"checking {files.folder.parent} against the model"):
             plan = plan_model(module, found, strict=names is None)
             _check_names(plan.report, names, found.name)
         run_copies(plan.copies)
         plan.finish()
 
 
-def save_optimizer(optimizer: Optimizer, module: nn.Module, part: SavedPart, world: Comm, whole: bool) -> None:
+def save_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, world: Comm, whole: bool) -> None:
     """Write an optimizer's state by the model's parameter names. Ranks: every rank."""
-    _save(optimizer_component(optimizer, parameter_names([module])), part, world, whole)
+    _save(optimizer_component(optimizer, parameter_names([module])), files, world, whole)
 
 
-def load_optimizer(optimizer: Optimizer, module: nn.Module, part: SavedPart, world: Comm) -> None:
+def load_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, world: Comm) -> None:
     """Load an optimizer's state by the model's parameter names. Ranks: every rank.
 
     Raises: CheckpointError when groups, names or shapes differ.
     """
-    if is_torch_folder(part.folder):
+    if is_torch_folder(files.folder):
         inner = getattr(optimizer, "optimizer", optimizer)
         state = {"optimizer": get_optimizer_state_dict(module, inner)}
-        fill(state, part.folder)
+        fill(state, files.folder)
         set_optimizer_state_dict(module, inner, state["optimizer"])
         return
-    with _open(part, world) as found:
-        with agreeing(world, f"checking {part.folder.parent} against the optimizer"):
+    with _open(files, world) as found:
+        with agreeing(world, f"checking {files.folder.parent} against the optimizer"):
             plan = plan_optimizer(optimizer, parameter_names([module]), found)
         run_copies(plan.copies)
         plan.finish()
 
 
-def _save(component: Component, part: SavedPart, world: Comm, whole: bool) -> None:
+def _save(component: Component, files: ObjectFiles, world: Comm, whole: bool) -> None:
     if whole:
-        tree = gathered(StateTree({part.kind: component}), world, world.rank == 0)
-        _write_whole(part.file, tree.components[part.kind], world)
+        tree = gathered(StateTree({files.kind: component}), world, world.rank == 0)
+        _write_whole(files.file, tree.components[files.kind], world)
         return
-    store, name = locate(part.folder)
+    store, name = locate(files.folder)
     group = start(store, world, name)
-    finish(prepare(StateTree({part.kind: component}), group, world), group, world, Manifest(notes={"partial": True}))
+    finish(prepare(StateTree({files.kind: component}), group, world), group, world, Manifest(notes={"partial": True}))
 
 
 def _write_whole(file: Path, component: Component, world: Comm) -> None:
@@ -114,20 +120,20 @@ def _write_whole(file: Path, component: Component, world: Comm) -> None:
 
 
 @contextmanager
-def _open(part: SavedPart, world: Comm) -> Iterator[FoundComponent]:
+def _open(files: ObjectFiles, world: Comm) -> Iterator[FoundComponent]:
     """Context manager that provides the memory-mapped content of the folder of shards or the whole file."""
-    if (part.folder / "manifest.json").is_file():
-        store, name = locate(part.folder)
+    if (files.folder / "manifest.json").is_file():
+        store, name = locate(files.folder)
         with open_checkpoint(store, name, world) as checkpoint:
-            yield checkpoint.component(part.kind)
-    elif part.file.is_file():
-        content = read_tensors(part.file)
+            yield checkpoint.component(files.kind)
+    elif files.file.is_file():
+        content = read_tensors(files.file)
         pieces = {key: [piece] for key, piece in content.pieces.items()}
-        yield FoundComponent(part.file.name, part.kind, pieces, dict(content.aliases), content.data)
+        yield FoundComponent(files.file.name, files.kind, pieces, dict(content.aliases), content.data)
     else:
         raise IncompleteCheckpointError(
-            f"{part.file.parent} has neither {part.folder.name} nor {part.file.name}, so there is no {part.kind} to load. "
-            f"Give the folder that the {part.kind} was saved to."
+            f"{files.file.parent} has neither {files.folder.name} nor {files.file.name}, so there is no {files.kind} to load. "
+            f"Give the folder that the {files.kind} was saved to."
         )
 
 

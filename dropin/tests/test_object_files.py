@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
-from hasten.checkpoint import parts
+from accelerate._impl.checkpoints import object_files
+from accelerate._impl.checkpoints.object_files import ObjectFiles
 from hasten.checkpoint.format.torch_folder import whole_tensors
 from hasten.checkpoint.inspect import merge
-from hasten.checkpoint.parts import SavedPart
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 
@@ -37,16 +37,16 @@ def saved_dcp(folder: Path, state: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path, whole: bool) -> None:
     world = LocalComm()
-    weights = SavedPart("model", tmp_path / "weights_0", tmp_path / "weights.bin")
-    states = SavedPart("optimizer", tmp_path / "states_0", tmp_path / "states.bin")
+    weights = ObjectFiles("model", tmp_path / "weights_0", tmp_path / "weights.bin")
+    states = ObjectFiles("optimizer", tmp_path / "states_0", tmp_path / "states.bin")
     model, optimizer = trained(0)
-    parts.save_model(model, weights, world, whole)
-    parts.save_optimizer(optimizer, model, states, world, whole)
+    object_files.save_model(model, weights, world, whole)
+    object_files.save_optimizer(optimizer, model, states, world, whole)
     assert weights.exists
     assert (weights.file.is_file(), weights.folder.is_dir()) == (whole, not whole)
     other, follower = trained(1)
-    parts.load_model(other, weights, world)
-    parts.load_optimizer(follower, other, states, world)
+    object_files.load_model(other, weights, world)
+    object_files.load_optimizer(follower, other, states, world)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
     before, after = optimizer.state_dict(), follower.state_dict()
@@ -56,23 +56,23 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path, whole: 
 
 
 def test_some_tensors_can_be_saved_alone_and_must_be_all_there_is(tmp_path: Path) -> None:
-    world, part = LocalComm(), SavedPart("model", tmp_path / "some", tmp_path / "some.bin")
+    world, files = LocalComm(), ObjectFiles("model", tmp_path / "some", tmp_path / "some.bin")
     model, _ = trained(0)
     names = {"1.weight", "1.bias"}
-    parts.save_model(model, part, world, False, names)
+    object_files.save_model(model, files, world, False, names)
     other, _ = trained(1)
     kept = other[0].weight.detach().clone()  # type: ignore[index]  # a Sequential
-    parts.load_model(other, part, world, names)
+    object_files.load_model(other, files, world, names)
     assert torch.equal(other.get_parameter("1.weight"), model.get_parameter("1.weight"))
     assert torch.equal(other.get_parameter("0.weight"), kept)
     with pytest.raises(CheckpointError, match=r"lacks \['0.weight'\]"):
-        parts.load_model(other, part, world, {*names, "0.weight"})
+        object_files.load_model(other, files, world, {*names, "0.weight"})
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    part = SavedPart("model", tmp_path / "weights_0", tmp_path / "weights.bin")
+    files = ObjectFiles("model", tmp_path / "weights_0", tmp_path / "weights.bin")
     with pytest.raises(IncompleteCheckpointError, match=r"neither weights_0 nor weights.bin"):
-        parts.load_model(trained(0)[0], part, LocalComm())
+        object_files.load_model(trained(0)[0], files, LocalComm())
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -80,7 +80,7 @@ def test_folders_of_torch_are_loaded_and_merged(tmp_path: Path, prefix: str) -> 
     model, _ = trained(0)
     saved_dcp(tmp_path / "torch", {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()})
     other, _ = trained(1)
-    parts.load_model(other, SavedPart("model", tmp_path / "torch", tmp_path / "none.bin"), LocalComm())
+    object_files.load_model(other, ObjectFiles("model", tmp_path / "torch", tmp_path / "none.bin"), LocalComm())
     merge(str(tmp_path / "torch"), tmp_path / "hub")
     merged = load_file(tmp_path / "hub" / "model.safetensors")
     for name, tensor in model.state_dict().items():
@@ -91,7 +91,7 @@ def test_folders_of_torch_are_loaded_and_merged(tmp_path: Path, prefix: str) -> 
 def test_a_folder_of_torch_of_another_model_is_refused(tmp_path: Path) -> None:
     saved_dcp(tmp_path, {"0.weight": torch.zeros(4, 3), "more": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"lacks \['0.bias', .*has \['more'\]"):
-        parts.load_model(trained(0)[0], SavedPart("model", tmp_path, tmp_path / "none.bin"), LocalComm())
+        object_files.load_model(trained(0)[0], ObjectFiles("model", tmp_path, tmp_path / "none.bin"), LocalComm())
 
 
 def test_code_in_a_folder_of_torch_is_never_run(tmp_path: Path) -> None:
