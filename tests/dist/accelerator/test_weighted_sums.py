@@ -126,7 +126,7 @@ def test_what_cannot_be_kept_apart_is_refused(ctx: ProcessContext) -> None:
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)
         accelerator.backward(model(x).sum(), weight=2)
-    with pytest.raises(StepError, match=r"Save when accelerator.sync_gradients is True"):
+    with pytest.raises(StepError, match=r"Save where accelerator.sync_gradients is true"):
         accelerator.clock.state_dict()
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)

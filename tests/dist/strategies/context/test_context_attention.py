@@ -195,7 +195,7 @@ def test_buffers_that_ddp_copies_are_refused(ctx: ProcessContext) -> None:
 
     made = accelerator(ctx, "ring")
     net = made.prepare(Net())
-    with pytest.raises(ConfigError, match="'cache' is a buffer of Net, and ddp copies"):
+    with pytest.raises(ConfigError, match="'cache' is a buffer of Net, and DDP copies"):
         made.context_parallel([net.module.cache], [0]).__enter__()
 
 
