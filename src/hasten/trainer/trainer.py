@@ -20,7 +20,7 @@ from hasten.optim.ema import EMA
 from hasten.runtime.seeding import set_seed
 from hasten.trainer import checkpoints
 from hasten.trainer import checkpoints as publish
-from hasten.trainer.arguments import TrainingArguments
+from hasten.trainer.arguments import TrainingArguments, check_given_optimizers
 from hasten.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
 from hasten.trainer.collate import (
     LABELS,
@@ -46,7 +46,6 @@ from hasten.trainer.loss import (
     shifts_labels,
     smoothed_loss,
 )
-from hasten.trainer.needs import check_given_optimizers
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
