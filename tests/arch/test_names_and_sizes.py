@@ -22,8 +22,6 @@ SMALL: Final = MappingProxyType(
         "config/effective.py": "imports YAML, which workers do not need",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
         "config/sections/trust.py": "one file for each topic of settings",
-        "launch/deepspeed.py": "one file for each launcher",
-        "launch/single.py": "one file for each launcher",
         "lazy.py": "imported by every module of public names",
         "optim/fused.py": "one feature, used by preparing and by captured steps",
         "progress/tqdm_bar.py": "a public name of its own",

@@ -59,7 +59,7 @@ STREAMS: Final = {
     "sized": "a stream with a length",
     "draws": "a stream that shuffles through a buffer with `random`",
     "draws numpy": "the same with `np.random`",
-    "own generator": "the same with a generator of its own",
+    "own generator": "the same with its own generator",
     "stateful": "a stream with `state_dict`",
     "stateful draws": "a stream with `state_dict` that forgets its shuffle buffer",
     "sharded": "a stream with `shard()`, of uneven parts",

@@ -1,4 +1,4 @@
-"""Launch plan for several processes under torch's elastic agent, on one machine or many."""
+"""Launch plans for one process alone, and for several under torch's elastic agent, on one machine or many."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
         procs=(Proc(argv, env, shape.num_processes),),
         notes=tuple(notes),
         meeting=meeting,
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
+
+
+def plan_single(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
+    """Return a plan with one command and the settings in its environment, without the elastic agent and without torch."""
+    return LaunchPlan(
+        launcher="single",
+        procs=(Proc(worker_argv(request.target, host), dict(shape.env)),),
+        notes=shape.notes,
         supervision=supervision(request, shape),
         target=request.target,
     )

@@ -251,7 +251,7 @@ class TrackerManager:
             return False
         if self._run is None:
             raise TrackerError(
-                f"{action} was called before init_trackers; so the values cannot be logged. Call accelerator.init_trackers('project') "
+                f"{action} was called before init_trackers, so the values cannot be logged. Call accelerator.init_trackers('project') "
                 "once, on every rank."
             )
         self._start()

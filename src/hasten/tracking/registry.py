@@ -110,7 +110,7 @@ def _create(name: str) -> Tracker:
     known = [row.name for row in BUILTINS] + [point.name for point in entry_points(group=GROUP)]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
-    raise TrackerError(f"there is no tracker {name!r}; known are {', '.join(known)} and 'all'. {hint}")
+    raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known)} and 'all'. {hint}")
 
 
 def _checked(name: str, tracker: Any) -> Tracker:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hasten.accelerator.components import components
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
+from hasten.trainer.state import TrainerInterface
 from hasten.trainer.step_plan import TrainingPlan
-
-if TYPE_CHECKING:
-    from hasten.trainer.trainer import Trainer
 
 _SUMMED_AT_ONCE: Final = 64
 
@@ -31,7 +30,7 @@ class TrainOutput(NamedTuple):
 class TrainingLoop:
     """One training from its first step, or the step of a checkpoint, to its end."""
 
-    def __init__(self, trainer: Trainer, plan: TrainingPlan) -> None:
+    def __init__(self, trainer: TrainerInterface, plan: TrainingPlan) -> None:
         self._trainer = trainer
         self._plan = plan
         self._losses: list[tuple[Tensor, Tensor | None]] = []
@@ -74,7 +73,7 @@ class TrainingLoop:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
         trainer, accelerator, state = self._trainer, self._trainer.accelerator, self._trainer.state
         model, optimizer, scheduler = trainer.wrapped_model, trainer.optimizer, trainer.lr_scheduler
-        call, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
+        call, max_norm, parts = trainer.callbacks.call, trainer.args.max_grad_norm, components(accelerator)
         fresh = accelerator.sync_gradients or state.global_step == 0
         model.train()
         for batch in trainer.train_loader:
@@ -93,7 +92,7 @@ class TrainingLoop:
                     call("on_optimizer_step")
                 scheduler.step()
                 optimizer.zero_grad()
-            if accelerator.going_back:
+            if parts.rolling_back:
                 return False
             fresh = accelerator.sync_gradients
             state.batches_in_epoch += 1

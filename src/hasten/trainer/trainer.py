@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
@@ -19,7 +20,7 @@ from hasten.optim.ema import EMA
 from hasten.runtime.seeding import set_seed
 from hasten.trainer import checkpoints
 from hasten.trainer import checkpoints as publish
-from hasten.trainer.arguments import TrainingArguments
+from hasten.trainer.arguments import TrainingArguments, check_given_optimizers
 from hasten.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
 from hasten.trainer.collate import (
     LABELS,
@@ -32,6 +33,7 @@ from hasten.trainer.collate import (
     without_unused,
 )
 from hasten.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
+from hasten.trainer.liger import apply_liger
 from hasten.trainer.loop import TrainingLoop, TrainOutput
 from hasten.trainer.loss import (
     labels_in,
@@ -44,7 +46,6 @@ from hasten.trainer.loss import (
     shifts_labels,
     smoothed_loss,
 )
-from hasten.trainer.needs import check_given_optimizers
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
@@ -95,6 +96,8 @@ class Trainer:
         if args.gradient_checkpointing and recompute is not None:
             recompute(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
         self.accelerator = self._make_accelerator()
+        if args.use_liger_kernel:
+            apply_liger(model, args.liger_kernel_config or {}, self.accelerator.device)
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
@@ -116,7 +119,7 @@ class Trainer:
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
         made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
-        if made.saving.memory is not None:
+        if components(made).saving.memory is not None:
             raise ConfigError(
                 f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
                 "callbacks) is only complete when it saves. Remove it, and set save_steps."
@@ -188,7 +191,9 @@ class Trainer:
 
     def _prepared_eval_loader(self, dataset: Any) -> Loader:
         loader = self.accelerator.prepare_data_loader(self.get_eval_dataloader(dataset))
-        self.accelerator.prepared.loaders.remove(loader)  # always read as a whole: checkpoints need no position in it
+        components(self.accelerator).prepared.loaders.remove(
+            loader
+        )  # always read as a whole: checkpoints need no position in it
         return loader
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -252,8 +257,8 @@ class Trainer:
         try:
             output = TrainingLoop(self, plan).run()
         except BaseException:
-            self.accelerator.saving.close()
-            self.accelerator.tracking.finish(failed=True)
+            components(self.accelerator).saving.close()
+            components(self.accelerator).tracking.finish(failed=True)
             self._tracking = False
             raise
         self.accelerator.end_training()
@@ -325,7 +330,7 @@ class Trainer:
             return wrapped
         if self._evaluated_model is None:
             self._evaluated_model = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            self.accelerator.prepared.models.remove(self._evaluated_model)  # it is not saved in checkpoints
+            components(self.accelerator).prepared.models.remove(self._evaluated_model)  # it is not saved in checkpoints
         return self._evaluated_model
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:

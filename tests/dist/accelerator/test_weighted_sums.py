@@ -126,8 +126,8 @@ def test_what_cannot_be_kept_apart_is_refused(ctx: ProcessContext) -> None:
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)
         accelerator.backward(model(x).sum(), weight=2)
-    with pytest.raises(StepError, match=r"Save when accelerator.sync_gradients is True"):
-        accelerator.clock.state_dict()
+    with pytest.raises(StepError, match=r"Save where accelerator.sync_gradients is true"):
+        accelerator._clock.state_dict()
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)
         with pytest.raises(StepError, match="ends without loss number 2"):

@@ -139,7 +139,7 @@ def test_streams_of_unequal_parts_agree_on_the_number_of_steps(ctx: ProcessConte
 @ranks(2)
 def test_a_rank_without_any_sample_is_named(ctx: ProcessContext) -> None:
     loader = prepared(DataLoader(Own([4, 0]), batch_size=2), ctx=ctx)
-    with pytest.raises(DataError, match=r"no sample to rank\(s\) 1 of 2"):
+    with pytest.raises(DataError, match=r"no sample for rank\(s\) 1 of 2"):
         seen(loader)
     assert shares_of(ctx, prepared(DataLoader(Own([0, 0]), batch_size=2), ctx=ctx)) == [[], []]
 

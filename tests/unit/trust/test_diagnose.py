@@ -287,7 +287,7 @@ def test_a_silent_rank_that_uses_the_processor_is_busy_in_native_code() -> None:
             found = diagnose([*here(state(0)), SeenState(1, "silent", None, note, activities[1])])
             assert found is not None
             assert (found.cause, found.ends) == ("silent", "perhaps")
-            assert "busy in native code that lets no other thread of Python run (it uses" in found.sentence
+            assert "busy in native code that holds the GIL (it uses" in found.sentence
             os.kill(busy.pid, signal.SIGSTOP)
             while (lost := neighbours.look({1: note})[0]) != {1: "stopped"}:
                 assert time.monotonic() < deadline, lost

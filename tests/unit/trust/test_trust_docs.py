@@ -59,5 +59,5 @@ def test_the_settings_come_from_variables_and_are_checked() -> None:
 
 
 def test_the_causes_of_the_page_are_those_of_the_code() -> None:
-    listed = re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("Compared are")[0], re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("are compared bitwise")[0], re.MULTILINE)
     assert sorted(listed) == sorted(get_args(Cause))

@@ -90,7 +90,7 @@ class Pipeline:
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
             _materialise(model, ctx.device)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             copy_from_rank_0(model, ctx)
         ties = shared(model, cut)
         held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}

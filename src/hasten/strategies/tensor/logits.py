@@ -16,7 +16,7 @@ from hasten.strategies.tensor.ops import gather
 # Any in this file: arguments of torch's functions, and its untyped autograd.Function.
 
 
-class _TokenLosses(torch.autograd.Function):
+class _SplitTokenLosses(torch.autograd.Function):
     """Cross entropy of each row from this rank's columns of the logits; equal on every rank."""
 
     @staticmethod
@@ -63,7 +63,7 @@ def _cross_entropy(
             logits.whole(), target, weight, size_average, reduce=reduce, reduction=reduction, **options
         )
     kept = target != ignore_index
-    losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    losses: Tensor = _SplitTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         part.float(), target.masked_fill(~kept, 0), label_smoothing, group
     )
     losses = losses.masked_fill(~kept, 0)

@@ -157,11 +157,11 @@ class StatusServer:
 
     def _answer(self) -> bool:
         """Answer one request; return whether it asks the watchdog to post."""
-        assert self._socket is not None, "somebody has connected"
+        assert self._socket is not None, "a client has connected"
         try:
             connection, _ = self._socket.accept()
             with connection:
-                connection.settimeout(_PATIENCE_S)  # the watchdog continues, whatever the client does
+                connection.settimeout(_PATIENCE_S)  # the watchdog continues even if the client sends nothing
                 if peer_is_owner(connection):
                     request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
                     if request.get(POST):

@@ -173,7 +173,7 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
     plan = search(traced, PlanRequest(gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
     notes = "\n".join(report.notes(plan, plan.best))
     assert "remove mixed_precision='bf16' from the script's Accelerator()" in notes
-    assert "take gradient_accumulation_steps=4 out" in notes
+    assert "remove gradient_accumulation_steps=4 from" in notes
     same = replace(traced, own=(("mixed_precision", "no"), ("strategy", plan.best.candidate.strategy)))
     assert "take " not in "\n".join(report.notes(replace(plan, trace=same), plan.best))
 

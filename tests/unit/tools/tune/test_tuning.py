@@ -91,7 +91,7 @@ def test_a_captured_step_is_never_tried_around_the_compilers_own_graphs() -> Non
     seen.clear()
     second = Tuning([capturing, compiling])
     second.run(measure, lambda: True)
-    (left,) = [trial for trial in second.trials if trial.verdict.startswith("left out")]
+    (left,) = [trial for trial in second.trials if trial.verdict.startswith("skipped")]
     assert left.values == {"step_graph": True, "compile": "cuda graph"}
     assert "one CUDA graph already" in left.verdict
     assert not [values for values in seen if tuning.senseless(values)]
@@ -187,7 +187,7 @@ def test_names_of_knobs_are_checked_before_anything_runs() -> None:
     assert {knob.name for knob in tuning.knobs(everywhere, replace(BASE, whole_step=True))} == set(tuning.NAMES)
     with pytest.raises(ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"):
         tuning.check_names(["compile", "fusd"])
-    with pytest.raises(ConfigError, match="--only tf32: it makes no sense for this script on this machine"):
+    with pytest.raises(ConfigError, match="--only tf32: it does not apply to this script on this machine"):
         tuning.chosen(tuning.knobs(TunedMachine(), BASE), ["tf32"])
 
 

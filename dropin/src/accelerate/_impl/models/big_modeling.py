@@ -20,7 +20,7 @@ from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.dispatch import UserCpuOffloadHook
-from hasten.bigmodel.placed import is_dispatched
+from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 
 _log = logging.getLogger("accelerate.big_modeling")

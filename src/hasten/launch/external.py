@@ -1,15 +1,17 @@
-"""Launch plan for mpirun, for clusters whose machines are connected through MPI."""
+"""Launch plans for commands that start the other machines themselves: mpirun, and DeepSpeed's launcher."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc
 from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
+
+_ENV_FILE = ".hasten_deepspeed_env"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Mpi:
     hosts: tuple[str, ...] = ()
 
 
-def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
+def plan_mpi(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
     """Return a plan with one mpirun command that starts every rank; each rank reads its position from MPI's variables.
 
     Raises: ConfigError without a number of processes or a rendezvous address.
@@ -51,7 +53,7 @@ def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
     if launch.mpirun_ccl is not None:
         env["CCL_WORKER_COUNT"] = str(launch.mpirun_ccl)
     argv = (
-        *_command(mpi, launch.mpirun_hostfile, total, per_machine, env),
+        *_mpirun(mpi, launch.mpirun_hostfile, total, per_machine, env),
         *worker_argv(request.target, host, "hasten.launch.task"),
     )
     return LaunchPlan(
@@ -63,7 +65,7 @@ def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
     )
 
 
-def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]) -> list[str]:
+def _mpirun(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]) -> list[str]:
     if mpi.kind == "openmpi":
         hosts = ["--hostfile", hostfile] if hostfile else []
         variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
@@ -93,3 +95,48 @@ def read_hostfile(text: str) -> tuple[str, ...]:
 def kind_of(version_text: str) -> str:
     """Return the MPI implementation that printed `version_text`."""
     return "openmpi" if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower() else "mpich"
+
+
+def plan_deepspeed(request: LaunchRequest, host: Host) -> LaunchPlan:
+    """Return a plan with one `deepspeed` command, which starts the machines of the hostfile through pdsh, MPI or SLURM.
+
+    Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
+    """
+    launch, engine = request.config.launch, request.config.deepspeed
+    if engine.hostfile is None:
+        raise ConfigError(
+            f"deepspeed.multinode_launcher={engine.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "
+            "standard launcher (the same hasten command on each machine)."
+        )
+    if launch.max_restarts:
+        raise ConfigError("DeepSpeed's launcher cannot restart processes. Use the standard launcher with max_restarts.")
+    if request.target.no_python and request.target.module:
+        raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+    per_machine = launch.processes_per_machine
+    if per_machine is None and launch.num_processes is not None:
+        per_machine = launch.num_processes // launch.num_machines
+    shape = elsewhere(request, host, per_machine or max(1, host.num_devices))
+    options = ["--hostfile", engine.hostfile, "--launcher", engine.multinode_launcher]
+    options += ["--include", engine.inclusion_filter] if engine.inclusion_filter else []
+    options += ["--exclude", engine.exclusion_filter] if engine.exclusion_filter else []
+    if launch.num_machines > 1:
+        options += ["--num_nodes", str(launch.num_machines)]
+    if per_machine is not None and not engine.inclusion_filter and not engine.exclusion_filter:
+        options += ["--num_gpus", str(per_machine)]
+    if launch.main_process_ip:
+        options += ["--master_addr", launch.main_process_ip]
+    options += ["--master_port", str(launch.main_process_port or DEFAULT_PORT), "--no_local_rank"]
+    options += ["--module"] if request.target.module else []
+    options += ["--no_python"] if request.target.no_python else []
+    remote = "".join(f"{name}={value}\n" for name, value in shape.env)
+    return LaunchPlan(
+        launcher="deepspeed",
+        procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
+        notes=(
+            f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} passes the settings to them",
+            *shape.notes,
+        ),
+        files=(PlannedFile(_ENV_FILE, remote),),
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
