@@ -19,7 +19,7 @@ from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.dispatch import UserCpuOffloadHook
 from hasten.bigmodel.load import work_out
-from hasten.bigmodel.placed import is_dispatched
+from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 
 # Any in this file: devices and maps in the many forms the established API takes.
