@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, MegatronLMPlugin, compute_module_sizes
 from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
 from accelerate.utils.launch import prepare_sagemager_args_inputs
-from accelerate.utils.modeling import fallback_allocate
+from accelerate.utils.modeling import fallback_allocate, infer_auto_device_map
 from hasten.errors import PrepareError
 
 SAGEMAKER = """
@@ -99,6 +99,13 @@ def test_the_list_that_was_searched_stays_as_it_is() -> None:
     parts = list(model.named_children())
     assert fallback_allocate(parts, compute_module_sizes(model), 50)[0] == "1"
     assert [name for name, _ in parts] == ["0", "1"]
+
+
+def test_a_tie_to_a_module_that_has_its_device_is_no_error() -> None:
+    model = nn.ModuleDict({"first": nn.ModuleDict({"second": nn.Linear(2, 2)}), "second": nn.Linear(2, 2)})
+    model["third"] = nn.Linear(2, 2)
+    model["third"].weight = model["first"]["second"].weight  # type: ignore[index]  # a dict of modules
+    assert infer_auto_device_map(model, {"cpu": 100}) == {"": "cpu"}
 
 
 def test_an_optimizer_is_switched_to_other_parameters() -> None:
