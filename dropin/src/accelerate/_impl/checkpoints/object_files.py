@@ -82,10 +82,7 @@ def save_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, 
 
 
 def load_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, world: Comm) -> None:
-    """Load an optimizer's state by the model's parameter names. Ranks: every rank.
-
-    Raises: CheckpointError when groups, names or shapes differ.
-    """
+    """Load an optimizer by parameter names. Ranks: every rank. Raises: CheckpointError if groups or shapes differ."""
     if is_torch_folder(files.folder):
         inner = getattr(optimizer, "optimizer", optimizer)
         state = {"optimizer": get_optimizer_state_dict(module, inner)}
