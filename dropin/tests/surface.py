@@ -1,11 +1,14 @@
 """Compare the public names of Accelerate 1.15 with the drop-in's, and write SURFACE.md.
 
 python tests/surface.py names OUT.json      # in an environment with the original package: list its names
+python tests/surface.py homes OUT.json      # there, too: every name of every module (`dir()`), with the module that defines it
+python tests/surface.py elsewhere           # in an environment with the drop-in: list the names its faces take from elsewhere
 python tests/surface.py write               # in an environment with the drop-in: compare and write SURFACE.md
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import pkgutil
@@ -17,6 +20,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NAMES = HERE / "golden" / "names.json"
+EVERY_NAME = HERE / "golden" / "every_name.json"
+ELSEWHERE = HERE.parent / "src" / "accelerate" / "_impl" / "surface" / "elsewhere.txt"
 LEFT_OUT = {
     "accelerate.commands.estimate": "inner steps of `accelerate estimate-memory`, which hasten answers",
     "accelerate.commands.menu": "drawing menus: the wizard is hasten's",
@@ -36,6 +41,13 @@ LEFT_NAMES = {
     "load_config": "inner steps of `accelerate to-fsdp2`, written anew",
     "mocked_dataloaders": "needs the original's own test data",
     "mocked_dataloaders_for_autoregressive_models": "needs the original's own test data",
+}
+
+
+CONSTANTS = ("accelerate.utils.constants", "accelerate.commands.config.config_args", "accelerate.utils.imports")
+OTHER_HOMES = {  # classes that name another module than the one they are imported from
+    **dict.fromkeys(("MethodType",), "types"),
+    **dict.fromkeys(("safe_open",), "safetensors"),
 }
 
 
@@ -68,6 +80,86 @@ def names() -> dict[str, dict[str, str]]:
         except ImportError:
             continue
         found[one.name] = public(module)
+    return found
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """Every module of the installed package that can be imported here."""
+    import accelerate
+
+    found = {"accelerate": accelerate}
+    for one in pkgutil.walk_packages(accelerate.__path__, "accelerate.", onerror=lambda name: None):
+        if "._impl" in one.name or one.name.endswith("__main__"):
+            continue
+        with contextlib.suppress(ImportError, ValueError):  # a script of the original runs as it is imported
+            found[one.name] = importlib.import_module(one.name)
+    return found
+
+
+def home_of(value: Any, name: str, module: str, constants: dict[str, tuple[str, Any]]) -> str:
+    """The module that a name comes from; `-NAME` for a module; the asking module where no other one is known."""
+    if isinstance(value, types.ModuleType):
+        return f"-{value.__name__}"
+    if name in ("Optional", "Union", "TYPE_CHECKING"):
+        return "typing"
+    if name in OTHER_HOMES:
+        return OTHER_HOMES[name]
+    if callable(value):
+        home = getattr(value, "__module__", None)
+        with contextlib.suppress(ImportError, AttributeError, TypeError):
+            return str(home) if getattr(importlib.import_module(str(home)), name) is value else module
+        return module
+    home, known = constants.get(name, (module, None))
+    return home if known is value else module
+
+
+def homes() -> dict[str, dict[str, str]]:
+    """Every name of every module, private ones too, with the module that it comes from."""
+    loaded = modules()
+    constants: dict[str, tuple[str, Any]] = {}
+    for module in CONSTANTS:
+        for name, value in vars(loaded[module]).items():
+            if not callable(value) and not isinstance(value, types.ModuleType):
+                constants.setdefault(name, (module, value))
+    return {
+        module: {
+            name: home_of(getattr(one, name), name, module, constants) for name in dir(one) if not name.startswith("__")
+        }
+        for module, one in loaded.items()
+    }
+
+
+def elsewhere() -> str:
+    """The table of names that faces take from another module: those that they do not have by themselves."""
+    ELSEWHERE.write_text("")  # so that faces show only what they have by themselves
+    lines = []
+    for face, names in json.loads(EVERY_NAME.read_text()).items():
+        try:
+            own, found = set(dir(importlib.import_module(face))), dict[str, list[str]]()
+        except ImportError:
+            continue
+        if ".scripts." in face:
+            continue
+        for name, home in names.items():
+            if name in own or home == face or home.startswith("accelerate.test_utils.scripts."):
+                continue
+            word, home = (f"{name}={home[1:]}", "-") if home.startswith("-") else (name, home)
+            found.setdefault(home, []).append(word)
+        lines += [f"{face} {home} {' '.join(sorted(words))}" for home, words in sorted(found.items())]
+    return "\n".join(lines) + "\n"
+
+
+def unresolved() -> dict[str, str]:
+    """Names of the original that resolve to nothing here, each with the reason, or an empty one."""
+    found = {}
+    for module, names in json.loads(EVERY_NAME.read_text()).items():
+        for name in names:
+            if "test_utils.scripts." in module and names[name] != module:
+                continue  # what a script imports for its own use
+            try:
+                getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError):
+                found[f"{module}.{name}"] = reason(module) or LEFT_NAMES.get(name, "")
     return found
 
 
@@ -125,7 +217,10 @@ def render(states: dict[str, dict[str, str]]) -> str:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    if sys.argv[1] == "names":
-        Path(sys.argv[2]).write_text(json.dumps(names(), indent=0, sort_keys=True) + "\n")
+    if sys.argv[1] in ("names", "homes"):
+        listed: dict[str, dict[str, str]] = {"names": names, "homes": homes}[sys.argv[1]]()
+        Path(sys.argv[2]).write_text(json.dumps(listed, indent=0, sort_keys=True) + "\n")
+    elif sys.argv[1] == "elsewhere":
+        ELSEWHERE.write_text(elsewhere())
     else:
         (HERE.parent / "SURFACE.md").write_text(render(table()))
