@@ -28,22 +28,52 @@ LEFT_OUT = {
     "accelerate.commands.config.cluster": "inner steps of the wizard, which is hasten's",
     "accelerate.commands.config.sagemaker": "SageMaker jobs are started with SageMaker's own tools",
     "accelerate.commands.config.config_utils": "inner steps of the wizard, which is hasten's",
-    "accelerate.test_utils.scripts": "the original's own test scripts; `accelerate test` runs hasten's self-check",
-    "accelerate.test_utils.examples": "checks of the original's own example folder",
+    "accelerate.test_utils.scripts.external_deps.test_metrics": "checks with data and metrics of the Hub; the others are here",
+    "accelerate.test_utils.scripts.external_deps": "trainings with models and data of the Hub, which only the original's own CI runs",
+    "accelerate.test_utils.scripts.test_notebook": "pytest's marks, and the command line of a script",
+    "accelerate.test_utils.scripts.test_merge_weights": "the command line of a script",
     "accelerate.utils.rich": "importing it patches tracebacks; it is there, but has no names",
 }
+_WIZARD = "inner steps of the wizard, which is hasten's"
+_FSDP2 = "inner steps of `accelerate to-fsdp2`, written anew"
+_INNER = "an inner step of the original that is no step here"
+_HELP = "how the original draws its help"
 LEFT_NAMES = {
-    "get_user_input": "inner steps of the wizard, which is hasten's",
-    "CustomHelpFormatter": "how the original draws its help",
-    "clean_option": "how the original draws its help",
-    "ConversionStatus": "inner steps of `accelerate to-fsdp2`, written anew",
-    "convert_config_to_fsdp2": "inner steps of `accelerate to-fsdp2`, written anew",
-    "load_config": "inner steps of `accelerate to-fsdp2`, written anew",
+    **dict.fromkeys(("get_user_input", "get_cluster_input", "get_sagemaker_input", "cluster", "config_utils"), _WIZARD),
+    **dict.fromkeys(("_ask_field", "_ask_options", "_convert_compute_environment", "menu", "sagemaker"), _WIZARD),
+    **dict.fromkeys(("CustomHelpFormatter", "SubcommandHelpFormatter", "clean_option", "options_to_group"), _HELP),
+    **dict.fromkeys(("description", "_description", "_StoreAction", "_StoreConstAction", "_StoreTrueAction"), _HELP),
+    **dict.fromkeys(("ConversionStatus", "convert_config_to_fsdp2", "load_config", "_validate_to_fsdp2_args"), _FSDP2),
+    **dict.fromkeys(("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING"), _FSDP2),
     "mocked_dataloaders": "needs the original's own test data",
     "mocked_dataloaders_for_autoregressive_models": "needs the original's own test data",
+    "logger": "a module's own logger; `accelerate.logging.get_logger(module)` gives it",
+    "annotations": "a feature of `__future__`",
+    **dict.fromkeys(("_dispatch_batches", "_even_batches", "_split_batches", "_use_seedable_sampler"), _INNER),
+    **dict.fromkeys(("_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"), _INNER),
+    **dict.fromkeys(("_attach_layerwise_casting_hooks", "_accelerate_added_attributes", "_compiler_disable"), _INNER),
+    **dict.fromkeys(
+        ("_atleast_one_tracker_available", "_read_stream", "_stream_subprocess", "_available_trackers"), _INNER
+    ),
+    **dict.fromkeys(("_PYTORCH_DATALOADER_ADDITIONAL_KWARGS", "_PYTORCH_DATALOADER_KWARGS", "v", "i", "_"), _INNER),
+    **dict.fromkeys(("additional_kwargs", "version", "SharedDict", "_replace_with_bnb_layers", "_tqdm"), _INNER),
+    **dict.fromkeys(("AmaxComputeAlgorithm", "Backend", "FP8Format", "OptLevel", "ProfilerActivity"), "a type alias"),
+    **dict.fromkeys(("MODEL_CONFIGS_TO_MEGATRON_PARSERS", "_handle_megatron_data_iterator"), _INNER),
+    **dict.fromkeys(("_nvidia_smi", "_parse_cpu_list", "_find_final_norm", "_prepare_sd_options"), _INNER),
+    **dict.fromkeys(("_distributed_checkpoint_to_merged_weights", "_get_model_state_dict"), _INNER),
+    **dict.fromkeys(("_set_model_state_dict", "_torch_distributed_available", "_torch_xla_available"), _INNER),
+    **dict.fromkeys(
+        ("_tpu_available", "_get_param_device", "_get_proper_dtype", "_init_infer_auto_device_map"), _INNER
+    ),
+    **dict.fromkeys(("_gpu_broadcast", "_gpu_gather", "_gpu_gather_object", "_tpu_broadcast", "_tpu_gather"), _INNER),
+    **dict.fromkeys(("_neuron_broadcast_object_list", "_neuron_gather_object", "_get_mpirun_args"), _INNER),
+    **dict.fromkeys(("safe_load_file", "safe_save_file"), "functions of `safetensors.torch` under another name"),
+    **dict.fromkeys(("setup", "_test_stateful_dataloader_resume", "MockModel", "_run_and_get_grads", "_mp_fn"), _INNER),
+    **dict.fromkeys(
+        ("_test_stateful_dataloader_save_state_resume", "test_join_raises_warning_for_non_ddp_distributed"), _INNER
+    ),
+    "DYNAMO_BACKENDS": "written out: the members of `DynamoBackend`",
 }
-
-
 CONSTANTS = ("accelerate.utils.constants", "accelerate.commands.config.config_args", "accelerate.utils.imports")
 OTHER_HOMES = {  # classes that name another module than the one they are imported from
     **dict.fromkeys(("MethodType",), "types"),
@@ -132,6 +162,8 @@ def homes() -> dict[str, dict[str, str]]:
 def elsewhere() -> str:
     """The table of names that faces take from another module: those that they do not have by themselves."""
     ELSEWHERE.write_text("")  # so that faces show only what they have by themselves
+    from accelerate._impl.surface.homes import HOMES
+
     lines = []
     for face, names in json.loads(EVERY_NAME.read_text()).items():
         try:
@@ -140,7 +172,10 @@ def elsewhere() -> str:
             continue
         if ".scripts." in face:
             continue
+        rooms = [room for room, shown in HOMES.items() if shown == face]
         for name, home in names.items():
+            if home == face:  # a private name that a room of the face has
+                home = next((room for room in rooms if hasattr(importlib.import_module(room), name)), face)
             if name in own or home == face or home.startswith("accelerate.test_utils.scripts."):
                 continue
             word, home = (f"{name}={home[1:]}", "-") if home.startswith("-") else (name, home)

@@ -17,7 +17,7 @@ from accelerate._impl.surface.homes import HOMES
 SOURCE = Path(__file__).parent.parent / "src"
 FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text())
 LONGEST = 10
-MOST_LINES = 8_350
+MOST_LINES = 10_400  # the checks of accelerate.test_utils.scripts are 1,300 of them
 
 
 def modules() -> dict[str, Path]:
@@ -83,6 +83,8 @@ def shown() -> Iterator[tuple[str, ast.FunctionDef]]:
     for module, file in modules().items():
         for node in ast.parse(file.read_text()).body:
             if "._impl" in module and getattr(node, "name", None) not in known:
+                continue
+            if "._impl.testing.scripts." in module:  # checks that run by themselves, no face of anything
                 continue
             for one in node.body if isinstance(node, ast.ClassDef) else [node]:
                 if isinstance(one, ast.FunctionDef) and (one.name.startswith("__") or not one.name.startswith("_")):

@@ -102,6 +102,11 @@ class Accelerator(SavingFace):
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         return copy.copy(self)
 
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
         """An Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
         return _made_again, ({name: value for name, value in self._given.items() if value is not UNSET},)

@@ -13,6 +13,7 @@ _ROOMS: Final = MappingProxyType(
     {
         "accelerate.accelerator": "accelerator.facade",
         "accelerate.commands.config.config_args": "settings.config_file",
+        "accelerate.commands.launch": "commands.validating",
         "accelerate.commands.utils": "environment.parsers",
         "accelerate.data_loader": "loaders.base loaders.kinds loaders.samplers loaders.share",
         "accelerate.hooks": "models.hooks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 
@@ -9,20 +10,9 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | No
     """Return the lines of the function `training_function` or `main`; `main` ends where the script is started."""
     if name not in ("training_function", "main"):
         raise ValueError(f"Incorrect function name passed: {name}, choose either 'main' or 'training_function'")
-    found: list[str] = []
-    inside = False
-    for line in lines:
-        starts = f"def {name}" in line
-        if not inside and starts:
-            inside = True
-            found.append(line)
-        elif inside and (
-            (name == "training_function" and "def main" in line) or (name == "main" and "if __name__" in line)
-        ):
-            return found
-        elif inside:
-            found.append(line)
-    return None
+    ends = "def main" if name == "training_function" else "if __name__"
+    inside = list(dropwhile(lambda line: f"def {name}" not in line, lines))
+    return list(takewhile(lambda line: ends not in line, inside)) if any(ends in line for line in inside) else None
 
 
 def clean_lines(lines: list[str]) -> list[str]:
@@ -35,14 +25,14 @@ def compare_against_test(
 ) -> list[str]:
     """Return the lines that the feature's example adds to the base and the complete example lacks."""
     name = "main" if parser_only else "training_function"
-    base, feature = (
-        clean_lines(get_function_contents_by_name(Path(one).read_text().splitlines(keepends=True), name) or [])
-        for one in (base_filename, feature_filename)
-    )
-    added = [line for line in feature if line not in base]
-    missing = [line for line in base if line not in feature]
+    base, feature = (_cleaned(one, name) for one in (base_filename, feature_filename))
+    changed = [line for line in feature if line not in base] + [line for line in base if line not in feature]
     if secondary_filename is None:
-        return sorted([*added, *missing])
-    second = Path(secondary_filename).read_text().splitlines(keepends=True)
-    other = clean_lines(get_function_contents_by_name(second, name) or [])
-    return [line for line in [*added, *missing] if line not in other]
+        return changed
+    other = _cleaned(secondary_filename, name)
+    return [line for line in changed if line not in other]
+
+
+def _cleaned(file: str, name: str) -> list[str]:
+    lines = Path(file).read_text().splitlines(keepends=True)
+    return clean_lines(get_function_contents_by_name(lines, name) or [])

@@ -38,7 +38,8 @@ def bipolar_sleep_function(sleep_sec: int) -> None:
 
 def assert_clean_cuda_fork_function() -> None:
     """Raise where CUDA was initialised before the process began."""
-    assert not torch.cuda.is_initialized(), "CUDA was initialised by the parent"
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    assert not begun, "CUDA was initialised by the parent"
 
 
 def test_can_initialize() -> None:

@@ -69,7 +69,7 @@ def process_execution_check() -> None:
     """Check that decorated functions run on their process only, and that the first process enters a block first."""
     accelerator = Accelerator()
     state, last = accelerator.state, accelerator.num_processes - 1
-    cases = [
+    cases: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = [
         (accelerator.on_main_process(print_main), (state,), accelerator.is_main_process),
         (accelerator.on_local_main_process(print_local_main), (state,), accelerator.is_local_main_process),
         (accelerator.on_last_process(print_last), (state,), accelerator.process_index == last),
@@ -197,7 +197,8 @@ def mock_training(
     for _ in range(3):
         for batch in loader:
             model.zero_grad()
-            nn.functional.mse_loss(model(batch["x"]), batch["y"]).backward()
+            loss: Any = nn.functional.mse_loss(model(batch["x"]), batch["y"])
+            loss.backward()
             optimizer.step()
     return data, model
 
@@ -278,7 +279,7 @@ def test_split_between_processes_evenly() -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1, parts
 
 
-def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:
+def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:  # noqa: N803  the original's name
     """Check that a dataset of `datasets` is split into datasets."""
     state = AcceleratorState()
     whole = datasets_Dataset.from_list([{"k": one} for one in range(2 * state.num_processes)])
@@ -312,7 +313,7 @@ def test_reinstantiated_state() -> None:
 
 def main() -> None:
     """Run every check."""
-    state = Accelerator().state
+    state: Any = Accelerator().state
     state.print("**Initialization**")
     init_state_check()
     checks: list[Callable[..., None]] = [process_execution_check, test_split_between_processes_list]

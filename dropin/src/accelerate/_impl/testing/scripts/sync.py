@@ -141,7 +141,7 @@ def test_gradient_accumulation_with_opt_and_scheduler(
         last = iteration + 1 == len(loader)
         ended = (iteration + 1) % _EVERY == 0 or last
         alone = last and (iteration + 1) % _EVERY  # a window of one step
-        loss = functional.mse_loss(model(inputs), targets) / (1 if alone else _EVERY)
+        loss: Any = functional.mse_loss(model(inputs), targets) / (1 if alone else _EVERY)
         loss.backward()
         if ended:
             optimizer.step()
