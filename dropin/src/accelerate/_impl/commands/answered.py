@@ -35,18 +35,17 @@ def chosen_file(args: Any) -> list[str]:
 
 def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
-    there = args.config_file or Path(default_config_file).is_file()
-    saved: Any = vars(load_config_from_file(args.config_file)) if there else "Not found"
-    shown = (
-        [f"\t- {name}: {value}" for name, value in saved.items() if value not in (None, {})]
-        if there
-        else [f"\t{saved}"]
-    )
-    report = _report()
+    report, saved = _report(), _saved(args.config_file)
     lines = [f"- {name}: {value}" for name, value in report.items()]
+    shown = [f"\t- {name}: {value}" for name, value in saved.items() if value not in (None, {})] or ["\tNot found"]
     text = "\n".join([_HEADING, *lines, "- `Accelerate` default config:", *shown])
     print(text)  # noqa: T201  the command answers on the terminal
-    return {**report, "`Accelerate` configs": saved}
+    return {**report, "`Accelerate` configs": saved or "Not found"}
+
+
+def _saved(file: str | None) -> dict[str, Any]:
+    """What the settings file says, if there is one."""
+    return vars(load_config_from_file(file)) if file or Path(default_config_file).is_file() else {}
 
 
 def _report() -> dict[str, Any]:

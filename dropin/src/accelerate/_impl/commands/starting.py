@@ -185,8 +185,6 @@ def _table(file: str | None) -> dict[str, str] | None:
 
 def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
     """Pairs of `--name value`. Raises: ValueError for a flag without a value, which SageMaker cannot pass on."""
-    if len(nargs) < 2:
-        return {}
     found: dict[str, Any] = {}
     for at, word in enumerate(nargs):
         if not word.startswith("-"):
