@@ -47,7 +47,7 @@ test-exhaustive: $(READY) # the first part of test-all
 
 test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, through a stand-in for CUDA's calls: minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'megatron-core>=0.16,<0.17'
-	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/dist/test_megatron_laws.py
+	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/dist/strategies/engines/megatron/test_megatron_laws.py
 
 # XLA_WHEELS names a folder with the wheels of torch and torch_xla, if they are not to be downloaded.
 test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device and on four virtual ones: minutes
@@ -56,7 +56,7 @@ test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device a
 		PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$count .torch-xla/bin/python -m pytest -o faulthandler_timeout=0 tests/xla || exit 1; done
 
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
-	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/test_launch_slurm.py
+	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/launch/test_launch_slurm.py
 
 check: ## format, lint, types, layers, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit

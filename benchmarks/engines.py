@@ -46,7 +46,9 @@ TURN = 4
 IN_MEMORY = "parameters and state in host memory"
 ON_DRIVE = "parameters on the drive"
 ALL_ON_DRIVE = "parameters and state on the drive"
-STAND_IN = Path(__file__).parent.parent / "tests" / "dist" / "megatron_on_cpu.py"
+STAND_IN = (
+    Path(__file__).parent.parent / "tests" / "dist" / "strategies" / "engines" / "megatron" / "megatron_on_cpu.py"
+)
 Step = Callable[[Tensor], Tensor]
 
 
@@ -89,7 +91,7 @@ def contenders(drive: Path) -> list[Contender]:
 
 
 def zero(**options: Any) -> dict[str, Any]:
-    return {"strategy": "deepspeed", "deepspeed": {"hf_ds_config": {"zero_optimization": options}}}
+    return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": options}}}
 
 
 def offloaded(parameters: dict[str, str], state: dict[str, str]) -> dict[str, Any]:

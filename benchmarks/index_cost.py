@@ -12,8 +12,8 @@ from typing import Any
 from loading import report
 
 from hasten.comm.local import LocalComm
+from hasten.data.batch_plan import plan_rows
 from hasten.data.order import order_of
-from hasten.data.plan import plan_rows
 from hasten.data.position import Position
 from hasten.data.sampler import Assignment
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from recording import record
 
-from hasten.testing.machines import NamespaceMachine, machines, meet, warm_launcher
+from tests.support.machines import NamespaceMachine, machines, meet, warm_launcher
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "dist"
+SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
 
 
 # -- the training script ------------------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ def train(args: argparse.Namespace) -> None:
 def warm_ranks(path: str) -> Iterator[list[str]]:
     """The command of a rank that is forked from a process with torch in it."""
     with subprocess.Popen(
-        [sys.executable, str(TESTS / "rank_zygote.py"), "serve", path], stdout=subprocess.PIPE
+        [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path], stdout=subprocess.PIPE
     ) as server:
         assert server.stdout is not None
         server.stdout.readline()
-        yield ["--no_python", "--", sys.executable, "-S", str(TESTS / "rank_zygote.py"), "rank", path]
+        yield ["--no_python", "--", sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", path]
         server.kill()
 
 
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace, kills: int) -> tuple[list[dict[str, Any]], str
     chance = random.Random(args.seed)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hasten-lost-")))
-        zygote = stack.enter_context(warm_launcher(TESTS / "launch_zygote.py", folder / "home"))
+        zygote = stack.enter_context(warm_launcher(SUPPORT / "launch_zygote.py", folder / "home"))
         words = [*stack.enter_context(warm_ranks(str(folder / "socket"))), __file__, "--worker", *options]
         made = stack.enter_context(machines(zygote, 2))
         begun = time.time()

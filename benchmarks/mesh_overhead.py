@@ -35,7 +35,7 @@ from hasten.strategies.base import Caps, Strategy
 from hasten.strategies.context.strategy import ContextParallel
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert
-from hasten.strategies.tensor.alone import SplitAlone
+from hasten.strategies.tensor.alone import TensorParallelOnly
 from hasten.strategies.tensor.strategy import SplitLayers
 
 SMALL = Size(vocab=50304, width=768, heads=12, depth=12, context=1024, rows=16)
@@ -80,7 +80,7 @@ def split_by_force() -> Iterator[None]:
     def split(config: Config, ctx: ProcessContext) -> Strategy:
         layers = SplitLayers(config.parallelism, config.fsdp, WorldMesh())
         transforms = [Convert(config.master_weights), layers]
-        return NativeStrategy("tensor", SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
+        return NativeStrategy("tensor", TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
 
     chosen = vars(setup)["choose"]
     vars(setup)["choose"] = split

@@ -38,6 +38,7 @@ import transformers  # noqa: E402
 from mrpc_parts import model_folder, read_pairs  # noqa: E402
 
 import hasten  # noqa: E402
+import hasten.trainer  # noqa: E402
 
 ACCURACY, F1, TOLERANCE = 0.79, 0.85, 1e-5
 RATE, DECAY, BATCH = 1e-4, 0.01, 16
@@ -98,7 +99,7 @@ def compare(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     # every epoch has an order of its own; laid one behind the other they are an order that each form reads as it is
     rows = [pairs[i] for _ in range(args.epochs) for i in torch.randperm(len(pairs), generator=generator).tolist()]
-    collate = hasten.DataCollatorWithPadding(tokenizer)
+    collate = hasten.trainer.DataCollatorWithPadding(tokenizer)
     forms: dict[str, Callable[..., list[float]]] = {LOOP: by_loop, OURS: by_trainer, THEIRS: by_their_trainer}
     losses: dict[str, list[float]] = {}
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -143,7 +144,7 @@ def by_loop(model: Any, rows: Rows, collate: Any, seed: int, folder: str) -> lis
     decayed, rest = [[p for p in model.parameters() if (p.ndim >= 2) is big] for big in (True, False)]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer: Any = torch.optim.AdamW(groups, lr=RATE)
-    schedule: Any = hasten.get_scheduler("linear", optimizer, 0, len(loader))
+    schedule: Any = hasten.trainer.get_scheduler("linear", optimizer, 0, len(loader))
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     model.train()
     losses = []

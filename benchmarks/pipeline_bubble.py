@@ -21,7 +21,7 @@ from recording import record
 from torch import Tensor, nn
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
-from hasten.strategies.pipeline.split import bubble
+from hasten.strategies.pipeline.stage_plan import bubble
 from hasten.testing.pool import Pool
 
 RANKS = 4

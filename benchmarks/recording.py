@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 """The folder of the results; run_all.py names another one for short runs."""
 STARTED = datetime.now(UTC).isoformat(timespec="seconds")
+sys.path.append(str(Path(__file__).parents[1]))  # some benchmarks use `tests.support`
 
 
 def commit() -> str:

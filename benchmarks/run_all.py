@@ -51,6 +51,7 @@ PLANS = (
     Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",)),
     Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu")),
     Plan("fp8.py"),
+    Plan("chunked_loss.py"),
 )
 CUDA_PLANS = (
     Plan("full_loop.py", always=("--device", "cuda", "--workers", "0", "--seconds", "200")),
@@ -59,11 +60,14 @@ CUDA_PLANS = (
     Plan("offload_tokens.py"),
     Plan("sharding.py", always=("--rounds", "8")),
     Plan("fp8.py", always=("--device", "cuda")),
+    Plan("chunked_loss.py", always=("--device", "cuda")),
+    Plan("muon.py"),
 )
 """Benchmarks of the published tables, the headline first."""
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
     "offload.py": "needs a GPU",
+    "muon.py": "needs a GPU",
     "offload_tokens.py": "needs a GPU",
     "memory_picture.py": "needs a GPU",
     "oom_recovery.py": "needs a GPU",

@@ -25,16 +25,10 @@ from loading import versions
 from recording import RESULTS, record
 from torch.utils.data import DataLoader
 
-from hasten import (
-    Accelerator,
-    DataLoaderConfiguration,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    get_scheduler,
-)
-from hasten.testing.toys import Rows, Scored, seeded
+from hasten import Accelerator, DataLoaderConfiguration, Trainer, TrainerCallback, TrainingArguments
+from hasten.testing.toys import seeded
+from hasten.trainer import default_data_collator, get_scheduler
+from tests.support.toys import Rows, Scored
 
 STEP_S, LIMIT, BATCH, DECAY = 5e-3, 0.02, 8, 0.01
 Clock = Callable[[], float]

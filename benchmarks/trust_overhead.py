@@ -48,9 +48,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def loop(settings: dict[str, Any], device: str = "cpu", rows: int = ROWS) -> Callable[[int], None]:
+def loop(
+    settings: dict[str, Any], device: str = "cpu", rows: int = ROWS, context: ProcessContext | None = None
+) -> Callable[[int], None]:
     """A training loop that runs so many updates when called."""
-    accelerator = Accelerator(cpu=device == "cpu", **settings)
+    accelerator = Accelerator(cpu=device == "cpu", trust=settings, context=context)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
@@ -70,7 +72,7 @@ def group_of_one(device: str) -> ProcessContext:
     """This process as the only rank of a real group, with the store that watches write to."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    alone = Accelerator(cpu=device == "cpu", **OFF).ctx
+    alone = Accelerator(cpu=device == "cpu", trust=OFF).ctx
     assert dist.group.WORLD is not None
     return replace(alone, world=ProcessGroupComm(dist.group.WORLD, store, alone.device))
 
@@ -80,12 +82,12 @@ def measure_alone(rounds: int, device: str) -> dict[str, list[tuple[float, float
     torch.set_num_threads(1)
     ctx, every = group_of_one(device), OFF | {"stall": "off"}
     loops = {
-        "nothing": loop({**every, "context": ctx}, device, 8),
-        "nothing, again": loop({**every, "context": ctx}, device, 8),
-        "stall watch": loop({**OFF, "context": ctx}, device, 8),
-        "divergence every 100": loop({**every, "divergence": "stop", "context": ctx}, device, 8),
-        "numbers=report": loop({**every, "numbers": "report", "context": ctx}, device, 8),
-        "all, as by default": loop({"context": ctx}, device, 8),
+        "nothing": loop(every, device, 8, ctx),
+        "nothing, again": loop(every, device, 8, ctx),
+        "stall watch": loop({**OFF, "stall": "abort"}, device, 8, ctx),
+        "divergence every 100": loop({**every, "divergence": "stop"}, device, 8, ctx),
+        "numbers=report": loop({**every, "numbers": "report"}, device, 8, ctx),
+        "all, as by default": loop({}, device, 8, ctx),
     }
     return turns(loops, rounds, torch.cuda.synchronize if device == "cuda" else lambda: None)
 

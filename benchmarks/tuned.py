@@ -293,7 +293,7 @@ def part(kind: str, args: argparse.Namespace) -> None:
     """Tune, measure and write one part."""
     print(f"{kind}: hasten tune", flush=True)
     found = tuned(kind, args.small, args.budget)
-    print(f"{kind}: tune chose {found['best'] or 'the script as it is'}", flush=True)
+    print(f"{kind}: tune chose {found['best'] or 'the unchanged script'}", flush=True)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.small else "cpu")
     bench = Bench(kind, args.small, device, found["best"])
     steps, losses, left_out = prepared(bench, args.only)
@@ -319,14 +319,14 @@ def page(bench: Bench, found: dict[str, Any], rows: dict[str, Any], left_out: di
     """The results in words and tables."""
     tokens = 16 * 1024 if bench.kind == "gpt2" and not bench.small else 0
     what = "GPT-2-small-sized, 16 x 1024 tokens, bf16" if tokens else f"{bench.kind}{', small' if bench.small else ''}"
-    chosen = ", ".join(f"{name}={value}" for name, value in found["best"].items()) or "the script as it is"
+    chosen = ", ".join(f"{name}={value}" for name, value in found["best"].items()) or "the unchanged script"
     lines = [
         f"# Tuned: {what}",
         "",
         ", ".join(f"{key} {value}" for key, value in known.items()),
         "",
-        f"`hasten tune` chose: **{chosen}** in {found.get('seconds', 0):.0f} s ({found.get('gain', 0):.2f} times as fast as the script "
-        f"as it is, by its own measurement){'. It failed: ' + found['error'] if 'error' in found else ''}.",
+        f"`hasten tune` chose: **{chosen}** in {found.get('seconds', 0):.0f} s ({found.get('gain', 0):.2f} times as fast as the "
+        f"unchanged script, by its own measurement){'. It failed: ' + found['error'] if 'error' in found else ''}.",
         "",
         f"Median of interleaved turns, by the clock; times as fast as the eager loop by hand; the largest relative difference of the "
         f"first {COMPARED} losses from that loop's.",
@@ -343,7 +343,7 @@ def page(bench: Bench, found: dict[str, Any], rows: dict[str, Any], left_out: di
     lines += ["", *(f"Left out: {name} ({why})." for name, why in left_out.items())]
     lines += ["", "## Trials of tune", "", "| values | step | verdict |", "|---|---|---|"]
     for trial in found["trials"]:
-        values = ", ".join(f"{name}={value}" for name, value in trial["values"].items()) or "the script as it is"
+        values = ", ".join(f"{name}={value}" for name, value in trial["values"].items()) or "the unchanged script"
         lines.append(f"| {values} | {trial['step_s'] * 1e3:.3f} ms | {trial['verdict']} |")
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hasten import Accelerator, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+from hasten import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
+from hasten.bigmodel import infer_auto_device_map
 
 
 class Block(nn.Module):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hasten import Accelerator, Progress, set_seed
+from hasten import Accelerator, set_seed
+from hasten.extending import Progress
 
 ALPHABET = 128  # ASCII; other characters become the last one
 

@@ -11,7 +11,8 @@ import torch
 from mrpc_parts import Pair, model_folder, read_arguments, read_pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hasten import EvalPrediction, Trainer, TrainingArguments
+from hasten import Trainer, TrainingArguments
+from hasten.trainer import EvalPrediction
 
 
 def scores(found: EvalPrediction) -> dict[str, float]:

@@ -36,12 +36,13 @@ IGNORED_FILES: Final = (
 )
 IGNORED_CHILDREN: Final = ("resource_tracker", "forkserver", "semaphore_tracker")
 MOST_S: Final = 400.0  # pytest's faulthandler_timeout comes after it
-TRIES: Final = 4  # of a test that watches the clock, while the host of this machine takes the processors away
+MOST_RERUNS: Final = 4  # tests in a whole run that are run again; more failures than that are no accident
 STARVED: Final = 0.1
 HALF: Final = 0.5
 PROCESSORS_SECTION: Final = "processors"
 CALM_S: Final = 60.0
 PROCESSORS: Final = pytest.StashKey[tuple[int, int]]()
+RERUNS: Final = pytest.StashKey[int]()
 NUM_MODULES: Final = pytest.StashKey[int]()
 WATCHED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
@@ -168,35 +169,46 @@ def leak_police(request: pytest.FixtureRequest) -> Generator[None]:
 # ---------------------------------------------------------------------------------------------------------------
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test against the clock, and one that failed once more if the processors were not its own.
+    """Run a test against the clock, and once more if it failed while the host took the processors away.
 
-    A `timed` test is run up to four times, while a tenth of their time was taken away. Where half of it was, all limits of
-    time are off, those of subprocesses and of ranks that wait for each other too: any test gets a second try. What it had
-    failed with stays in its report, and the end of the run lists it.
+    A `timed` test is run again where the host took a tenth of their time, any other test where it took half, since limits
+    of subprocesses and of waiting ranks are then unreliable. A test is run again once at most, and `MOST_RERUNS` tests in a
+    whole run. The summary lists every one of them with its first failure; a test that fails twice has failed.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    timed = item.get_closest_marker("timed") is not None
-    reports, notes = [], list[str]()
-    for num_left in reversed(range(TRIES if timed else 2)):
-        before = processor_time()
+    before = processor_time()
+    with alarm(item):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if note := reason_to_run_again(item, reports, stolen_since(before)):
+        item.config.stash[RERUNS] = item.config.stash.get(RERUNS, 0) + 1
+        wait_for_processors()
         with alarm(item):
             reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        failed = [report for report in reports if report.failed]
-        share = stolen_since(before)
-        if not failed or share < (STARVED if timed else HALF):
-            break
-        crash = getattr(failed[0].longrepr, "reprcrash", None)
-        reason = str(crash.message if crash else failed[0].longreprtext).strip().partition("\n")[0]
-        notes.append(
-            f"failed while the host of this machine gave {share:.0%} of the processors' time to others: {reason}"
-        )
-        if num_left:
-            wait_for_processors()
+        reports[-1].sections.append((PROCESSORS_SECTION, note))
     for report in reports:
-        report.sections += [(PROCESSORS_SECTION, note) for note in notes]
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def reason_to_run_again(item: pytest.Item, reports: list[pytest.TestReport], share: float) -> str:
+    """Return the first line of a failure that a starved host may have caused, with the stolen share; "" if none may."""
+    timed = item.get_closest_marker("timed") is not None
+    failed = [report for report in reports if report.failed]
+    if (
+        not failed
+        or share < (STARVED if timed else HALF)
+        or item.config.stash.get(RERUNS, 0) >= rerun_budget(item.config)
+    ):
+        return ""
+    crash = getattr(failed[0].longrepr, "reprcrash", None)
+    first = str(crash.message if crash else failed[0].longreprtext).strip().partition("\n")[0]
+    return f"failed while the host of this machine gave {share:.0%} of the processors' time to others: {first}"
+
+
+def rerun_budget(config: pytest.Config) -> int:
+    """Return the number of tests that this process may run again: its part of those of the whole run."""
+    return MOST_RERUNS // int(getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 @contextmanager
@@ -241,14 +253,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell what makes the run's time and its limits worth less, and which tests passed only when run again."""
+    """Print the share of stolen time, and every test that was run again with its first failure, passed or not."""
     if (share := stolen_since(config.stash[PROCESSORS])) >= STARVED:
         terminalreporter.write_line(f"the host of this machine gave {share:.0%} of the processors' time to others")
-    for report in terminalreporter.getreports("passed"):
-        if report.when == "call":
-            for name, note in report.sections:
-                if name == PROCESSORS_SECTION:
-                    terminalreporter.write_line(f"run again: {report.nodeid} {note}")
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    again = {
+        report.nodeid: note
+        for report in reports
+        for name, note in getattr(report, "sections", ())
+        if name == PROCESSORS_SECTION
+    }
+    failed = {report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())}
+    if again:
+        terminalreporter.section(
+            f"{len(again)} of at most {MOST_RERUNS} tests run again on a starved host", yellow=True
+        )
+    for nodeid, note in again.items():
+        terminalreporter.write_line(f"{'FAILED TWICE' if nodeid in failed else 'run again'}: {nodeid} {note}")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def wizard(folder: str) -> None:
         screen.press("Enter", until="How many machines?")
         screen.press("Enter", until="How many processes?")
         screen.press("BSpace", "2", "Enter", until="Mixed precision?")
-        screen.press("Down", "Enter", until="How is the model spread")
+        screen.press("Down", "Enter", until="How is the model distributed")
         screen.press("Down", until="FSDP2")
         screen.save("wizard-strategy", "hasten config")
         screen.press("Enter", until="When are gathered")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 HERE = Path(__file__).parent
-MACHINES = HERE.parents[1] / "tests" / "dist" / "test_launch_machines.py"
+MACHINES = HERE.parents[1] / "tests" / "dist" / "launch" / "test_launch_machines.py"
 HASTEN = [sys.executable, "-m", "hasten.cli.main"]
 
 TRAIN = """\

@@ -17,7 +17,9 @@ from accelerate._impl.surface.homes import HOMES
 SOURCE = Path(__file__).parent.parent / "src"
 FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text())
 LONGEST = 10
-MOST_LINES = 10_400  # the checks of accelerate.test_utils.scripts are 1,300 of them
+MOST_LINES = (
+    10_800  # 386 lines that hasten held for the drop-in alone, and 1,300 of the checks in accelerate.test_utils.scripts
+)
 
 
 def modules() -> dict[str, Path]:

@@ -17,11 +17,11 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate._impl.commands import launch
 from accelerate._impl.commands.launch_variables import variables_for
+from accelerate._impl.loaders.sequence_parts import SequenceSplitter
+from accelerate._impl.sharding.attention import SpannedAttention
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, patch_environment
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available
-from hasten.strategies.context.parts import SequenceCut
-from hasten.strategies.context.transformers import SpannedAttention
 
 HERE = Path(__file__).parent
 LOOP, TRAINER = str(HERE / "scripts" / "sequence_loop.py"), str(HERE / "scripts" / "sequence_trainer.py")
@@ -29,10 +29,10 @@ needs_deepspeed = pytest.mark.skipif(not available("deepspeed"), reason="needs d
 needs_transformers = pytest.mark.skipif(not available("transformers"), reason="needs transformers")
 
 
-def cut(ranks: int, length: int | None = None) -> SequenceCut:
+def cut(ranks: int, length: int | None = None) -> SequenceSplitter:
     """How a group of so many processes would cut; nothing is sent."""
     comm: Any = SimpleNamespace(size=ranks, rank=0)
-    return SequenceCut(comm, length)
+    return SequenceSplitter(comm, length)
 
 
 def batch(length: int = 12, **more: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hasten
+import hasten.trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def test_losses_are_those_of_the_other_trainer(tmp_path: Path, every: int, sched
     theirs = TheirsInOrder(
         tiny_bert(),
         transformers.TrainingArguments(str(tmp_path), **common),
-        data_collator=hasten.default_data_collator,
+        data_collator=hasten.trainer.default_data_collator,
         train_dataset=pairs(),
         eval_dataset=pairs(),
     )

@@ -1,4 +1,4 @@
-"""Bundle: the arguments of prepare(), sorted by kind and returned in call order."""
+"""The arguments of prepare(), sorted by kind, and the objects that an Accelerator has prepared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from hasten.data.loader import Loader
 from hasten.errors import PrepareError
+from hasten.optim.ema import AverageState
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.scheduler import PreparedScheduler
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "nothing"]
 
@@ -46,6 +50,37 @@ class Bundle:
     def in_call_order(self) -> tuple[Any, ...]:
         """Return the prepared values in the order their originals were given."""
         return tuple(item.value for item in self.items)
+
+
+@dataclass(slots=True)
+class PreparedObjects:
+    """All objects that one Accelerator has prepared, in order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
+    averages: list[AverageState] = field(default_factory=list)
+    """Moving averages of the models' weights."""
+
+    def holds(self, value: object) -> bool:
+        """Return whether `prepare()` of this Accelerator returned `value`."""
+        return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
+
+    def index_of(self, model: nn.Module) -> int:
+        """Return the index of a prepared model. Raises: PrepareError for any other."""
+        for index, known in enumerate(self.models):
+            if known is model:
+                return index
+        raise PrepareError(
+            f"a {type(model).__name__} was given that this Accelerator has not prepared, so nothing is known of its "
+            "gradients; pass what prepare() returned."
+        )
+
+    def clear(self) -> None:
+        """Remove all objects."""
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.averages):
+            held.clear()
 
 
 def kind_of(value: Any) -> Kind:  # Any: an argument of the user

@@ -13,7 +13,9 @@ from typing import Final
 import pytest
 
 REPOSITORY: Final = Path(__file__).parents[2]
-PUBLIC: Final = ("hasten", "hasten.errors")
+PUBLIC: Final = tuple(
+    f"hasten{name}" for name in ("", ".bigmodel", ".data", ".errors", ".extending", ".modules", ".testing", ".trainer")
+)
 """The modules that documentation imports from; all others may change."""
 PAGES: Final = (*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md")))
 

@@ -14,12 +14,12 @@ from typing import Any, Final
 import pytest
 import torch
 
-from hasten.testing.private_torch import BOTH, NAMES, Name, missing, set_on_self
+from tests.support.private_torch import BOTH, NAMES, Name, missing, set_on_self
 
 REPOSITORY: Final = Path(__file__).parents[2]
 ROOTS: Final = ("src/hasten", "dropin/src/accelerate")
 READERS: Final = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-LIST: Final = "src/hasten/testing/private_torch.py"
+LIST: Final = "tests/support/private_torch.py"
 NOT_TORCH: Final = frozenset(
     {
         "_exit",  # os

@@ -1,37 +1,53 @@
-"""The torch-free contract is complete: every room and file that decides is in it, and exceptions have a reason."""
+"""Modules that decide without torch: the command line, launchers, settings, trackers, and every file named `*_plan.py` or `config.py`."""
 
 from __future__ import annotations
 
-import tomllib
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import grimp
+import pytest
+
 import hasten
 
 PACKAGE: Final = Path(hasten.__file__).parent
-REPOSITORY: Final = Path(__file__).parents[2]
-
-# What decides rather than does, by room or file; a name that does not exist yet is ready for the day it does.
-PURE: Final = (
-    *("errors", "optional", "config", "launch", "cli", "tracking"),
-    *("runtime.env", "runtime.topology", "runtime.axes", "runtime.affinity", "runtime.nodelist"),
-    *("data.plan", "data.shuffle", "data.position", "checkpoint.manifest", "checkpoint.retention"),
-    *("bigmodel.solver", "strategies.pipeline_split", "strategies.deepspeed_config"),
-    *("strategies.megatron_config", "strategies.megatron_families", "strategies.megatron_layout"),
-    *("planner.hardware", "planner.memory", "planner.traffic", "planner.search", "planner.report"),
-    *("planner.candidate", "planner.speed", "planner.traced", "planner.tuning", "planner.failures"),
+PURE_FOLDERS: Final = ("cli", "config", "launch", "tracking")
+PURE_FILES: Final = MappingProxyType(
+    {
+        "checkpoint.format.manifest": "`hasten checkpoint` reads manifests on machines without torch",
+        "checkpoint.store.retention": "the choice of checkpoints to delete, from names and times",
+        "data.position": "a loader's position is saved and checked as plain values",
+        "errors": "imported by everything",
+        "optional": "imported by everything",
+        "runtime.affinity": "a rank's cores, from /sys and its local rank",
+        "strategies.engines.megatron.families": "sizes of a model, read from its Hub configuration",
+        "tools.matrix": "starts and compares runs; each run imports torch in its own process",
+        "trainer.arguments": "a Trainer's settings",
+        "trainer.state": "a Trainer's counters and requests",
+    }
 )
 NEEDS_TORCH: Final = MappingProxyType(
     {
         "launch.elastic.agent": "runs torch's elastic agent, in the process that supervises workers; plans do not import it",
         "launch.elastic.handler": "torch's elastic rendezvous over a store of ours, imported by launch.elastic.agent alone",
         "launch.elastic.torch_agent": "the seam to torch's elastic agent, imported by launch.elastic.agent alone",
-        "launch.rendezvous": "part of the agent: where the hosts of a job meet",
-        "launch.selfcheck": "the program of `hasten test`, launched like any training script; imported by nobody",
-        "launch.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by nobody",
+        "launch.rendezvous": "part of the agent: the meeting of a job's hosts",
+        "launch.selfcheck": "the program of `hasten test`, launched like any training script; imported by no module",
+        "launch.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by no module",
     }
 )
+LAZY: Final = "hasten.lazy"
+"""The module through which others export names that are imported on first use."""
+
+
+def is_pure(module: str) -> bool:
+    """Say whether a module, named without the package, must not import torch."""
+    folder, name = module.partition(".")[0], module.rpartition(".")[2]
+    by_name = folder in PURE_FOLDERS or name.endswith("_plan") or name == "config"
+    return (by_name or module in PURE_FILES) and module not in NEEDS_TORCH
 
 
 def modules() -> list[str]:
@@ -40,24 +56,41 @@ def modules() -> list[str]:
     return [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in files]
 
 
-def contract() -> list[str]:
-    """Return the modules that the contract in pyproject.toml protects."""
-    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
-    (found,) = (c for c in settings["tool"]["importlinter"]["contracts"] if c["id"] == "pure")
-    return [name.removeprefix("hasten.") for name in found["source_modules"]]
+@cache  # read by several tests, changed by none
+def imports() -> grimp.ImportGraph:
+    """Return all imports of hasten, those inside functions and of type checkers too, but for lazy public names."""
+    graph = grimp.build_graph("hasten", include_external_packages=True, cache_dir=None)
+    for importer in graph.find_modules_that_directly_import(LAZY):
+        for imported in graph.find_modules_directly_imported_by(importer):
+            graph.remove_import(importer=importer, imported=imported)
+    return graph
 
 
-def within(module: str, names: tuple[str, ...] | list[str]) -> bool:
-    """Say whether a module is one of `names` or inside one of them."""
-    return any(module == name or module.startswith(f"{name}.") for name in names)
+def chains_to_torch(graph: grimp.ImportGraph, names: Iterable[str]) -> list[str]:
+    """Return the shortest chain of imports from each module to torch, where there is one."""
+    found = (graph.find_shortest_chain(importer=name, imported="torch") for name in names)
+    return [" -> ".join(chain) for chain in found if chain]
 
 
-def test_every_deciding_module_is_protected() -> None:
-    protected = contract()
-    bare = [m for m in modules() if within(m, PURE) and m not in NEEDS_TORCH and not within(m, protected)]
-    assert not bare, f"add to source_modules of the contract `pure` in pyproject.toml: {bare}"
+def test_pure_modules_import_no_torch() -> None:
+    names = [f"hasten.{module}" for module in modules() if is_pure(module)]
+    assert len(names) > 70
+    assert chains_to_torch(imports(), names) == []
 
 
-def test_exceptions_are_real() -> None:
-    stale = [m for m in NEEDS_TORCH if m not in modules()]
-    assert not stale, f"no longer there: {stale}"
+def test_a_chain_of_imports_is_found() -> None:
+    graph = grimp.ImportGraph()
+    for importer, imported in ("a_plan", "b"), ("b", "c"), ("c", "torch"), ("d", "b"), ("e", "f"):
+        graph.add_import(importer=importer, imported=imported)
+    assert chains_to_torch(graph, ["a_plan", "e"]) == ["a_plan -> b -> c -> torch"]
+
+
+@pytest.mark.parametrize("module", sorted(NEEDS_TORCH))
+def test_exceptions_import_torch(module: str) -> None:
+    assert chains_to_torch(imports(), [f"hasten.{module}"]), f"{module} needs no torch: remove it from NEEDS_TORCH"
+
+
+def test_listed_modules_exist_and_are_not_named_by_the_pattern() -> None:
+    there = modules()
+    assert [name for name in (*PURE_FILES, *NEEDS_TORCH) if name not in there] == []
+    assert [name for name in PURE_FILES if name.endswith("_plan") or name.partition(".")[0] in PURE_FOLDERS] == []

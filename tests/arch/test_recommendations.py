@@ -57,8 +57,8 @@ def messages() -> Iterator[tuple[Path, str]]:
 def exists(name: str) -> bool:
     """Whether a function or method of this name is there, on what a user holds or in the modules a message may name."""
     first, _, rest = name.partition(".")
-    if first == "torch" and rest:
-        owner: object = torch
+    if first in ("torch", "hasten") and rest:
+        owner: object = torch if first == "torch" else hasten
         for part in rest.split("."):
             if not hasattr(owner, part):
                 return False
@@ -68,7 +68,9 @@ def exists(name: str) -> bool:
     holders = (
         Accelerator,
         hasten,
-        hasten.Progress,
+        hasten.bigmodel,
+        hasten.trainer,
+        hasten.extending.Progress,
         pool,
         Loader,
         PreparedOptimizer,

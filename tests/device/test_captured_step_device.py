@@ -121,7 +121,7 @@ def test_losses_of_replays_are_watched() -> None:
     ("settings", "why"),
     [
         ({"mixed_precision": "fp16"}, "fp16"),
-        ({"numbers": "stop"}, "numbers=stop"),
+        ({"trust": {"numbers": "stop"}}, "trust.numbers=stop"),
         ({"gradient_accumulation_steps": 2}, "accumulated"),
         ({"performance": {"step_graph": False}}, "step_graph is off"),
     ],

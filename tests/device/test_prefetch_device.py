@@ -19,7 +19,7 @@ from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
 from hasten.optim.clock import StepClock
-from hasten.testing.loaders import context_of
+from tests.support.loaders import context_of
 
 pytestmark = pytest.mark.device
 

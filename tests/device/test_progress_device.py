@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from hasten.progress.bar import Progress, Surroundings
+from hasten.progress.bar import BarContext, Progress
 from hasten.progress.display import LineDisplay
 from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import LateScalars, fetch_scalars
-from hasten.progress.straggler import Pulse
+from hasten.progress.straggler import BackwardTimer
 from hasten.tracking.base import Entry, Tracker
 from hasten.tracking.manager import TrackerManager
 
@@ -85,8 +85,8 @@ def test_logging_does_not_wait_and_loses_nothing() -> None:
 
 def test_a_bar_shows_loss_memory_and_pace() -> None:
     matrix, file = torch.randn(512, 512, device=device()), io.StringIO()
-    pulse = Pulse(device(), every_s=0.0)
-    here = Surroundings(display=LineDisplay(Console(file=file), 0.0), memory=MemoryGauge(device()), pulse=pulse)
+    pulse = BackwardTimer(device(), every_s=0.0)
+    here = BarContext(display=LineDisplay(Console(file=file), 0.0), memory=MemoryGauge(device()), pulse=pulse)
     bar = Progress(range(5), here=here, desc="train")
     for _ in bar:
         loss = slow_loss(matrix, 20)

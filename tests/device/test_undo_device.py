@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hasten.checkpoint.reshard import Copy
-from hasten.state import undo as undoing
-from hasten.state.undo import Undo
+from hasten.state import previous_state as undoing
+from hasten.state.previous_state import PreviousState
 
 pytestmark = pytest.mark.device
 
@@ -24,8 +24,8 @@ def test_a_failed_load_restores_every_byte(room: str, monkeypatch: pytest.Monkey
     before = [tensor.clone() for tensor in tensors]
     torch.accelerator.synchronize()
     start = torch.accelerator.memory_allocated()
-    undo = Undo()
-    undo.keep_targets([Copy(tensor, tensor) for tensor in tensors])
+    undo = PreviousState()
+    undo.save_targets([Copy(tensor, tensor) for tensor in tensors])
     taken = torch.accelerator.memory_allocated() - start
     assert (taken > large.numel() * 4) == (room == "device")
     for tensor in tensors:
@@ -42,6 +42,6 @@ def test_a_load_that_succeeds_gives_the_memory_back() -> None:
     tensor = torch.randn(40_000_000, device=device)
     torch.accelerator.empty_cache()
     reserved = torch.accelerator.memory_reserved()
-    with Undo() as undo:
-        undo.keep_targets([Copy(tensor, tensor)])
+    with PreviousState() as undo:
+        undo.save_targets([Copy(tensor, tensor)])
     assert torch.accelerator.memory_reserved() == reserved

@@ -35,8 +35,8 @@ from torch.utils.data import (
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.errors import DataError, MismatchError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.laws import Law
 from hasten.testing.pool import Pool
+from tests.support.laws import Law
 
 # Any in this file: samples and batches of many kinds.
 ORDERS: Final = {
@@ -59,7 +59,7 @@ STREAMS: Final = {
     "sized": "a stream with a length",
     "draws": "a stream that shuffles through a buffer with `random`",
     "draws numpy": "the same with `np.random`",
-    "own generator": "the same with a generator of its own",
+    "own generator": "the same with its own generator",
     "stateful": "a stream with `state_dict`",
     "stateful draws": "a stream with `state_dict` that forgets its shuffle buffer",
     "sharded": "a stream with `shard()`, of uneven parts",
@@ -543,7 +543,7 @@ def check(case: Case, pool: Pool) -> str:
         rest: list[Any] = [one[3] for one in done]
         stop = done[0][1]
         if case.is_unsaid or any(isinstance(steps, str) for steps in whole):
-            reasons = ("already_sharded=True",) if case.is_unsaid else ("gave no sample", "cannot be split over")
+            reasons = ("already_sharded=True",) if case.is_unsaid else ("has no sample", "cannot be split over")
             return refused_by_all(whole, reasons)
         for epoch in (0, 1):
             compare_with_torch(case, real_ids(whole, epoch))

@@ -33,9 +33,9 @@ from hasten.config.sections.loop import GradScalerKwargs
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.laws import Law
 from hasten.testing.pool import Pool
 from hasten.testing.toys import TinyLM, seeded
+from tests.support.laws import Law
 
 # Any in this file: settings of many kinds, and what `prepare` returns.
 TENSOR_KINDS: Final = ("lm", "tied", "scalar")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.xla.training import Run, net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator, set_seed
 from hasten.errors import DivergenceError, HastenError
+from tests.xla.training import Run, net
 
 # Any in this file: prepared objects, and results of scenarios.
 
@@ -41,7 +41,7 @@ def samples(count: int) -> TensorDataset:
 def made(count: int, every: int, clip: float | None, shards: bool, dropout: float = 0.0) -> Run:
     """A training of this host, with weights that differ between hosts before they are prepared."""
     model = net(NORM, dropout, seed=5 + int(os.environ["RANK"]))
-    return Run.made(model, samples(count), ROWS, every, clip, shards=shards, divergence_every=4)
+    return Run.made(model, samples(count), ROWS, every, clip, shards=shards, trust={"divergence_every": 4})
 
 
 def result(run: Run) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Branches(nn.Module):
 
 def branches(folder: Path) -> dict[str, Any]:
     """Gradients that only some hosts have, and plain backward() on two losses."""
-    accelerator = Accelerator(strategy="xla", divergence_every=1)
+    accelerator = Accelerator(strategy="xla", trust={"divergence_every": 1})
     rank = accelerator.process_index
     torch.manual_seed(5 + rank)
     model = Branches()
@@ -130,7 +130,7 @@ def branches(folder: Path) -> dict[str, Any]:
 
 def wrong(folder: Path) -> dict[str, Any]:
     """What is refused or found on every host when one of them differs."""
-    accelerator = Accelerator(strategy="xla", divergence_every=1)
+    accelerator = Accelerator(strategy="xla", trust={"divergence_every": 1})
     rank = accelerator.process_index
     said = {}
     for name, model in (

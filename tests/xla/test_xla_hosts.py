@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import pytest
 import torch
+from torch import Tensor
+
 from tests.xla.host_program import NORM, ROWS, Branches, samples
 from tests.xla.training import assert_equal, net, plain
-from torch import Tensor
 
 # Any in this file: results of scenarios and their arguments, and what is in the program beside this file.
 

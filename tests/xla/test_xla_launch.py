@@ -91,7 +91,7 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = hasten("launch", "--tpu", "--num_processes", "2", "train.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "one process drives all devices" in done.stderr
+    assert "one process controls all devices" in done.stderr
 
 
 def test_a_cell_of_a_notebook(tmp_path: Path) -> None:

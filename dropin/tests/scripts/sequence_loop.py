@@ -138,7 +138,7 @@ def check_reading(accelerator, model, reference, loader):
         model(input_ids=rows(1)[0]["input_ids"][None])
     except Exception as error:
         said = str(error)
-    assert "Pass the loader to prepare()" in said, "whole sequences in training would be joined"
+    assert "Pass the loader and the model to the same prepare()" in said, "whole sequences in training would be joined"
 
 
 def main(stage):

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.accelerator.preparing import PreparedObjects
 from hasten.optim import fused
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.step_graph import StepGraph
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.logs import get_logger
 from hasten.strategies.compiling import is_settling
 from hasten.trust.numbers.numbers import NumbersWatch

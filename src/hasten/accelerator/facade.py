@@ -8,19 +8,19 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 
-from hasten.accelerator import arguments
+from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
 from hasten.accelerator.captured_step import CapturedStep
@@ -31,21 +31,35 @@ from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.setup import AcceleratorParts, Noted, build, reports_in
 from hasten.accelerator.step import Accumulation
 from hasten.checkpoint import export
-from hasten.checkpoint.model_state import LoadReport, load_weights
+from hasten.checkpoint.export import load_weights
+from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.locate import check_path
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
-from hasten.config.keywords import Keywords
 from hasten.config.root import Config
-from hasten.config.sections.loop import AutocastKwargs, ProfileKwargs
+from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.sections.loop import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    PerformanceSettings,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TrackingConfig,
+)
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
+from hasten.optim.clock import check_every
+from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
-from hasten.optim.window import check_every, divided
+from hasten.optim.window import divided
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.mesh_plan import BATCH, Axis
@@ -65,10 +79,13 @@ from hasten.trust.stall.watchdog import watch
 if TYPE_CHECKING:
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
+    from hasten.progress.throughput import Throughput
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+Fields: TypeAlias = Mapping[str, Any]
+"""The fields of a settings class as a mapping. Any: values of every type."""
 
 
 class Accelerator:
@@ -83,7 +100,41 @@ class Accelerator:
         optimizer.step()
         optimizer.zero_grad()
     ```
-    Settings given here take precedence over flags, environment and files. Ranks: every rank creates one, with the same settings.
+    Settings given here take precedence over flags, environment and files; None leaves a setting to them. A settings class may also be
+    given as a mapping of its fields. Ranks: every rank creates one, with the same settings.
+
+    Args:
+        mixed_precision: Compute precision: no, bf16, fp16 or fp8.
+        gradient_accumulation_steps: Micro-steps per optimizer update.
+        cpu: Train on the CPU even if an accelerator is available.
+        device_placement: Move models and batches to the process's device.
+        strategy: How training is distributed: auto, none, ddp, fsdp, deepspeed, megatron or xla.
+        project_dir: Folder (or URL) of the run: logs, metrics and checkpoints.
+        log_with: Name of a tracker, a tracker, or a list of both.
+        parallelism_config: Sizes of the mesh axes, with the settings of tensor, context and pipeline parallelism.
+        fsdp_plugin: Settings of fully sharded data parallelism; chooses the strategy fsdp.
+        deepspeed_plugin: Settings of DeepSpeed; chooses the strategy deepspeed.
+        megatron_lm_plugin: Settings of Megatron-LM; chooses the strategy megatron.
+        xla: Settings of torch_xla.
+        dataloader_config: Splitting, shuffling, moving and resuming of loaders.
+        gradient_accumulation_plugin: All settings of gradient accumulation.
+        dynamo_plugin: Settings of torch.compile.
+        project_config: Folders of the run, and the checkpoints to keep.
+        performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
+        trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
+        tracking: Settings of trackers that `log_with` does not hold.
+        kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
+            InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
+        master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
+        recompute: Class names of blocks whose activations are recomputed in backward.
+        checkpoint_in_memory: Updates between two copies of the run's state in the memory of its machines.
+        step_scheduler_with_optimizer: Schedulers step only with an applied update.
+        split_batches: The loader's batch size is the global one, split over processes.
+        dynamo_backend: Backend of torch.compile; `dynamo_plugin` has the other settings.
+        rng_types: Random generators synchronised over all processes at the start of each epoch.
+        debug: Check every collective before it runs (slower); show logs and whole tracebacks.
+        context: An existing process context, instead of the launcher's variables.
+        unknown: Any other name, which raises UnknownSettingError with the nearest or the new spelling.
     """
 
     def __init__(
@@ -96,22 +147,34 @@ class Accelerator:
         strategy: str | None = None,
         project_dir: str | None = None,
         log_with: Any = None,  # Any: a name, a tracker, or a list of them
+        parallelism_config: ParallelismConfig | Fields | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | Fields | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Fields | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | Fields | None = None,
+        xla: XLAConfig | Fields | None = None,
+        dataloader_config: DataLoaderConfiguration | Fields | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None = None,
+        dynamo_plugin: TorchDynamoPlugin | Fields | None = None,
+        project_config: ProjectConfiguration | Fields | None = None,
+        performance: PerformanceSettings | Fields | str | None = None,
+        trust: TrustSettings | Fields | str | None = None,
+        tracking: TrackingConfig | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
+        master_weights: str | None = None,
+        recompute: Sequence[str] | None = None,
+        checkpoint_in_memory: int | None = None,
+        step_scheduler_with_optimizer: bool | None = None,
+        split_batches: bool | None = None,
+        dynamo_backend: str | None = None,
+        rng_types: Sequence[str] | None = None,
+        debug: bool | None = None,
         context: ProcessContext | None = None,
-        **settings: Unpack[Keywords],
+        **unknown: Never,
     ) -> None:
-        given = {
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu,
-            "device_placement": device_placement,
-            "strategy": strategy,
-            "project_dir": project_dir,
-            "log_with": log_with,
-            "kwargs_handlers": kwargs_handlers,
-            **settings,
+        arguments_given = {
+            name: value for name, value in locals().items() if name not in ("self", "context", "unknown")
         }
-        parts: AcceleratorParts = build(given, context)
+        parts: AcceleratorParts = build(arguments_given | unknown, context)
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
@@ -121,44 +184,59 @@ class Accelerator:
         self.tracking = parts.tracking
         self.run_log = parts.run_log
         self._progress: ProgressMaker | None = None
+        self._throughput: Throughput | None = None
         self.rehearsal = parts.rehearsal
         self._preparer = Preparer(
             parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
         )
         self.prepared = self._preparer.done
-        sizes = parts.config.parallelism
-        self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
-        self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
-        self._epochs = EpochLoops(self.prepared, parts.clock)
-        self.saving: Saving = self._saving(parts)
         if parts.config.checkpoint_in_memory is not None:
             self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
-        watch(self, parts.watchdog)
+        if parts.watchdog is not None:
+            watch(self, parts.watchdog)
         self._watch_values(parts)
-        parts.rehearsal.built(self)
+        if parts.rehearsal is not None:
+            parts.rehearsal.built(self)
 
-    def _saving(self, parts: AcceleratorParts) -> Saving:
+    # -- components that are created on first use -------------------------------------------------------------------
+    @cached_property
+    def saving(self) -> Saving:
+        """Saving and loading of this run's checkpoints."""
         return Saving(
-            parts.ctx,
-            parts.config.project,
+            self.ctx,
+            self.config.project,
             RunParts(
                 self.prepared,
-                parts.strategy.unwrap,
-                parts.clock,
-                parts.precision,
-                Randomness(parts.ctx.device),
-                parts.tracking,
-                parts.strategy,
+                self.strategy.unwrap,
+                self.clock,
+                self.precision,
+                Randomness(self.ctx.device),
+                self.tracking if self.tracking.names else None,
+                self.strategy,
                 self._epochs,
+                averages=self.prepared.averages,
             ),
-            notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
-            whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
+            notes={"strategy": self.strategy.name, "mixed_precision": self.config.mixed_precision},
+            whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+
+    @cached_property
+    def retrying(self) -> Retrying:
+        """The runner of `run_step`."""
+        return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+
+    @cached_property
+    def _epochs(self) -> EpochLoops:
+        return EpochLoops(self.prepared, self.clock)
+
+    @cached_property
+    def _context(self) -> ContextParallel:
+        return ContextParallel(self.config.parallelism, self.ctx, self.clock, lambda: self.prepared.models)
 
     def _watch_values(self, parts: AcceleratorParts) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
-        if not parts.strategy.caps.splits_sequences:
+        if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self._numbers: NumbersWatch | None = None
         self._rollback: Rollback | None = None
@@ -173,11 +251,10 @@ class Accelerator:
                 self.clock,
                 parts.numbers,
                 self._rollback,
-                self.saving.newest,
+                lambda: self.saving.newest(),
             )
-            self._numbers.on_loss = parts.rehearsal.loss_listener()
-            self._preparer.on_model = self._numbers.follow
             if parts.numbers.then != "report":
+                self._preparer.on_model = self._numbers.follow
                 self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
         if self._sentinel is not None:
@@ -303,14 +380,12 @@ class Accelerator:
                 f"{', '.join(sections)} cannot change: a {type(self.prepared.models[0]).__name__} was prepared under the earlier "
                 "settings and keeps its layout. Call reconfigure() before the first prepare(), or make another Accelerator."
             )
+        saving = self.saving
         self.config = replace(self.config, **sections)
         self.strategy = choose(self.config, self.ctx)
-        self.saving.reconfigure(self.strategy)
+        saving.reconfigure(self.strategy)
         self._preparer.reconfigure(self.config, self.strategy)
-        self.retrying = self._retrying()
-
-    def _retrying(self) -> Retrying:
-        return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+        self.__dict__.pop("retrying", None)
 
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.
@@ -405,6 +480,36 @@ class Accelerator:
         made = Accumulation(self.clock, self.strategy, models or tuple(self.prepared.models), key, each)
         if models:  # the default, all prepared models, may differ in the next call
             self._accumulations[models] = made
+        return made
+
+    def ema(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        every: int = 1,
+        start: int = 0,
+        only_trained: bool = True,
+        average_buffers: bool = False,
+    ) -> EMA:
+        """Return an exponential moving average of a prepared model's weights, updated after every applied update.
+
+        `decay` is a number or a function of the number of updates; the first `start` updates are copied instead of
+        averaged; `every` averages each n-th update only. `only_trained` leaves out parameters that no optimizer holds.
+        Evaluate and export inside `with ema.swapped():`. The average is part of `save_state` and `load_state`.
+        Ranks: every rank.
+        """
+        self._preparer.done.index_of(model)
+        made = EMA(
+            self.strategy.unwrap(model),
+            self._preparer.done.optimizers,
+            decay=decay,
+            every=every,
+            start=start,
+            only_trained=only_trained,
+            average_buffers=average_buffers,
+        )
+        self._preparer.done.averages.append(made.state)
         return made
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -515,7 +620,8 @@ class Accelerator:
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
         arguments.check_callable(fn, "capture_step(fn)")
-        self.rehearsal.capturing()
+        if self.rehearsal is not None:
+            self.rehearsal.capturing()
         return CapturedStep(fn, self.prepared, self.clock, self._numbers, self._preparer.performance.no_step_graph())
 
     def context_parallel(
@@ -604,6 +710,29 @@ class Accelerator:
         if even_batches is not None:
             arguments.check_flag(even_batches, "join_uneven_inputs(even_batches)")
         return self._preparer.join(joinables, even_batches)
+
+    def generate(
+        self, model: nn.Module, batch: Any, *, gather: bool = True, **options: Any
+    ) -> Tensor:  # Any: the prompts of a batch, and options of the model's generate()
+        """Return the tokens that a prepared model generates for a batch of prompts, of all processes in input order.
+
+        Works with replicated and sharded models and with prompts of different lengths; `options` are those of the model's
+        `generate`. Rows are padded to the longest of all processes, and samples that a loader added as padding are dropped.
+        With `gather=False` each process gets its own rows. Ranks: every rank.
+        """
+        self.prepared.index_of(model)
+        inner = self.strategy.unwrap(model)
+        with self.autocast():
+            tokens = generating.generate(inner, batch, self.num_processes, options)
+        if not gather:
+            return tokens
+        tokens = self.pad_across_processes(
+            tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
+        )
+        found: Tensor = (
+            self.gather(tokens, axes=tuple(BATCH)) if self.clock.active is None else self.gather_for_metrics(tokens)
+        )
+        return found
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
@@ -703,7 +832,12 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any."""
+        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any.
+
+        After `track_throughput()`, `tokens_per_second` and `mfu` are added.
+        """
+        if self.clock.rates is not None and isinstance(values, Mapping):
+            values = {**self.clock.rates(), **values}
         self.tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -727,6 +861,29 @@ class Accelerator:
         """Log a table given as `columns` and `data` or as a `dataframe`. Ranks: any."""
         self.tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
 
+    def track_throughput(
+        self,
+        tokens: str | Callable[[Any], int] | None = None,
+        *,
+        peak_tflops: float | None = None,
+        flops_per_token: float | None = None,
+    ) -> Throughput:
+        """Measure tokens a second and MFU from here on; returns the object that holds them.
+
+        They appear in progress bars, in `log()`, in `hasten top` and in reports. `tokens` names the field of a batch that holds
+        tokens (by default `labels`, else `input_ids`), or is a function that counts them. Operations are counted once, in the
+        second update; the devices' peak comes from hasten's table, or from `peak_tflops` for one device. Any: a batch.
+        Ranks: every rank, before the loop over a prepared loader.
+        """
+        if self._throughput is not None:
+            self._throughput.detach()
+        counter = import_module("hasten.progress.throughput")  # imports torch's formulas, not needed without it
+        self._throughput = made = counter.Throughput(
+            self.ctx, self.clock, tokens, peak_tflops, flops_per_token, lambda: len(self.prepared.optimizers)
+        )
+        made.attach()
+        return self._throughput
+
     @property
     def trackers(self) -> list[Tracker]:
         """The trackers that are active on this process."""
@@ -741,6 +898,8 @@ class Accelerator:
 
         Raises: DivergenceError when ranks that must hold the same values do not.
         """
+        if self._throughput is not None:
+            self._throughput.close()
         if self._numbers is not None:
             self._numbers.finish()
         if self._sentinel is not None:
@@ -765,7 +924,7 @@ class Accelerator:
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
             self._progress = build.ProgressMaker(self.ctx)
-        return self._progress(iterable, **options)
+        return self._progress(iterable, **{"rates": self.clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save_state(
@@ -789,14 +948,14 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with Noted(self.run_log, "saved"):
+        with nullcontext() if self.run_log is None else Noted(self.run_log, "saved"):
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
         self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
     ) -> list[LoadReport]:
         """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
-        with Noted(self.run_log, "loaded"):
+        with nullcontext() if self.run_log is None else Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def resume(self) -> bool:
@@ -807,7 +966,7 @@ class Accelerator:
         return self.saving.resume()
 
     def roll_back(self) -> bool:
-        """Load the newest checkpoint if `numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
+        """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
 
         The loader calls this method before its next batch. Call it yourself where a loop may end after an update.
         """

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler, unsplit
 from hasten.precision.base import Precision
-from hasten.prepare_args import Bundle, Item
+from hasten.prepare_args import Bundle, Item, PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner, get_logger
 from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
@@ -81,8 +80,8 @@ class Performance:
             return f"{self._ctx.world.size} processes exchange gradients inside the step; only one process is captured"
         if self._precision.scaler is not None:
             return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
-        if config.numbers not in ("off", "report"):
-            return f"numbers={config.numbers} looks at gradients on the host before each update"
+        if config.trust.numbers not in ("off", "report"):
+            return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
         if config.gradient_accumulation.num_steps > 1:
             return "gradients are accumulated over micro-steps, which the host counts"
         if config.dynamo.makes_cuda_graphs:
@@ -103,35 +102,6 @@ class Performance:
 plain_log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class PreparedObjects:
-    """All objects that one Accelerator has prepared, in order."""
-
-    models: list[nn.Module] = field(default_factory=list)
-    optimizers: list[PreparedOptimizer] = field(default_factory=list)
-    schedulers: list[PreparedScheduler] = field(default_factory=list)
-    loaders: list[Loader] = field(default_factory=list)
-
-    def holds(self, value: object) -> bool:
-        """Return whether `prepare()` of this Accelerator returned `value`."""
-        return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
-
-    def index_of(self, model: nn.Module) -> int:
-        """Return the index of a prepared model. Raises: PrepareError for any other."""
-        for index, known in enumerate(self.models):
-            if known is model:
-                return index
-        raise PrepareError(
-            f"a {type(model).__name__} was given that this Accelerator has not prepared, so nothing is known of its "
-            "gradients; pass what prepare() returned."
-        )
-
-    def clear(self) -> None:
-        """Remove all objects."""
-        for held in (self.models, self.optimizers, self.schedulers, self.loaders):
-            held.clear()
-
-
 class Preparer:
     """Converter of the user's objects into prepared ones."""
 
@@ -142,7 +112,7 @@ class Preparer:
         strategy: Strategy,
         precision: Precision,
         clock: StepClock,
-        rehearsal: Rehearsal,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._config = config
         self._ctx = ctx
@@ -158,7 +128,7 @@ class Preparer:
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
         self.performance = Performance(config, ctx, precision)
-        self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
+        self._rng_types = checked_rng_types(config.rng_types, ctx.device) if config.rng_types else frozenset[str]()
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
@@ -172,6 +142,8 @@ class Preparer:
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
             )
         places = list(placement or [self._config.device_placement] * len(objects))
+        if self._rehearsal is None:
+            return self._prepare(objects, places, train)
         return self._rehearsal.prepare(objects, self.done, lambda some: self._prepare(some, places, train))
 
     def _prepare(self, objects: Objects, places: list[bool], train: bool) -> Objects:
@@ -244,7 +216,8 @@ class Preparer:
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self.performance.optimizer(optimizer)
-        prepared = self._rehearsal.optimizer(optimizer, self._clock, self._precision)
+        kind = PreparedOptimizer if self._rehearsal is None else self._rehearsal.optimizer
+        prepared = kind(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
 
@@ -310,6 +283,8 @@ class Preparer:
         self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
     ) -> Any:
         """Prepare a loader."""
+        if self._rehearsal is None:
+            return self._loader(loader, place, seed, slice_fn, already_sharded)
         return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn, already_sharded))
 
     def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None) -> Loader:

@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten.data.loader import Loader
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.precision.base import Precision
-
-if TYPE_CHECKING:
-    from hasten.accelerator.facade import Accelerator
-    from hasten.accelerator.preparing import PreparedObjects
+from hasten.prepare_args import PreparedObjects
 
 Objects = tuple[Any, ...]  # Any: the user's objects
 
@@ -33,7 +29,7 @@ class Rehearsal:
         """Return the arguments that replace those given to an Accelerator."""
         return given
 
-    def built(self, accelerator: Accelerator) -> None:
+    def built(self, accelerator: Any) -> None:  # Any: an Accelerator, whose module imports this one
         """Handle the construction of an Accelerator."""
 
     def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
@@ -54,34 +50,23 @@ class Rehearsal:
     def capturing(self) -> None:
         """Handle a call of `capture_step()`."""
 
-    def loss_listener(self) -> Callable[[Tensor], None] | None:
-        """Return a function to call with each loss that is backpropagated, or None."""
-        return None
-
-
-class _Place:
-    """Holder of the active rehearsal."""
-
-    def __init__(self) -> None:
-        self.now = Rehearsal()
-
 
 @cache  # scripts create Accelerators without arguments from hasten, so the rehearsal is process-wide
-def _place() -> _Place:
-    return _Place()
+def _active() -> list[Rehearsal]:
+    return []
 
 
-def current() -> Rehearsal:
-    """Return the active rehearsal, or one that changes nothing."""
-    return _place().now
+def current() -> Rehearsal | None:
+    """Return the active rehearsal; None in a normal run."""
+    active = _active()
+    return active[-1] if active else None
 
 
 @contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
     """Context manager in which every Accelerator created in this process uses `rehearsal`."""
-    place = _place()
-    before, place.now = place.now, rehearsal
+    _active().append(rehearsal)
     try:
         yield
     finally:
-        place.now = before
+        _active().pop()

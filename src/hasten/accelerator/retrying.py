@@ -31,11 +31,12 @@ from hasten.errors import ArgumentError, OutOfMemoryError, PeerFailedError, Step
 from hasten.optim.batch_size import should_reduce_batch_size
 from hasten.optim.clock import StepClock
 from hasten.optim.gradients import SetAside
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import Axis
-from hasten.state.run_state import Randomness, RunObjects
+from hasten.state.run_state import Randomness
 from hasten.strategies.base import Retry, Strategy
 from hasten.trees import Tree
 from hasten.trust import memory as memory_picture
@@ -73,7 +74,7 @@ class Retrying:
         ctx: ProcessContext,
         strategy: Strategy,
         clock: StepClock,
-        prepared: RunObjects,
+        prepared: PreparedObjects,
         pictures: Path | None = None,
     ) -> None:
         self.rows: int | None = None

@@ -10,7 +10,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 
 import torch
 
-from hasten.accelerator import rehearsal
-from hasten.accelerator.rehearsal import Rehearsal
+from hasten.accelerator.rehearsal import Rehearsal, current
 from hasten.comm.agreement import agree
 from hasten.comm.collective_log import Trail
 from hasten.comm.process_group import ProcessGroupComm
@@ -48,16 +46,17 @@ from hasten.runtime.mesh_plan import LOSS, Axis, mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, device_for
+from hasten.tracking.base import Tracker
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
 from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.trust.divergence.replicas import ComparedObjects, Replicas
-from hasten.trust.divergence.sentinel import Sentinel, SentinelSettings
+from hasten.trust.divergence.sentinel import DivergenceCheck, DivergenceCheckSettings
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.stall_store import Bulletin
-from hasten.trust.stall.status_server import Desk, Reception
+from hasten.trust.stall.stall_store import StallStore
+from hasten.trust.stall.status_server import StatusServer, StatusThread
 from hasten.trust.stall.watchdog import Watchdog, WatchSettings
 from hasten.version import __version__
 
@@ -150,12 +149,12 @@ class AcceleratorParts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
-    watchdog: Watchdog | Reception | None
+    watchdog: Watchdog | StatusThread | None
     numbers: NumbersSettings | None
-    sentinel: Callable[[ComparedObjects], Sentinel] | None
+    sentinel: Callable[[ComparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
-    rehearsal: Rehearsal
+    rehearsal: Rehearsal | None
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorParts:
@@ -165,8 +164,9 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
             f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
             "context out to read the launcher's variables."
         )
-    asking = rehearsal.current()
-    given = asking.settings(given)
+    rehearsal = current()
+    if rehearsal is not None:
+        given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
     ctx = context or _context(config)
@@ -186,16 +186,18 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         scales=not strategy.caps.owns_precision,
     )
     numbers = _numbers(config, strategy, precision)
-    own = context is None or given.get("stall") is not None  # the caller that passes a context watches it
+    own = (
+        context is None or resolved.source("trust.stall").kind == "code"
+    )  # the caller that passes a context watches it
     watchdog = _watchdog(config, ctx, clock) if own else None
-    asked = context is None or given.get("divergence") is not None
+    asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
     clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         trackers.spent = run_log.logged
     return AcceleratorParts(
-        config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, asking
+        config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, rehearsal
     )
 
 
@@ -220,11 +222,11 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | Reception | None:
+def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | StatusThread | None:
     """Return the watchdog of this rank, or for a single process under `hasten launch` a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
-    if config.stall == "off" or (alone and env.config(variables) is None):
+    if config.trust.stall == "off" or (alone and env.config(variables) is None):
         return None
     steps = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
 
@@ -232,21 +234,25 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         found = steps()
         return 0 if found is None else found.num_updates
 
+    def rates() -> Mapping[str, float]:
+        found = steps()
+        return {} if found is None or found.rates is None else found.rates()
+
     observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
-    desk = Desk(observer, ctx.topology, ctx.device, env.runtime_folder(variables))
+    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables), rates)
     if not isinstance(ctx.world, ProcessGroupComm):
-        return Reception(desk)
+        return StatusThread(status_server)
     return Watchdog(
         observer,
-        Bulletin(ctx.world.store, ctx.rank),
+        StallStore(ctx.world.store, ctx.rank),
         ctx.topology,
         WatchSettings(
-            after_s=config.stall_after_s,
-            then=config.stall,
+            after_s=config.trust.stall_after_s,
+            then=config.trust.stall,
             timeout_s=_group(config).timeout_s,
             folder=reports_in(config, "stalls"),
         ),
-        desk,
+        status_server,
     )
 
 
@@ -256,55 +262,62 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[ComparedObjects], Sentinel] | None:
+def _sentinel(
+    config: Config, ctx: ProcessContext, clock: StepClock
+) -> Callable[[ComparedObjects], DivergenceCheck] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
-    world = ctx.world
-    if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
+    world, trust = ctx.world, config.trust
+    if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
         return None
-    settings = SentinelSettings(config.divergence_every, config.divergence, config.divergence_ignore)
+    settings = DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
     shares_random = ctx.mesh.size(Axis.TP) > 1
 
-    def make(prepared: ComparedObjects) -> Sentinel:
-        return Sentinel(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings)
+    def make(prepared: ComparedObjects) -> DivergenceCheck:
+        return DivergenceCheck(
+            Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings
+        )
 
     return make
 
 
 def _numbers(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
     """Return the settings of the loss and gradient checks; None if off. Raises: ConfigError for impossible combinations."""
-    if config.numbers == "off":
-        if config.numbers_spike is not None:
+    trust = config.trust
+    if trust.numbers == "off":
+        if trust.numbers_spike is not None:
             raise ConfigError(
-                f"numbers_spike={config.numbers_spike:g} has no effect with numbers=off, which looks at no loss. Set numbers to report, "
-                "stop or skip, or leave numbers_spike out."
+                f"trust.numbers_spike={trust.numbers_spike:g} has no effect with trust.numbers=off, which looks at no "
+                "loss. Set trust.numbers to report, stop or skip, or leave trust.numbers_spike out."
             )
         return None
-    holds_back = config.numbers in ("skip", "rollback")
-    if holds_back and precision.scaler is not None and config.numbers_spike is not None:
+    holds_back = trust.numbers in ("skip", "rollback")
+    if holds_back and precision.scaler is not None and trust.numbers_spike is not None:
         raise ConfigError(
-            f"numbers_spike={config.numbers_spike:g} with numbers={config.numbers} cannot be honoured under mixed_precision='fp16': the scaler "
-            "decides which updates are skipped, and looks at overflow only. Use numbers=stop or report, or 'bf16'."
+            f"trust.numbers_spike={trust.numbers_spike:g} with trust.numbers={trust.numbers} cannot be honoured under "
+            "mixed_precision='fp16': the scaler decides which updates are skipped, and looks at overflow only. Use trust.numbers=stop or report, or 'bf16'."
         )
     return NumbersSettings(
-        config.numbers,
-        config.numbers_spike,
+        trust.numbers,
+        trust.numbers_spike,
         strategy.caps.sharded_state,
-        config.numbers_rollbacks,
+        trust.numbers_rollbacks,
         precision.scaler is not None,
-        config.dynamo.makes_cuda_graphs,
+        config.dynamo.backend != "no" and config.dynamo.makes_cuda_graphs,
     )
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
-    any_asked = asked != ()
-    with agree(ctx.world, "loading the trackers") if any_asked else nullcontext():
-        trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=ctx.is_main)
+    trackers: list[Tracker] = []
+    rank = ctx.topology.rank
+    if asked != ():
+        with agree(ctx.world, "loading the trackers"):
+            trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
     return TrackerManager(
         trackers,
-        is_main=ctx.is_main,
-        rank=ctx.rank,
+        is_main=rank == 0,
+        rank=rank,
         directory=Path(folder) if folder else None,
         share=ctx.world.broadcast_object,
         fetch=fetch_scalars,

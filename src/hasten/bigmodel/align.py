@@ -40,9 +40,12 @@ def set_tensor(
     if now is None:
         raise PrepareError(f"{type(owner).__name__} has no parameter or buffer {last!r} to put on {device}.")
     if now.is_meta and device.type != "meta" and value is None:
-        raise PrepareError(f"{name} is on the meta device and holds no numbers; give `value` to put it on {device}.")
+        raise PrepareError(f"{name} is on the meta device and has no values; pass `value` to put it on {device}.")
     if value is not None and value.shape != now.shape and not (now.numel() == 0):
-        raise PrepareError(f"{name} has shape {tuple(now.shape)}, and the value given for it {tuple(value.shape)}.")
+        raise PrepareError(
+            f"{name} has shape {tuple(now.shape)}, but the given value has shape {tuple(value.shape)}; pass a "
+            "value of the same shape."
+        )
     source = now if value is None else value
     memory = 0 if source.is_meta else source.data_ptr()
     shared = tied.get(memory, {}).get(device) if tied is not None and memory else None

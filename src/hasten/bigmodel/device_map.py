@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.solver import Device, Node, atoms, balanced, place
+from hasten.bigmodel.placement_plan import Device, Node, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
 from hasten.modules.names import tied_groups
@@ -37,7 +37,7 @@ def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) ->
             devices = ", ".join(str(index) for index in range(_num_devices())) or "no accelerator"
             raise ConfigError(
                 f"max_memory names device {key!r}, which this machine does not have ({devices}, 'cpu', 'disk'). "
-                "Name devices by their index, or leave it out."
+                "Name devices by their index, or remove the entry."
             )
     return dict(sorted(limits.items(), key=lambda item: device_order(item[0])))
 
@@ -156,7 +156,9 @@ def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
     if "cpu" in limits:
         devices.append(Device("cpu", limits["cpu"], offload=bool(accelerators)))
     elif not accelerators:
-        raise ConfigError(f"max_memory {dict(limits)} leaves no device that computes; give 'cpu' or an accelerator.")
+        raise ConfigError(
+            f"max_memory {dict(limits)} contains no device that can compute; add 'cpu' or an accelerator."
+        )
     devices.append(Device("disk", limits.get("disk"), offload=True))
     return devices
 
@@ -261,18 +263,18 @@ def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") ->
 def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]) -> None:
     """Raise unless every tensor of the model has a device, and every name of the map exists in the model."""
     tensors = [name for name, _ in named_tensors(model)]
-    homeless = [name for name in tensors if owner_in(device_map, name) is None]
-    if homeless:
+    unplaced = [name for name in tensors if owner_in(device_map, name) is None]
+    if unplaced:
         raise ConfigError(
-            f"the device map does not say where {_few(homeless)} should go, so the model could not run. Add an entry "
+            f"the device map has no entry for {_few(unplaced)}, so the model could not run. Add an entry "
             "for each, or for the whole model under the name ''."
         )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
-    strangers = [name for name in device_map if name not in known]
-    if strangers:
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
         raise ConfigError(
-            f"the device map names {_few(strangers)}, which {type(model).__name__} does not have; the entries would do "
-            "nothing. Take names from model.named_modules()."
+            f"the device map names {_few(unknown)}, which {type(model).__name__} does not have; the entries would have no effect. Use "
+            "names from model.named_modules()."
         )
 
 

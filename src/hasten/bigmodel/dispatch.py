@@ -15,7 +15,7 @@ from hasten.bigmodel.meta import meta_names
 from hasten.bigmodel.offload_files import DiskWeights
 from hasten.bigmodel.packs import HostPool, PackedTensor, Table, aligned, mapped_entry
 from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place, moved
-from hasten.bigmodel.solver import readable
+from hasten.bigmodel.placement_plan import readable
 from hasten.bigmodel.stream import Streamer
 from hasten.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
 from hasten.checkpoint.export import parse_size
@@ -33,7 +33,7 @@ def device_of(place: Place) -> torch.device:
     if isinstance(place, int):
         kind = torch.accelerator.current_accelerator()
         if kind is None:
-            raise PrepareError(f"device {place} was asked for, but this machine has only the CPU; use 'cpu' or 'disk'.")
+            raise PrepareError(f"device {place} was requested, but this machine has only the CPU; use 'cpu' or 'disk'.")
         return torch.device(kind.type, place)
     return torch.device(place)
 
@@ -229,7 +229,7 @@ def _stream(
     for index, unit in enumerate(units):
         forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))
     log.info(
-        "%s: %s in %d blocks stream to %s (%s page-locked); %s of device memory hold weights",
+        "%s: %s in %d blocks are streamed to %s (%s page-locked); weights use %s of device memory",
         type(model).__name__,
         readable(streamer.host_bytes),
         len(units),

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hasten.bigmodel.device_map import tree
 from hasten.bigmodel.meta import init_empty_weights
-from hasten.bigmodel.solver import atoms
+from hasten.bigmodel.placement_plan import atoms
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import read_tensors
 from hasten.errors import CheckpointError, ConfigError
@@ -73,8 +73,7 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
     if path.exists() and not ((path / "config.json").is_file() and (inputs or not _has_weights(path))):
         if inputs:
             raise ConfigError(
-                f"{target!r} holds weights and no config.json, so there is no forward to trace inputs through. Leave --input "
-                "out, or give module:function."
+                f"{target!r} contains weights but no config.json, so inputs cannot be traced. Remove --input, or give module:function."
             )
         return _of_files(path)
     if available("transformers"):
@@ -85,7 +84,7 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
                 model: nn.Module = library.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{target!r} is not a folder here, and the Hub gives no model of that name ({str(error).splitlines()[0]}). "
+                f"{target!r} is neither a folder nor a model on the Hub ({str(error).splitlines()[0]}). "
                 "Give a folder with weights, a model's name, or module:function."
             ) from error
         return of_model(model, target, inputs)

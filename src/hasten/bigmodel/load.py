@@ -28,12 +28,11 @@ from hasten.bigmodel.device_map import (
 )
 from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
 from hasten.bigmodel.offload_files import save_offload_index
-from hasten.bigmodel.solver import readable
+from hasten.bigmodel.placement_plan import readable
 from hasten.bigmodel.units import FoundBlocks, tensors_in
 from hasten.checkpoint.export import weight_files
-from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import Piece, read_tensors
-from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]
@@ -207,7 +206,7 @@ def _compare(
             "not. Nothing was loaded. Give the files of this model, or load with strict=False."
         )
     if missing:
-        log.warning("%s lacks %s; they keep the values they have", checkpoint, _few(missing))
+        log.warning("%s lacks %s; these keep their values", checkpoint, _few(missing))
     return missing, unexpected
 
 
@@ -312,7 +311,7 @@ def work_out(
         return device_map
     if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ConfigError(
-            f"device_map={device_map!r} is not a way to place a model; use 'auto', 'balanced', 'balanced_low_0', "
+            f"device_map={device_map!r} is unknown; use 'auto', 'balanced', 'balanced_low_0', "
             "'sequential' or a map from names to devices."
         )
     limits: Mapping[DeviceKey, float | str] | None = max_memory

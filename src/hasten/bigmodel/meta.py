@@ -92,8 +92,8 @@ def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if empty:
         if any(not tensor.is_meta for tensor in tensors((args, kwargs))):
             raise PrepareError(
-                f"{type(module).__name__} was called, but its {empty[0]} was built on the meta device and holds no "
-                "numbers. Fill the model first: load_checkpoint_and_dispatch(model, folder, device_map='auto'), "
+                f"{type(module).__name__} was called, but its {empty[0]} was built on the meta device and has no values. Load the "
+                "weights first: load_checkpoint_and_dispatch(model, folder, device_map='auto'), "
                 "load_checkpoint_in_model(model, folder), or model.to_empty(device=...) and an initialisation."
             )
         return

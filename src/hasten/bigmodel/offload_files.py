@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import tensor_of
 from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.format.formats import MappedFile, Piece, dims, encode_safetensors, read_safetensors
-from hasten.checkpoint.format.manifest import inside
+from hasten.checkpoint.format.formats import MappedFile, Piece, checked_shape, encode_safetensors, read_safetensors
+from hasten.checkpoint.format.manifest import FORGED, inside, read_outside, size_of
 from hasten.checkpoint.store.disk import Disk, as_bytes, byte_view
-from hasten.checkpoint.store.outside_files import FORGED, read_outside, size_of
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 
 INDEX_NAME = "index.json"
@@ -84,7 +83,7 @@ def mapped_weight(path: Path, info: WeightInfo) -> Piece:
     """Return a weight as a memory-mapped piece of its file."""
     dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
     try:
-        shape, there = dims(info.get("shape")), size_of(path)
+        shape, there = checked_shape(info.get("shape")), size_of(path)
     except FORGED as error:
         raise CheckpointError(
             f"{path}: no file of an offloaded weight of shape {info.get('shape')!r:.80} ({type(error).__name__}: {error}). Nothing was "
@@ -122,7 +121,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: torch.device | str | int | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("weights come from a state_dict, a save_folder or an index; none of them was given.")
+            raise ValueError("none of state_dict, save_folder and index was given; pass one of them.")
         self.state_dict = dict(state_dict or {})
         self.save_folder = save_folder
         self.index = dict(index if index is not None else read_offload_index(save_folder or "."))
@@ -224,8 +223,8 @@ def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Pat
     """Write tensors that no file holds in the needed dtype; returns the written pieces."""
     if folder is None:
         raise PrepareError(
-            f"{len(missing)} weights ({next(iter(missing))}, …) are to stay on the disk and lie in no file in the dtype "
-            "they are used in. Give offload_dir (or offload_folder), where they can be written."
+            f"{len(missing)} weights ({next(iter(missing))}, …) are placed on disk, but no file contains them in their dtype. Pass "
+            "offload_dir (or offload_folder), so that they can be written."
         )
     tensors: dict[str, Tensor] = {}
     for name, (tensor, piece) in missing.items():

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import free_host_bytes
-from hasten.bigmodel.solver import readable
-from hasten.checkpoint.filling import run_copies
+from hasten.bigmodel.placement_plan import readable
 from hasten.checkpoint.format.formats import Piece
-from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class HostPool:
         with self._lock:
             said, self._pin = not self._pin, False
         if not said:
-            log.warning("%s Further offloaded weights use ordinary memory, which devices read more slowly.", why)
+            log.warning("%s Further offloaded weights use ordinary memory, which is slower to copy to the device.", why)
 
     def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """Return the slab and offset of a tensor that is page-locked already; None if it must be copied."""

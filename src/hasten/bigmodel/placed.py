@@ -66,8 +66,8 @@ def moved(tree: Any, device: torch.device) -> Any:
     """Return the tree with its tensors on `device`, or the tree itself if they are there already."""
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
-    beside = device.type != "cpu"  # an asynchronous copy to the host could be read before it is complete
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=beside), tree)
+    non_blocking = device.type != "cpu"  # an asynchronous copy to the host could be read before it is complete
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), tree)
 
 
 class PlacedForward(forwarding.Forward):

@@ -93,7 +93,7 @@ def quantize_weights(
     if kind in BNB_KINDS:
         if group_size is not None:
             raise ConfigError(
-                f"group_size={group_size} belongs to 'int8' and 'int4'; {kind!r} has its own. Leave it out."
+                f"group_size={group_size} is only supported for 'int8' and 'int4', not for {kind!r}. Remove it."
             )
         bnb()  # raises for a missing package before weights are examined
         return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
@@ -121,4 +121,6 @@ def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any
             weight_dtype=getattr(torch, kind),
             granularity=need("torchao.quantization.granularity").PerGroup(group_size or 128),
         )
-    raise ConfigError(f"weights cannot be kept in {kind!r}; choose 'int8' or 'int4', or of {', '.join(BNB_KINDS)}.")
+    raise ConfigError(
+        f"quantization to {kind!r} is not supported; choose 'int8' or 'int4', or of {', '.join(BNB_KINDS)}."
+    )

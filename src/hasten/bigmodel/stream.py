@@ -125,7 +125,7 @@ class Streamer:
         try:
             if self._closed:
                 raise PrepareError(
-                    f"{unit.name or type(unit.module).__name__} was called after its offloading ended; dispatch again."
+                    f"{unit.name or type(unit.module).__name__} was called after its offloading was removed; dispatch the model again."
                 )
             self._order.saw(index)
             unit.move_others(self.device)
@@ -345,8 +345,8 @@ class Streamer:
 
     def __reduce__(self) -> NoReturn:
         raise PrepareError(
-            "a model whose weights are streamed cannot be copied or pickled, since its buffers and streams belong to "
-            "this process. Copy its state_dict(), or remove the offloading first (remove_hook_from_submodules)."
+            "a model whose weights are streamed cannot be copied or pickled, because its buffers and streams belong to this process. "
+            "Copy its state_dict(), or remove the offloading first (remove_hook_from_submodules)."
         )
 
 

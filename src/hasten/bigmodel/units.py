@@ -134,8 +134,8 @@ def cut(
     quantized = next((tensor.name for one in found for tensor in one.tensors if is_quantized(tensor.tensor)), None)
     if quantized is not None:
         raise PrepareError(
-            f"{quantized} was quantized by bitsandbytes, whose weights cannot be offloaded: their scales would stay behind. Keep "
-            "them on the device, or use quantize_weights(model, 'int8' or 'int4'), which can be offloaded."
+            f"{quantized} was quantized by bitsandbytes, whose weights cannot be offloaded, because their scales would not be moved. "
+            "Keep them on the device, or use quantize_weights(model, 'int8' or 'int4'), which can be offloaded."
         )
     return [one for one in found if one.tensors]
 

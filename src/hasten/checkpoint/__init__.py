@@ -1,5 +1,6 @@
 """Checkpoints on local disks and object stores: atomic, verified, free of pickle, loadable at any world size.
 
-Start with `writer.py` (a collective save) and `reader.py` (opening and verifying), then `reshard.py` (tensor slices from any layout).
+Start with `writer.py` (a collective save) and `reader.py` (opening and verifying), then `state_dicts.py` (models and optimizers),
+`reshard.py` (tensor slices from any layout) and `ownership.py` (which rank writes which slice).
 `store/` holds the storage backends, `format/` the file formats, `export.py` reads and writes models in the Hub layout.
 """

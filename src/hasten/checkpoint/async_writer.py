@@ -35,9 +35,9 @@ class HostStaging:
         self._block_bytes = block_bytes
         self._blocks: list[Tensor] = []
         self._pinned = False
-        self._places = _Places([])
+        self._allocator = _BlockAllocator([])
         self._copied: dict[Memory, list[Tensor]] = {}
-        self._errands: Errands | None = None
+        self._copies: AsyncCopies | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -46,49 +46,49 @@ class HostStaging:
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Start copying tensors to the host; the tensors must not change before `end` returns."""
-        self.abandon()
+        self.discard()
         dense = [tensor for tensor in tensors if is_plain(tensor)]
         devices = devices_of(dense)
         self.reserve(sum(t.numel() * t.element_size() for t in dense), devices[0] if devices else None)
-        self._places = _Places(self._blocks)
-        self._errands = Errands(devices)
-        with self._errands.running():
+        self._allocator = _BlockAllocator(self._blocks)
+        self._copies = AsyncCopies(devices)
+        with self._copies.running():
             for tensor in dense:
                 self._pieces(tensor)
 
     def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
         """Return the files with a host copy in place of every tensor; the original tensors may change afterwards."""
-        if self._errands is None:
+        if self._copies is None:
             self.begin([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
-        assert self._errands is not None, "copies were begun"
+        assert self._copies is not None, "copies were started"
         staged = {}
-        with self._errands.running():
+        with self._copies.running():
             for name, blob in blobs.items():
                 segments: list[bytes | Tensor] = []
                 for segment in blob.segments:
                     segments += [segment] if isinstance(segment, bytes) else self._pieces(segment)
                 staged[name] = Blob(segments, blob.size)
-        self.abandon()
+        self.discard()
         return staged
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Wait for the copies in flight, then discard the record of them."""
-        errands, self._errands = self._errands, None
+        copies, self._copies = self._copies, None
         self._copied = {}
-        if errands is not None:
-            errands.wait()
+        if copies is not None:
+            copies.wait()
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         """Return the host copy of a tensor, which may still be in flight; tensors that share memory share one copy."""
-        assert self._errands is not None, "copies were begun"
+        assert self._copies is not None, "copies were started"
         memory = (tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
         if (known := self._copied.get(memory)) is not None:
             return known
         pieces = self._copied[memory] = []
         for source in chunks(as_bytes(tensor)):
-            for target, part in self._places.fit(source, self._grow):
+            for target, part in self._allocator.fit(source, self._grow):
                 pieces.append(target)
-                self._errands.copy(target, part)
+                self._copies.copy(target, part)
         return pieces
 
     def _grow(self, num_bytes: int) -> None:
@@ -118,7 +118,7 @@ class HostStaging:
         self._blocks = []
 
 
-class _Places:
+class _BlockAllocator:
     """Allocator of consecutive slices of the blocks."""
 
     def __init__(self, blocks: list[Tensor]) -> None:
@@ -133,17 +133,17 @@ class _Places:
             if self._index == len(self._blocks):
                 grow(source.numel())
             block = self._blocks[self._index]
-            room = block.numel() - self._used
-            if room == 0:
+            free = block.numel() - self._used
+            if free == 0:
                 self._index, self._used = self._index + 1, 0
                 continue
-            part, source = source[:room], source[room:]
+            part, source = source[:free], source[free:]
             pairs.append((block[self._used : self._used + part.numel()], part))
             self._used += part.numel()
         return pairs
 
 
-class Errands:
+class AsyncCopies:
     """Asynchronous copies: on a separate stream for the first device, on threads within the host."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -1,4 +1,4 @@
-"""Values that make up a checkpoint, and the protocols that a store implements."""
+"""Values that make up a checkpoint: slices of tensors, components, files; and the protocols that a store implements."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
+from hasten.errors import CheckpointError
+from hasten.modules.names import is_dtensor
+from hasten.optional import need
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Format = Literal["safetensors", "torch"]
@@ -51,12 +58,15 @@ class Component:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors held on this rank."""
-        return sum(num_bytes(value) for value in self.tensors.values())
+        total = 0
+        for value in self.tensors.values():
+            total += num_bytes(value)
+        return total
 
     @property
     def sliced(self) -> bool:
         """True if any tensor is a piece of a larger one."""
-        return any(isinstance(value, Slice) for value in self.tensors.values())
+        return Slice in map(type, self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,57 @@ def num_bytes(value: Tensor | Slice) -> int:
     """Return the number of bytes that this rank holds of a tensor."""
     tensor = local_data(value)
     return tensor.numel() * tensor.element_size()
+
+
+def as_stored(tensor: Tensor) -> Tensor | Slice:
+    """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
+    if (own := getattr(tensor, "stored_slice", None)) is not None:  # the engine stores the weights elsewhere
+        found: Slice = own(tensor)
+        return found
+    return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
+
+
+def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
+    """Return the plain memory behind a tensor on this rank."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def dtensor_slice(tensor: DTensor) -> Slice:
+    """Return the slice of a distributed tensor that this rank holds, with the flag whether this rank writes it.
+
+    Raises: CheckpointError for tensors with partial placements.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise CheckpointError(
+            f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "
+            "(call redistribute with Replicate or Shard)."
+        )
+    local: Tensor = tensor.to_local()
+    layout = need("torch.distributed.tensor._utils")  # already imported wherever a DTensor exists
+    shape, offset = layout.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds no part of the tensor's mesh"
+    first = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    if local.numel() == 0:  # an empty shard at the end of an uneven split has no offset
+        offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
+        first = False
+    owned = first and _first_on_other_axes(mesh)
+    return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned, tuple(mesh.mesh_dim_names or ()), first)
+
+
+def _first_on_other_axes(mesh: DeviceMesh) -> bool:
+    """Return True if this rank is the first of those that hold the same tensor on separate submeshes.
+
+    Where layers are split over `tp`, the other parameters are sharded over the data-parallel axes of each `tp` rank
+    identically. Pipeline stages (`pp`) hold different parameters.
+    """
+    root = mesh._get_root_mesh()
+    coordinate, names, own = root.get_coordinate(), root.mesh_dim_names, mesh.mesh_dim_names
+    if coordinate is None or names is None or own is None:
+        return True
+    return all(index == 0 for index, name in zip(coordinate, names, strict=True) if name not in (*own, "pp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +180,7 @@ class Draft(Protocol):
         """Write files in parallel; they are durable when this returns. Ranks: each rank writes its files."""
         ...
 
-    def adopt(self, known: Sequence[str]) -> list[FileRecord]:
+    def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
         """Return the records of files that hooks created in the draft, after making them durable. Ranks: main only."""
         ...
 

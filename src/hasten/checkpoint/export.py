@@ -13,19 +13,19 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from hasten.checkpoint.base import Blob, Component, Format
+from hasten.checkpoint.base import Blob, Component, Format, Slice, as_stored, local_tensor
 from hasten.checkpoint.format.formats import encode_safetensors, load_torch, read_tensors
-from hasten.checkpoint.format.layout import Sizes, hub_index, plan_component
-from hasten.checkpoint.format.manifest import MANIFEST_NAME, inside
-from hasten.checkpoint.reshard import as_stored, whole
-from hasten.checkpoint.store.disk import BlobWriter, Disk, cannot_write
+from hasten.checkpoint.format.manifest import FORGED, MANIFEST_NAME, inside, open_outside, read_outside
+from hasten.checkpoint.reshard import whole
+from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
+from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
-from hasten.checkpoint.store.outside_files import FORGED, open_outside, read_outside
-from hasten.checkpoint.writer import encode
+from hasten.checkpoint.writer import Sizes, encode, hub_index, plan_component
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.modules.names import plain_name
 from hasten.optional import need
 
 _UNITS = (
@@ -109,7 +109,7 @@ def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
     token = f".hasten-export.{secrets.token_hex(6)}."
     with _writing(folder, token, "the model", blobs):
         disk.make_folder(folder)
-        records = BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+        records = write_files(folder, {token + name: blob for name, blob in blobs.items()}, disk)
         same = unchanged(folder, {name: records[token + name] for name in blobs})
         for name in blobs.keys() - same:
             disk.rename(folder / (token + name), folder / name)
@@ -274,7 +274,7 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
     token = f".hasten-save.{secrets.token_hex(6)}."
     with _writing(folder, token, ", ".join(blobs), blobs):
         disk.make_folder(folder)
-        BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+        write_files(folder, {token + name: blob for name, blob in blobs.items()}, disk)
         for name in blobs:
             disk.rename(folder / (token + name), folder / name)
         disk.sync_folder(folder)
@@ -297,3 +297,51 @@ def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
 def is_checkpoint(folder: Path) -> bool:
     """Return True if a folder is a checkpoint of a run rather than an exported model."""
     return os.path.lexists(folder / MANIFEST_NAME)  # a pipe of that name is refused when it is opened
+
+
+def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allow_pickle: bool = False) -> LoadReport:
+    """Load the model from a Hub-layout folder or a single file; return the names that did not match, if not strict.
+
+    Sharded parameters read only their slice of the mapped file, so host memory stays near model size / world size.
+    Everything is checked before any tensor changes. Ranks: every rank that holds a shard of the model.
+    Raises: CheckpointError naming missing and unexpected tensors and those of another shape.
+    """
+    check_path(folder, "load_model(directory)")
+    stored = read_model(folder, allow_pickle)
+    live = {
+        plain_name(name): tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)
+    }
+    report = LoadReport(
+        missing=sorted(live.keys() - stored.keys()),
+        unexpected=sorted(stored.keys() - live.keys() - names_of_other_stages(model)),
+    )
+    if strict and (report.missing or report.unexpected):
+        raise CheckpointError(
+            f"{folder}: the files lack {few(report.missing)} and have {few(report.unexpected)}, which the model does "
+            "not. Nothing was loaded. Give the files of this model, or load with strict=False."
+        )
+    both = sorted(live.keys() & stored.keys())
+    wrong = [name for name in both if live[name].shape != stored[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{folder}: {name} is {tuple(stored[name].shape)} in the files and {tuple(live[name].shape)} in the model"
+            f"{f', and {len(wrong) - 1} more differ' if len(wrong) > 1 else ''}. Nothing was loaded."
+        )
+    with torch.no_grad():
+        for name in both:
+            _fill(live[name], stored[name])
+    return report
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    """Copy a mapped tensor, or this rank's slice of it, into the target."""
+    piece = as_stored(target)
+    if isinstance(piece, Slice):
+        for dim, (start, size) in enumerate(zip(piece.offset, piece.data.shape, strict=True)):
+            source = source.narrow(dim, start, size)
+        piece.data.copy_(source)
+        return
+    local_tensor(target).copy_(source)

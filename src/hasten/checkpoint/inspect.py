@@ -19,9 +19,8 @@ from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.format.torch_folder import is_torch_folder, whole_tensors
 from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, verify_files
 from hasten.checkpoint.reshard import whole
-from hasten.checkpoint.store.locate import check_local, locate, newest, number_of, open_store
+from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, number_of, open_store
 from hasten.checkpoint.store.occupied import FOREIGN, free_target, listed
-from hasten.checkpoint.store.remote_store import is_url
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from hasten.checkpoint.base import CheckpointStore, Json
 from hasten.checkpoint.format.formats import SUFFIX, Piece, TensorFile, read_by_sidecar, read_tensors
-from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, summing_like
-from hasten.checkpoint.store.disk import ChunkReader, default_threads
-from hasten.checkpoint.store.outside_files import size_of
+from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, size_of
+from hasten.checkpoint.store.disk import default_threads, file_checksum
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
+from hasten.runtime.mesh_plan import AXES, BATCH
 
 Progress = Callable[[int], None]
 Stamp = tuple[int, int, int, int] | None
@@ -32,9 +33,9 @@ class FoundComponent:
     aliases: dict[str, str] = field(default_factory=dict)
     data: Json = None
 
-    def of(self, key: str) -> list[Piece] | None:
-        """Return the pieces of a tensor under this name or an alias."""
-        return self.pieces.get(key) or self.pieces.get(self.aliases.get(key, ""))
+    def of(self, key: str) -> list[Piece]:
+        """Return the pieces of a tensor under this name or an alias; empty when there is none."""
+        return self.pieces.get(key) or self.pieces.get(self.aliases.get(key, ""), [])
 
     def keys(self) -> set[str]:
         """Return all names, aliases included."""
@@ -58,7 +59,15 @@ class Checkpoint:
         self.folder = folder
         self._allow_pickle = allow_pickle
         self._stamps = stamps or {}
-        self._names = frozenset(file.name for file in manifest.files)
+        self._names = frozenset(map(attrgetter("name"), manifest.files))
+
+    def same_data(self, world_size: int, mesh: Mapping[str, int]) -> bool:
+        """Return True if each rank of a run reads the samples that the same rank read in the saved run."""
+        saved = self.manifest.mesh
+        for axis in AXES if saved and mesh else ():
+            if axis not in BATCH and saved.get(axis, 1) != mesh.get(axis, 1):
+                return False
+        return self.manifest.world_size == world_size
 
     def component(self, name: str, rank: int | None = None) -> FoundComponent:
         """Return a component; of a per-rank component, the state of `rank`.
@@ -74,22 +83,23 @@ class Checkpoint:
                 f"{self.manifest.world_size} ranks. Nothing was loaded. Prepare and register what was there when it "
                 "was saved, or load with strict=False."
             )
-        found = FoundComponent(name, record.kind)
+        pieces: dict[str, list[Piece]] = {}
+        aliases: dict[str, str] = {}
         data = None
         for file in files:
-            content = self._content(file.name)
+            content = self._read(file.name)
             for key, piece in content.pieces.items():
-                known = found.pieces.setdefault(key, [])
+                known = pieces.setdefault(key, [])
                 if known and known[0].data.dtype != piece.data.dtype:
                     raise CorruptCheckpointError(
                         f"{self.folder / file.name}: {key} has two dtypes. Nothing was loaded."
                     )
                 known.append(piece)
-            found.aliases.update(content.aliases)
+            aliases.update(content.aliases)
             data = content.data if content.data is not None else data
-        return FoundComponent(name, record.kind, found.pieces, found.aliases, data)
+        return FoundComponent(name, record.kind, pieces, aliases, data)
 
-    def _content(self, file: str) -> TensorFile:
+    def _read(self, file: str) -> TensorFile:
         path, beside = inside(self.folder, file), file + SUFFIX
         if beside in self._names:
             content = read_by_sidecar(path, inside(self.folder, beside))
@@ -104,7 +114,7 @@ class Checkpoint:
         if self._stamps and stamp(self.folder / file) != self._stamps.get(file):
             raise CorruptCheckpointError(
                 f"{self.folder / file}: was replaced or changed after it was verified, so it may not be part of this "
-                "checkpoint. Nothing was loaded. Let whoever writes there finish, and load again."
+                "checkpoint. Nothing was loaded. Wait for the process that writes there, and load again."
             )
 
 
@@ -121,46 +131,56 @@ def verify_files(
     folder: Path, files: Sequence[FileRecord], chunk_bytes: int, progress: Progress | None = None
 ) -> list[str]:
     """Return the problems of the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
-    problems = {file.name: problem for file in files if (problem := _at_first_sight(folder, file)) is not None}
-    reader = ChunkReader()
-    paths = {file.name: inside(folder, file.name) for file in files}
-    jobs = [(file, i) for file in files if file.name not in problems for i in range(len(file.sums))]
+    problems: dict[str, str] = {}
+    jobs: list[tuple[Path, FileRecord, int]] = []
+    for file in files:
+        path = inside(folder, file.name)
+        if (problem := _visible_problem(path, file)) is not None:
+            problems[file.name] = problem
+            continue
+        for index in range(len(file.sums)):
+            jobs.append((path, file, index))
 
-    def check(job: tuple[FileRecord, int]) -> str | None:
-        file, index = job
-        start, stop = index * chunk_bytes, min((index + 1) * chunk_bytes, file.size)
+    def verify(job: tuple[Path, FileRecord, int]) -> bool | OSError:
+        path, file, index = job
         try:
-            return reader.checksum(paths[file.name], start, stop, summing_like(file.sums[index]))
+            start = index * chunk_bytes
+            return file_checksum(path, start, min(start + chunk_bytes, file.size)) == file.sums[index]
         except OSError as error:
-            problems[file.name] = f"{file.name} cannot be read: {error}"
-            return None
+            return error
 
     bad: dict[str, list[int]] = {}
     with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-verify") as pool:
-        for (file, index), now in zip(jobs, pool.map(check, jobs), strict=True):
-            if now != file.sums[index]:
+        for (_, file, index), sound in zip(jobs, pool.map(verify, jobs), strict=True):
+            if isinstance(sound, OSError):
+                problems[file.name] = f"cannot be read: {sound}"
+            elif not sound:
                 bad.setdefault(file.name, []).append(index)
             if progress is not None:
                 progress(min(chunk_bytes, file.size - index * chunk_bytes))
+    return _lines(files, problems, bad) if problems or bad else []
+
+
+def _lines(files: Sequence[FileRecord], problems: dict[str, str], bad: Mapping[str, list[int]]) -> list[str]:
+    """Return one line per problem, in the order of the files; `bad` are the chunks with a wrong checksum."""
     for file in files:
         if file.name in bad:
-            found = f"{file.name} has a wrong checksum in chunks {bad[file.name][:4]} of {len(file.sums)}"
-            problems.setdefault(file.name, found)
-    return [problems[file.name] for file in files if file.name in problems]
+            problem = f"has a wrong checksum in chunks {bad[file.name][:4]} of {len(file.sums)}"
+            problems.setdefault(file.name, problem)
+    return [f"{file.name} {problems[file.name]}" for file in files if file.name in problems]
 
 
-def _at_first_sight(folder: Path, file: FileRecord) -> str | None:
-    """Return the problem of a file that shows without reading its content; None if there is none."""
-    path = inside(folder, file.name)
+def _visible_problem(path: Path, file: FileRecord) -> str | None:
+    """Return the problem of a file that is known without reading its content; None if there is none."""
     try:
         size = size_of(path)
     except FileNotFoundError:
-        return f"{file.name} is missing"
+        return "is missing"
     except UnsafeCheckpointError:
-        return f"{file.name} is a pipe, a device or a folder instead of a file"
+        return "is a pipe, a device or a folder instead of a file"
     except OSError as error:
-        return f"{file.name} cannot be read: {error}"
-    return None if size == file.size else f"{file.name} has {size} bytes instead of {file.size} (truncated or replaced)"
+        return f"cannot be read: {error}"
+    return None if size == file.size else f"has {size} bytes instead of {file.size} (truncated or replaced)"
 
 
 @contextmanager
@@ -177,19 +197,20 @@ def open_checkpoint(
             manifest = store.manifest(name)
             together.share()
             together.label = f"fetching {name!r} from {store.address}"
-            folder = _folder(store, name, manifest, together, stack)
+            if store.remote and comm.size > 1:
+                folder = _download(store, name, manifest, together, stack)
+            else:
+                folder = stack.enter_context(store.fetch(name, manifest.files))
             together.label = f"verifying {name!r}"
             stamps = _verify_together(folder, manifest, together) if verify else None
         yield Checkpoint(name, manifest, folder, allow_pickle, stamps)
 
 
-def _folder(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
-    """Return the folder to read from: the local one, else that of the machine's first rank, else a separate download.
+def _download(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
+    """Return the folder to read from: the download of the machine's first rank, else a separate one.
 
     Mapped files stay readable after the rank that downloaded them has deleted them. Ranks: every rank.
     """
-    if not store.remote or together.comm.size == 1:
-        return stack.enter_context(store.fetch(name, manifest.files))
     here = platform.node()
     hosts: list[str] = together.share(here)
     mine = None
@@ -206,18 +227,14 @@ def _folder(store: CheckpointStore, name: str, manifest: Manifest, together: Agr
 
 def _verify_together(folder: Path, manifest: Manifest, together: Agreement) -> dict[str, Stamp]:
     """Verify a share of the files on every rank and return the stamps taken before. Ranks: every rank."""
-    mine = share_out(manifest.files, together.comm.rank, together.comm.size)
-    stamps = {file.name: stamp(folder / file.name) for file in manifest.files}
+    stamps = {}
+    for file in manifest.files:
+        stamps[file.name] = stamp(folder / file.name)
     together.share()  # every rank has taken its stamps before any rank starts to verify
-    check_sound(folder, mine, manifest.chunk_bytes)
-    return stamps
-
-
-def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> None:
-    """Raise unless every file exists with its size and checksums."""
-    problems = verify_files(folder, files, chunk_bytes)
+    mine = manifest.files if together.comm.size == 1 else _share_of(manifest.files, together.comm)
+    problems = verify_files(folder, mine, manifest.chunk_bytes)
     if not problems:
-        return
+        return stamps
     kind = IncompleteCheckpointError if all("missing" in line for line in problems) else CorruptCheckpointError
     raise kind(
         f"{folder}: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}. Nothing was loaded. "
@@ -225,12 +242,12 @@ def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> 
     )
 
 
-def share_out(files: Sequence[FileRecord], rank: int, size: int) -> list[FileRecord]:
+def _share_of(files: Sequence[FileRecord], comm: Comm) -> Sequence[FileRecord]:
     """Return this rank's share of the files, balanced by bytes."""
-    loads, mine = [0] * size, []
+    loads, mine = [0] * comm.size, []
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
         lightest = loads.index(min(loads))
         loads[lightest] += file.size + 4096
-        if lightest == rank:
+        if lightest == comm.rank:
             mine.append(file)
     return mine

@@ -1,92 +1,37 @@
-"""Reading any slice of a global tensor from pieces written in any other layout."""
+"""Resharding on load: copies that fill any slice of a tensor from pieces written in another layout, run in parallel."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.autograd.graph import increment_version
 
-from hasten.checkpoint.base import Component, Slice, StateTree
+from hasten.checkpoint.base import Slice
 from hasten.checkpoint.format.formats import MappedFile, Piece
-from hasten.checkpoint.store.disk import is_plain
-from hasten.comm.agreement import Agreement, agreeing
-from hasten.comm.base import Comm
+from hasten.checkpoint.format.manifest import CHUNK_BYTES
+from hasten.checkpoint.store.disk import (
+    HostBuffer,
+    as_bytes,
+    byte_view,
+    copy_bytes,
+    default_threads,
+    devices_of,
+    finish_copies,
+    host_memory,
+    is_plain,
+    read_all,
+    worker_pool,
+)
 from hasten.errors import CheckpointError, CorruptCheckpointError
-from hasten.modules.names import is_dtensor
-from hasten.optional import need
-from hasten.runtime.mesh_plan import AXES
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def dtensor_slice(tensor: DTensor) -> Slice:
-    """Return the slice of a distributed tensor that this rank holds, with the flag whether this rank writes it.
-
-    Raises: CheckpointError for tensors with partial placements.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if any(placement.is_partial() for placement in placements):
-        raise CheckpointError(
-            f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "
-            "(call redistribute with Replicate or Shard)."
-        )
-    local: Tensor = tensor.to_local()
-    layout = need("torch.distributed.tensor._utils")  # already imported wherever a DTensor exists
-    shape, offset = layout.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank holds no part of the tensor's mesh"
-    first = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    if local.numel() == 0:  # an empty shard at the end of an uneven split has no offset
-        offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
-        first = False
-    owned = first and _first_on_other_axes(mesh)
-    return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned, tuple(mesh.mesh_dim_names or ()), first)
-
-
-def _first_on_other_axes(mesh: DeviceMesh) -> bool:
-    """Return True if this rank is the first of those that hold the same tensor on separate submeshes.
-
-    Where layers are split over `tp`, the other parameters are sharded over the data-parallel axes of each `tp` rank
-    identically. Pipeline stages (`pp`) hold different parameters.
-    """
-    root = mesh._get_root_mesh()
-    coordinate, names, own = root.get_coordinate(), root.mesh_dim_names, mesh.mesh_dim_names
-    if coordinate is None or names is None or own is None:
-        return True
-    return all(index == 0 for index, name in zip(coordinate, names, strict=True) if name not in (*own, "pp"))
-
-
-def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) -> StateTree:
-    """Return the tree with the ownership of sharded pieces decided by `is_first(axes)`: first along all other axes.
-
-    torch may return an equal mesh from an earlier layout of this process, whose other axes are outdated.
-    """
-    made = {}
-    for name, component in tree.components.items():
-        tensors = {
-            key: replace(value, owned=value.first and is_first(value.axes))
-            if isinstance(value, Slice)
-            and value.axes
-            and set(value.axes) <= set(AXES)  # excludes meshes of experts and of the user
-            else value
-            for key, value in component.tensors.items()
-        }
-        made[name] = replace(component, tensors=tensors)
-    return StateTree(made)
-
-
-def as_stored(tensor: Tensor) -> Tensor | Slice:
-    """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
-    if (own := getattr(tensor, "stored_slice", None)) is not None:  # the engine stores the weights elsewhere
-        found: Slice = own(tensor)
-        return found
-    return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
+_GAP_BYTES = 65536  # a smaller gap between two tensors is read and discarded rather than skipped
+_MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,112 +120,159 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
     return tensor
 
 
-def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
-    """Return the plain memory behind a tensor on this rank."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+@dataclass(slots=True)
+class _FileRange:
+    """A byte range of a file and the tensors to fill from it: (offset in the file, target, its bytes from..to)."""
+
+    file: MappedFile
+    start: int
+    stop: int
+    targets: list[tuple[int, Tensor, int, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Position of a rank's slice, sent to the other ranks ahead of the data."""
+def run_copies(
+    copies: Sequence[Copy], threads: int | None = None, progress: Callable[[int], None] | None = None
+) -> None:
+    """Fill live tensors on any device with several threads, about one chunk at a time.
 
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-    owned: bool
-    address: int
+    `progress` is called with the number of bytes of every finished job.
 
-
-def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
-    """Return the tree with sliced tensors gathered whole on ranks with `keeps`; others hold empty placeholders.
-
-    Tensors are gathered one at a time. Ranks: every rank; `keeps` on those that will write.
+    Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
+    caller must undo.
     """
-    made: dict[str, Component] = {}
-    with agreeing(comm, "gathering whole tensors") as together:
-        for name, component in tree.components.items():
-            whole = component.sliced and not component.per_rank
-            made[name] = _joined(component, together, keeps) if whole else component
-        return StateTree(made)
+    targets, sources = [], []
+    for copy in copies:
+        targets.append(copy.target)
+        sources.append(copy.source)
+    devices = devices_of([*targets, *sources])
+    jobs = _jobs(copies, HostBuffer(bool(devices)))
+    try:
+        with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
+            for done in pool.map(_guarded, jobs):
+                if isinstance(done, CheckpointError):
+                    raise done
+                if progress is not None:
+                    progress(done)
+    finally:
+        increment_version(targets)  # as an in-place operation of torch does
 
 
-def _joined(component: Component, together: Agreement, keeps: bool) -> Component:
-    told: list[dict[str, _Piece]] = together.share(
-        {
-            key: _Piece(value.offset, tuple(value.data.shape), value.owned, value.data.data_ptr())
-            for key, value in component.tensors.items()
-            if isinstance(value, Slice)
-        }
-    )
-    made: dict[tuple[object, ...], Tensor] = {}
-    tensors: dict[str, Tensor | Slice] = {}
-    for key, value in component.tensors.items():
-        if not isinstance(value, Slice):
-            tensors[key] = value
+def _jobs(copies: Sequence[Copy], buffer: HostBuffer) -> list[Callable[[], int]]:
+    """Return the copies as jobs of about one chunk: reads of byte ranges in file order, and groups of other copies."""
+    jobs: list[Callable[[], int]] = []
+    places: list[tuple[str, int, int, int]] = []
+    group: list[Copy] = []
+    grouped = 0
+    for number, copy in enumerate(copies):
+        size, at = copy.target.numel() * copy.target.element_size(), copy.place()
+        if copy.file is not None and at is not None:
+            places.append((str(copy.file.path), at, number, size))
             continue
-        pieces = [rank[key] for rank in told]
-        same = (*value.shape, *(piece.address for piece in pieces))  # tied weights stay one tensor under two names
-        if not any(piece.address for piece in pieces) or same not in made:
-            made[same] = _assemble(value, pieces, together, keeps)
-        tensors[key] = made[same]
-    return replace(component, tensors=tensors, main_only=frozenset(tensors))
+        if not group or grouped >= CHUNK_BYTES:
+            group, grouped = [], 0
+            jobs.append(partial(_copy, group, buffer))
+        group.append(copy)
+        grouped += size
+    open_range: _FileRange | None = None
+    for _, at, number, size in sorted(places):
+        file, target = copies[number].file, copies[number].target
+        assert file is not None, "only copies from a file are read"
+        for low in range(0, size, CHUNK_BYTES):
+            start, high = at + low, min(low + CHUNK_BYTES, size)
+            last = open_range
+            if (
+                last is None
+                or file is not last.file
+                or not 0 <= start - last.stop < _GAP_BYTES
+                or last.stop - last.start >= CHUNK_BYTES
+                or len(last.targets) >= _MOST_TENSORS
+            ):
+                last = open_range = _FileRange(file, start, start)
+                jobs.append(partial(_fill, last, buffer))
+            last.targets.append((start, target, low, high))
+            last.stop = at + high
+    return jobs
 
 
-def _assemble(mine: Slice, pieces: list[_Piece], together: Agreement, keeps: bool) -> Tensor:
-    most = max(torch.Size(piece.extent).numel() for piece in pieces)
-    flat = mine.data.new_zeros(most)
-    flat[: mine.data.numel()] = mine.data.reshape(-1)
-    together.share()  # every rank has its piece ready
-    parts = together.comm.all_gather(flat)
-    if not keeps:
-        return torch.zeros((), dtype=mine.data.dtype).expand(mine.shape)
-    whole = torch.empty(mine.shape, dtype=mine.data.dtype)
-    for piece, part in zip(pieces, parts, strict=True):
-        if not piece.owned:
-            continue
-        target = whole
-        for dim, (start, size) in enumerate(zip(piece.offset, piece.extent, strict=True)):
-            target = target.narrow(dim, start, size)
-        target.copy_(part[: target.numel()].reshape(piece.extent))
-    return whole
+def _guarded(job: Callable[[], int]) -> CheckpointError | int:
+    """Run a job; return the number of bytes copied, or the error."""
+    try:
+        with torch.no_grad():
+            return job()
+    except RuntimeError as error:
+        return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
+    except CheckpointError as error:
+        return error
 
 
-Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-"""Offset and local shape of every slice, by `component/name`."""
+def _copy(copies: Sequence[Copy], buffer: HostBuffer) -> int:
+    num_bytes, targets = 0, []
+    for copy in copies:
+        target, source = copy.target, copy.source
+        num_bytes += target.numel() * target.element_size()
+        targets.append(target)
+        if target.device.type == "cpu" and source.device.type != "cpu" and _through_buffer(target, source):
+            _copy_to_host(target, source, buffer)
+        else:
+            target.copy_(source)
+    finish_copies(devices_of(targets))
+    return num_bytes
 
 
-class MachineOwners:
-    """Ownership of slices per machine: the first rank that holds a slice owns it.
+def _through_buffer(target: Tensor, source: Tensor) -> bool:
+    """Return True for a plain copy from an accelerator, which is faster through page-locked memory."""
+    same = target.dtype == source.dtype and target.shape == source.shape
+    return same and bool(devices_of([source])) and is_plain(target) and is_plain(source)
 
-    The ranks exchange their layouts when one has changed.
-    """
 
-    def __init__(self) -> None:
-        self._layout: Layout | None = None
-        self._owned: frozenset[str] = frozenset()
+def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
+    target, source = as_bytes(target), as_bytes(source)
+    for low in range(0, source.numel(), CHUNK_BYTES):
+        part = source[low : low + CHUNK_BYTES]
+        staged = buffer.take(part.numel())
+        staged.copy_(part, non_blocking=True)
+        finish_copies([source.device])
+        copy_bytes(target[low : low + part.numel()], staged)
 
-    def owned(self, tree: StateTree, ranks: Sequence[int], together: Agreement) -> StateTree:
-        """Return the tree with the `owned` flags set; `ranks` are those of this machine. Ranks: every rank."""
-        layout = {
-            f"{name}/{key}": (tuple(value.offset), tuple(value.data.shape))
-            for name, component in tree.components.items()
-            for key, value in component.tensors.items()
-            if isinstance(value, Slice)
-        }
-        if any(together.share(layout != self._layout)):
-            layouts: list[Layout] = together.share(layout)
-            me = together.comm.ranks[together.comm.rank]
-            before = [layouts[rank] for rank in ranks if rank < me]
-            self._owned = frozenset(key for key, at in layout.items() if all(other.get(key) != at for other in before))
-            self._layout = layout
-        return StateTree(
-            {
-                name: replace(
-                    component,
-                    tensors={
-                        key: replace(value, owned=f"{name}/{key}" in self._owned) if isinstance(value, Slice) else value
-                        for key, value in component.tensors.items()
-                    },
-                )
-                for name, component in tree.components.items()
-            }
+
+def _fill(wanted: _FileRange, buffer: HostBuffer) -> int:
+    devices = devices_of(map(itemgetter(1), wanted.targets))
+    size = wanted.stop - wanted.start
+    fd = wanted.file.open()
+    if fd is None:
+        for at, target, low, high in wanted.targets:
+            as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])
+        finish_copies(devices)
+        return size
+    staged = buffer.take(size) if devices else None
+    try:
+        views = _memory_of(wanted, buffer) if staged is None else [byte_view(staged)]
+        count = read_all(fd, views, wanted.start)
+    except OSError as error:
+        raise CheckpointError(
+            f"{wanted.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
+        ) from error
+    finally:
+        os.close(fd)
+    if count != size:
+        raise CorruptCheckpointError(
+            f"{wanted.file.path}: {count} of {size} bytes at {wanted.start} could be read, so it was cut off while "
+            "it was being loaded. Load another checkpoint."
         )
+    if staged is not None:
+        for at, target, low, high in wanted.targets:
+            part = staged[at - wanted.start :][: high - low]
+            as_bytes(target)[low:high].copy_(part, non_blocking=True)
+        finish_copies(devices)
+    return size
+
+
+def _memory_of(wanted: _FileRange, buffer: HostBuffer) -> list[memoryview]:
+    """Return the memory to read the byte range into, piece by piece; gaps between tensors go to the buffer."""
+    views, reached = [], wanted.start
+    for at, target, low, high in wanted.targets:
+        if at > reached:
+            views.append(byte_view(buffer.take(at - reached)))
+        views.append(host_memory(target, low, high))
+        reached = at + high - low
+    return views

@@ -1,4 +1,4 @@
-"""Collective save: every rank writes its files into a draft, all vote, the main rank of each disk commits."""
+"""Collective save: components become files, every rank writes its files into a draft, the ranks vote, one commits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,136 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree, local_data
-from hasten.checkpoint.format.formats import SUFFIX, encode_safetensors, encode_with_sidecar
-from hasten.checkpoint.format.layout import FilePlan, Sizes, check_names, hub_index, plan_component
+from hasten.checkpoint.base import (
+    Blob,
+    CheckpointInfo,
+    CheckpointStore,
+    Component,
+    Draft,
+    Format,
+    Slice,
+    StateTree,
+    local_data,
+    num_bytes,
+)
+from hasten.checkpoint.format.formats import SUFFIX, encode_safetensors, encode_with_sidecar, tied
 from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
-from hasten.checkpoint.store.retention import Kept, Retention, expired
+from hasten.checkpoint.store.retention import CommittedCheckpoint, Retention, expired
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointBusyError, CheckpointError, MismatchError
 
 log = logging.getLogger(__name__)
 
+SINGLE_FILE_BYTES = 2 * 1024**3
+"""A component up to this size is written as one file under its usual name."""
+SHARD_BYTES = 1024**3
+"""A larger component is split into files of this size, which are written in parallel."""
 
+
+# -- layout: which tensor goes to which file, which rank writes it ------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file of a component: its name, the rank that writes it, its tensors, and whether it holds the JSON."""
+
+    name: str
+    component: str
+    writer: int
+    keys: tuple[str, ...]
+    format: Format
+    with_data: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Size limits above which a component is split into several files."""
+
+    single: int = SINGLE_FILE_BYTES
+    shard: int = SHARD_BYTES
+
+
+def plan_component(
+    name: str, component: Component, rank: int, ranks: Sequence[int], sizes: Sizes | None = None
+) -> list[FilePlan]:
+    """Return the files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
+
+    For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
+    """
+    kind, fmt = component.kind, component.format
+    stem = f"pytorch_{name}" if kind == "model" and fmt == "torch" else name
+    end = ".safetensors" if fmt == "safetensors" else ".pt" if kind == "scaler" else ".bin"
+    if component.per_rank:
+        # a number after the name of a scheduler or object is its index: scheduler_1 is the second scheduler
+        which = f"rank_{rank}" if kind in ("scheduler", "object") else str(rank)
+        return [FilePlan(f"{stem}_{which}{end}", name, rank, tuple(component.tensors), fmt, True)]
+    if component.sliced:
+        return _plan_slices(name, component, rank, ranks)
+    limits = sizes or Sizes()
+    if component.num_bytes <= limits.single:
+        return [FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)]
+    if component.data is not None and fmt == "torch":  # nested state cannot be split; flat tensors can
+        fmt, end = "safetensors", ".safetensors"
+    shards = cut(component, limits.shard)
+    return [
+        FilePlan(
+            f"{stem}-{i + 1:05d}-of-{len(shards):05d}{end}",
+            name,
+            ranks[0] if i == 0 else ranks[i % len(ranks)],
+            keys,
+            fmt,
+            i == 0,
+        )
+        for i, keys in enumerate(shards)
+    ]
+
+
+def _plan_slices(name: str, component: Component, rank: int, ranks: Sequence[int]) -> list[FilePlan]:
+    main = rank == ranks[0]
+    keys = tuple(k for k, v in component.tensors.items() if (v.owned if isinstance(v, Slice) else main))
+    if not keys and not main:
+        return []
+    return [FilePlan(f"{name}_shard_{rank:05d}.safetensors", name, rank, keys, "safetensors", main)]
+
+
+def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
+    """Split the keys into files of at most `limit` bytes (a larger tensor fills one file); main-only keys come first.
+
+    Names that share memory stay together, so that the tensor is stored once.
+    """
+    owners = tied(component.tensors)
+    names: dict[str, list[str]] = {}
+    for key in component.tensors:
+        names.setdefault(owners.get(key, key), []).append(key)
+    shards: list[tuple[str, ...]] = []
+    current: list[str] = []
+    used = 0
+    for own in sorted(names, key=lambda key: key not in component.main_only):
+        size = num_bytes(component.tensors[own])
+        held_by_main = not shards and own in component.main_only
+        if current and used + size > limit and not held_by_main:
+            shards.append(tuple(current))
+            current, used = [], 0
+        current += names[own]
+        used += size
+    shards.append(tuple(current))
+    return shards
+
+
+def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, object]:
+    """Return the index that Hub tools read next to sharded weight files."""
+    return {
+        "metadata": {"total_size": component.num_bytes},
+        "weight_map": {key: plan.name for plan in plans for key in plan.keys},
+    }
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class DiskGroup:
     """Ranks that share a folder; the first of them commits."""
@@ -64,24 +177,26 @@ def start(store: CheckpointStore, comm: Comm, name: str, *, node: int = 0, each_
     Ranks: every rank. `node` is the index of this rank's machine.
     Raises: CheckpointError when machines do not share the folder and `each_node` is False.
     """
-    begun: list[Draft] = []
+    if comm.size == 1:
+        return DiskGroup(comm.ranks, store.begin(name))
+    started: list[Draft] = []
     try:
         with agreeing(comm, f"starting the checkpoint {name!r}") as together:
             if comm.rank == 0:
-                begun.append(store.begin(name))
-            return _joined(store, name, begun, together, node, each_node)
+                started.append(store.begin(name))
+            return _join(store, name, started, together, node, each_node)
     except BaseException:
-        for draft in begun:
+        for draft in started:
             discard(draft)
         raise
 
 
-def _joined(
-    store: CheckpointStore, name: str, begun: list[Draft], together: Agreement, node: int, each_node: bool
+def _join(
+    store: CheckpointStore, name: str, started: list[Draft], together: Agreement, node: int, each_node: bool
 ) -> DiskGroup:
     comm = together.comm
-    token = together.share(begun[0].token if begun else None)[0]
-    joined = begun[0] if begun else store.join(name, token)
+    token = together.share(started[0].token if started else None)[0]
+    joined = started[0] if started else store.join(name, token)
     seen: list[tuple[int, bool]] = together.share((node, joined is not None))
     if all(sees for _, sees in seen):
         assert joined is not None, "every rank sees the draft"
@@ -96,10 +211,10 @@ def _joined(
     together.label = f"starting the checkpoint {name!r} on machine {node}"
     members = tuple(comm.ranks[i] for i, (other, _) in enumerate(seen) if other == node)
     rank = comm.ranks[comm.rank]
-    if rank == members[0] and not begun:
-        begun.append(store.begin(name))
-    tokens = together.share(begun[0].token if begun else None)
-    mine = begun[0] if begun else store.join(name, tokens[comm.ranks.index(members[0])])
+    if rank == members[0] and not started:
+        started.append(store.begin(name))
+    tokens = together.share(started[0].token if started else None)
+    mine = started[0] if started else store.join(name, tokens[comm.ranks.index(members[0])])
     if mine is None:
         raise CheckpointError(
             f"rank {rank} does not see {store.address} of its machine {node}, so its files would be missing. Nothing was "
@@ -122,7 +237,7 @@ def prepare(
     group: DiskGroup,
     comm: Comm,
     sizes: Sizes | None = None,
-    announce: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
+    announce: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> PreparedSave:
     """Plan this rank's files and compute their layout; no byte is copied yet.
 
@@ -130,37 +245,41 @@ def prepare(
     Ranks: every rank. Raises: MismatchError when ranks do not save the same components.
     """
     rank = comm.ranks[comm.rank]
-    blobs: dict[str, Blob] = {}
-    owners: dict[str, FilePlan | None] = {}
+    save = PreparedSave({}, {}, {})
     with group.discarding(rank), agreeing(comm, "preparing the checkpoint") as together:
-        _compare(tree, together)
-        plans: list[FilePlan] = []
+        if comm.size > 1:
+            _compare(tree, together)
+        planned: dict[str, FilePlan] = {}
         for name, component in tree.components.items():
             files = plan_component(name, component, rank, group.ranks, sizes)
-            plans += files
-            whole = len(files) > 1 and component.kind == "model" and group.is_main(rank)
-            if whole:
+            save.components[name] = ComponentRecord(
+                kind=component.kind, format=component.format, per_rank=component.per_rank
+            )
+            if len(files) > 1 and component.kind == "model" and rank == group.ranks[0]:
                 stem, _, end = files[0].name.partition("-00001-of-")
-                index = f"{stem}.{end.partition('.')[2]}.index.json"
                 raw = json.dumps(hub_index(files, component), indent=1, sort_keys=True).encode()
-                blobs[index], owners[index] = Blob([raw], len(raw)), None
-        mine = {file: plan for file, plan in check_names(plans).items() if plan.writer == rank}
-        announce([local_data(tree.components[p.component].tensors[key]) for p in mine.values() for key in p.keys])
+                index = f"{stem}.{end.partition('.')[2]}.index.json"
+                save.blobs[index], save.owners[index] = Blob([raw], len(raw)), None
+            for plan in files:
+                assert plan.name not in planned, f"{plan.name} belongs to {name} and {planned[plan.name].component}"
+                planned[plan.name] = plan
+        mine = dict(planned)
+        for file, plan in planned.items():
+            if plan.writer != rank:
+                del mine[file]
+        if announce is not None:
+            announce([local_data(tree.components[p.component].tensors[key]) for p in mine.values() for key in p.keys])
         for file, plan in mine.items():
-            blobs[file], sidecar = encode(tree.components[plan.component], plan)
-            owners[file] = plan
+            save.blobs[file], sidecar = encode(tree.components[plan.component], plan)
+            save.owners[file] = plan
             if sidecar is not None:
-                blobs[file + SUFFIX], owners[file + SUFFIX] = sidecar, None
-        records = {
-            name: ComponentRecord(kind=c.kind, format=c.format, per_rank=c.per_rank)
-            for name, c in tree.components.items()
-        }
-        return PreparedSave(blobs, owners, records)
+                save.blobs[file + SUFFIX], save.owners[file + SUFFIX] = sidecar, None
+        return save
 
 
 def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
     """Return the bytes of one planned file, and those of its sidecar, if any."""
-    tensors = {key: component.tensors[key] for key in plan.keys}
+    tensors = dict(zip(plan.keys, map(component.tensors.__getitem__, plan.keys), strict=True))
     data = component.data if plan.with_data else None
     if plan.format == "torch":
         return encode_with_sidecar(tensors, data)
@@ -170,8 +289,6 @@ def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
 def _compare(tree: StateTree, together: Agreement) -> None:
     """Raise MismatchError unless ranks save the same components, and whole components hold the same tensors."""
     comm = together.comm
-    if comm.size == 1:
-        return
     described: list[Any] = []
     for name, c in tree.components.items():
         shapes = [] if c.per_rank or c.sliced else sorted((k, str(v.shape)) for k, v in c.tensors.items())
@@ -199,72 +316,58 @@ def finish(
     group: DiskGroup,
     comm: Comm,
     header: Manifest,
-    after: Callable[[], Sequence[str]] = lambda: (),
+    after: Callable[[], Sequence[str]] | None = None,
 ) -> SaveOutcome:
     """Write this rank's files, vote, commit, then run `after` (retention) on each disk's main rank.
 
     Ranks: every rank. Safe on a background thread when `comm` is a separate group.
     Raises: CheckpointError on every rank if one failed; earlier checkpoints are unchanged.
     """
-    rank = comm.ranks[comm.rank]
-    name = group.draft.name
-    manifest = header
+    rank, draft = comm.ranks[comm.rank], group.draft
+    is_main, manifest = rank == group.ranks[0], header
     deleted: tuple[str, ...] = ()
-    with group.discarding(rank), agreeing(comm, f"writing the checkpoint {name!r}") as together:
-        records: list[list[FileRecord]] = together.share(_put(prepared, group.draft, rank))
-        together.label = f"committing the checkpoint {name!r}"
-        if group.is_main(rank):
+    with group.discarding(rank), agreeing(comm, f"writing the checkpoint {draft.name!r}") as together:
+        written = []
+        for file, record in draft.put(prepared.blobs).items():
+            plan = prepared.owners.get(file)  # None for sidecars, indexes and files of hooks
+            owner = (None, None) if plan is None else (plan.component, rank)
+            written.append(msgspec.structs.replace(record, component=owner[0], rank=owner[1]))
+        records: list[list[FileRecord]] = together.share(written)
+        together.label = f"committing the checkpoint {draft.name!r}"
+        if is_main:
             manifest = _manifest(header, prepared, group, comm, records)
-            group.draft.commit(manifest)
+            draft.commit(manifest)
             group.done = True
         together.share()  # retention deletes nothing before every disk has the new checkpoint
-        if group.is_main(rank):
-            deleted = _clean(after, name)
-        return SaveOutcome(CheckpointInfo(name, manifest), deleted)
-
-
-def _put(prepared: PreparedSave, draft: Draft, rank: int) -> list[FileRecord]:
-    written = draft.put(prepared.blobs)
-    records = []
-    for file, record in written.items():
-        plan = prepared.owners.get(file)  # None for files of hooks
-        owner = plan.component if plan is not None else None
-        records.append(msgspec.structs.replace(record, component=owner, rank=rank if owner is not None else None))
-    return records
+        if is_main and after is not None:
+            try:
+                deleted = tuple(after())
+            except (OSError, CheckpointError) as error:  # the checkpoint is safe; the next save deletes again
+                log.warning("after saving %s, old checkpoints could not be deleted: %s", draft.name, error)
+        return SaveOutcome(CheckpointInfo(draft.name, manifest), deleted)
 
 
 def _manifest(
-    header: Manifest, prepared: PreparedSave, group: DiskGroup, comm: Comm, gathered: Sequence[Sequence[FileRecord]]
+    header: Manifest, prepared: PreparedSave, group: DiskGroup, comm: Comm, written: Sequence[Sequence[FileRecord]]
 ) -> Manifest:
-    files = [record for i, records in enumerate(gathered) if comm.ranks[i] in group.ranks for record in records]
-    files = _once([*files, *group.draft.adopt([file.name for file in files])])
+    """Return the manifest of all files on this disk: those of its ranks, and those that save hooks created."""
+    files: dict[str, FileRecord] = {}
+    for rank, records in zip(comm.ranks, written, strict=True):
+        for file in records if rank in group.ranks else ():
+            if files.setdefault(file.name, file) != file:
+                raise CheckpointError(
+                    f"save hooks wrote {file.name} on several ranks with different content, and only one can be stored. "
+                    "Nothing was saved. Let the main process alone write it, or give every rank's file another name."
+                )
+    for file in group.draft.hook_files(list(files)):
+        files[file.name] = file
     return msgspec.structs.replace(
         header,
         world_size=comm.size,
         ranks=group.ranks,
         components=prepared.components,
-        files=tuple(sorted(files, key=lambda file: file.name)),
+        files=tuple(sorted(files.values(), key=attrgetter("name"))),
     )
-
-
-def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
-    """Merge the records of identical files that hooks wrote on several ranks; raise CheckpointError if they differ."""
-    found: dict[str, FileRecord] = {}
-    for file in files:
-        if found.setdefault(file.name, file) != file:
-            raise CheckpointError(
-                f"save hooks wrote {file.name} on several ranks with different content, and only one can be stored. Nothing "
-                "was saved. Let the main process alone write it, or give every rank's file another name."
-            )
-    return list(found.values())
-
-
-def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
-    try:
-        return tuple(after())
-    except (OSError, CheckpointError) as error:  # the new checkpoint is safe; deletion is retried after the next save
-        log.warning("after saving %s, old checkpoints could not be deleted: %s", name, error)
-        return ()
 
 
 def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[[str], int | None]) -> list[str]:
@@ -273,7 +376,7 @@ def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[
     for name in store.names():
         number = numbers(name)
         if number is not None and store.complete(name):
-            kept.append(Kept(name, number, store.manifest(name).metrics))
+            kept.append(CommittedCheckpoint(name, number, store.manifest(name).metrics))
     deleted = []
     for name in expired(kept, policy):
         try:

@@ -14,12 +14,12 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 _ABOUT = """commands:
-  list     what is in a folder or URL, oldest first
+  list     list the checkpoints of a folder or URL, oldest first
   verify   read everything and check sizes, checksums and structure
-  show     step, world size, versions, settings, components and tensors
-  diff     how the tensors of two checkpoints (or exported models) differ
-  merge    the whole model of a sharded checkpoint, in the Hub layout
-  convert  a folder of Hugging Face Accelerate or plain torch files into a checkpoint
+  show     show step, world size, versions, settings, components and tensors
+  diff     compare the tensors of two checkpoints (or exported models)
+  merge    export the whole model of a sharded checkpoint, in the Hub layout
+  convert  convert a folder of Hugging Face Accelerate or plain torch files into a checkpoint
 """
 
 
@@ -48,10 +48,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add("list", _list, folder="a folder or URL of checkpoints").add_argument("--json", action="store_true")
     verify = add("verify", _verify, folder="a checkpoint, or a folder of them")
-    verify.add_argument("--all", action="store_true", help="every checkpoint in the folder, not only the newest")
+    verify.add_argument("--all", action="store_true", help="verify every checkpoint in the folder, not only the newest")
     show = add("show", _show, folder="a checkpoint, or a folder of them (the newest is shown)")
     show.add_argument("--json", action="store_true")
-    show.add_argument("--tensors", action="store_true", help="also every tensor with its type and shape")
+    show.add_argument("--tensors", action="store_true", help="also list every tensor with its type and shape")
     diff = add("diff", _diff, first="a checkpoint or exported model", second="another one")
     diff.add_argument("--component", default="model", help="model, optimizer, ... (default: model)")
     merge = add("merge", _merge, folder="a checkpoint", output="the folder for the model")
@@ -60,10 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--unsafe_serialization", "--unsafe-serialization", action="store_true", help="write .bin files")
     convert = add("convert", _convert, source="a folder that another tool saved", output="the new checkpoint")
     convert.add_argument(
-        "--allow_pickle", "--allow-pickle", action="store_true", help="unpickle the files, which you trust"
+        "--allow_pickle", "--allow-pickle", action="store_true", help="allow pickle; use only for files you trust"
     )
     for one in (merge, convert):
-        one.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+        one.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
     return parser
 
 

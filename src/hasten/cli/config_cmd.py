@@ -53,7 +53,7 @@ def write_basic_config(
     """Write suitable settings for this machine and return the file; False if a file exists, which is not changed."""
     path = Path(save_location) if save_location is not None else default_path(environment.snapshot())
     if path.exists():
-        log.warning("%s exists and is kept; write another with `hasten config`, or give save_location", path)
+        log.warning("%s exists and was not changed; write another with `hasten config`, or pass save_location", path)
         return False
     return write(basic_config(examine(), mixed_precision), path)
 
@@ -120,12 +120,12 @@ def _spelled(value: Any) -> str:
 
 USAGE: Final = """usage: hasten config [command] [options]
 
-Without a command: ask about the machine and the training, and write a settings file.
+Without a command: ask questions about the machine and the training, and write a settings file.
 
 commands:
-  default    write a sensible file for this machine, without questions
+  default    write a file suited to this machine, without questions
   show       print the settings in effect; --why adds the source of every value
-  check      check a file and list everything that is wrong with it
+  check      check a file and list all problems
   path       print the path of the settings file
 
 Run `hasten config <command> --help` for the options of a command.
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
         name = words.pop(0)
         if name not in COMMANDS:
             near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-            hint = f"did you mean `hasten config {near[0]}`?" if near else f"known are {', '.join(COMMANDS)}."
+            hint = f"did you mean `hasten config {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}."
             raise ConfigError(f"there is no command `hasten config {name}`; {hint}")
         return COMMANDS[name](words)
     return ask(words)
@@ -150,7 +150,9 @@ def main(argv: Sequence[str]) -> int:
 
 def ask(argv: Sequence[str]) -> int:
     """Run the wizard."""
-    parser = SettingsParser(prog="hasten config", description="Ask about machine and training, and write settings.")
+    parser = SettingsParser(
+        prog="hasten config", description="Ask questions about the machine and the training, and write a settings file."
+    )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
     given = parser.parse_args(argv)
     env = environment.snapshot()
@@ -162,14 +164,16 @@ def ask(argv: Sequence[str]) -> int:
 
 def default(argv: Sequence[str]) -> int:
     """Write settings without questions."""
-    parser = SettingsParser(prog="hasten config default", description="Write a sensible file for this machine.")
+    parser = SettingsParser(prog="hasten config default", description="Write a settings file suited to this machine.")
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
-    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_settings()
     given = parser.parse_args(argv)
     path = Path(given.config_file) if given.config_file else files.default_path(environment.snapshot())
     if path.exists() and not given.force:
-        raise ConfigError(f"{path} exists and would be lost; give --force to replace it, or --config_file for another.")
+        raise ConfigError(
+            f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."
+        )
     machine = examine()
     config = with_flags(basic_config(machine), given.settings)
     files.write(config, path)
@@ -186,13 +190,13 @@ def show(argv: Sequence[str]) -> int:
     """Print the effective settings."""
     parser = SettingsParser(
         prog="hasten config show",
-        description="Print the settings that hold, as `hasten launch` with the same flags would see them.",
+        description="Print the settings in effect for `hasten launch` with the same flags.",
     )
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
     )
-    parser.add_argument("--why", action="store_true", help="every value with its source")
-    parser.add_argument("--changed", action="store_true", help="only what is not at its default")
+    parser.add_argument("--why", action="store_true", help="print every value with its source")
+    parser.add_argument("--changed", action="store_true", help="print only values that differ from the default")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_settings()
     given = parser.parse_args(argv)
@@ -211,13 +215,13 @@ def show(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """Check a settings file; return exit code 0 or 2, with every problem listed."""
-    parser = SettingsParser(prog="hasten config check", description="Say whether a settings file is right.")
+    parser = SettingsParser(prog="hasten config check", description="Check a settings file.")
     parser.add_argument("file", metavar="FILE")
     given = parser.parse_args(argv)
     file = files.read(given.file)
     resolved = resolve(file=file.entries, notes=file.notes)
     kind = "ours" if file.kind == "hasten" else "Hugging Face Accelerate's"
-    sys.stdout.write(f"{file.path}: right ({kind}, {len(resolved.entries)} settings)\n")
+    sys.stdout.write(f"{file.path}: valid ({kind}, {len(resolved.entries)} settings)\n")
     for note in resolved.notes:
         sys.stdout.write(f"note: {note}\n")
     return 0
@@ -225,7 +229,7 @@ def check(argv: Sequence[str]) -> int:
 
 def path(argv: Sequence[str]) -> int:
     """Print the path of the settings file, and the file in effect."""
-    parser = SettingsParser(prog="hasten config path", description="Print where the settings file lies.")
+    parser = SettingsParser(prog="hasten config path", description="Print the path of the settings file.")
     parser.parse_args(argv)
     env = environment.snapshot()
     found, ours = files.find(env), files.default_path(env)
@@ -233,7 +237,7 @@ def path(argv: Sequence[str]) -> int:
     if found is None:
         sys.stderr.write("note: there is no file yet; `hasten config` writes it\n")
     elif found != ours:
-        sys.stderr.write(f"note: this is Hugging Face Accelerate's file; ours would be {ours}\n")
+        sys.stderr.write(f"note: this is Hugging Face Accelerate's file; hasten's would be {ours}\n")
     return 0
 
 

@@ -39,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="command", required=True)
-    show = commands.add_parser("show", help="dataset indices of a batch, and the samples themselves")
+    show = commands.add_parser("show", help="show the dataset indices of a batch, and its samples")
     show.add_argument("checkpoint", help="a checkpoint of the run, or a folder of them (the newest is read)")
-    show.add_argument("--rank", type=whole(), default=0, help="the rank that was given the batch (default: 0)")
-    show.add_argument("--batch", type=whole(), required=True, help="its number in the epoch, from 1")
+    show.add_argument("--rank", type=whole(), default=0, help="the rank that read the batch (default: 0)")
+    show.add_argument("--batch", type=whole(), required=True, help="the number of the batch in the epoch, from 1")
     show.add_argument("--epoch", type=whole(), help="the epoch (default: that of the checkpoint)")
     show.add_argument("--loader", type=whole(), default=0, help="which prepared loader, from 0 (default: 0)")
     show.add_argument(

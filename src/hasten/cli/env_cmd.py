@@ -15,8 +15,8 @@ from hasten.config import files
 from hasten.config.effective import effective
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
-from hasten.launch.cluster import read_allocation
 from hasten.launch.report import package_versions
+from hasten.launch.shape import read_allocation
 from hasten.optional import need
 from hasten.runtime import env as environment
 from hasten.version import __version__

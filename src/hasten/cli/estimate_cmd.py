@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         content = {"model": shape.name, "parameters": shape.num_parameters, "estimates": rows}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        _show(shape, rows, import_module("hasten.bigmodel.solver").readable)  # imported by `estimate` anyway
+        _show(shape, rows, import_module("hasten.bigmodel.placement_plan").readable)  # imported by `estimate` anyway
     return 0
 
 

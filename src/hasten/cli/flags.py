@@ -149,7 +149,9 @@ class SettingsParser(CommandParser):
         established = self.add_argument_group("established names")
         for name in (*SWITCHES, "use_parallelism_config"):
             help_text = (
-                f"the same as --strategy {SWITCHES[name]}" if name in SWITCHES else "not needed: the sizes decide"
+                f"the same as --strategy {SWITCHES[name]}"
+                if name in SWITCHES
+                else "not needed: determined by the sizes"
             )
             _add_action(established, (name,), (name,), help_text, is_bool=True)
         for name in OLD_NAMES:
@@ -231,14 +233,14 @@ class SettingsParser(CommandParser):
         }
         near = nearest(name.replace("-", "_").lstrip("_"), known)
         hint = (
-            f"did you mean {known[near]}?" if near else f"see `{self.prog} {self._whole_help}` for the flags it knows."
+            f"did you mean {known[near]}?" if near else f"see `{self.prog} {self._whole_help}` for the supported flags."
         )
         raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
 
 
 def _add(group: Any, info: FieldInfo) -> None:
     default = "" if info.default in (None, (), {}, False) else f" (default: {_plain(info.default)})"
-    absent = " [not in this version]" if is_absent(info.path) else ""
+    absent = " [not supported in this version]" if is_absent(info.path) else ""
     help_text = (info.meta.help + default + absent).replace("%", "%%")
     value = "TEXT" if info.meta.lines else metavar(info.type)
     _add_action(group, spellings(info), info.path, help_text, info.is_bool, value, info.meta.short)
@@ -320,7 +322,7 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
         except ValueError:
             number = least - 1
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
         return number
 
     return read

@@ -13,9 +13,9 @@ from hasten.config.source import SettingEntry
 from hasten.errors import HastenError
 
 DESCRIPTION: Final = (
-    "Start a script on all devices of this machine, or of many. On many machines run the same command on each, with the same "
-    "--num_machines and --main_process_ip; under SLURM start it with srun, and nothing needs to be given. --dry-run shows "
-    "what would happen. More: docs/launch.md."
+    "Start a script on all devices of this machine, or of several machines. On several machines run the same command on each, with the "
+    "same --num_machines and --main_process_ip; under SLURM start it with srun, without these flags. --dry-run prints the plan. See "
+    "docs/launch.md."
 )
 
 
@@ -95,11 +95,11 @@ def make_parser(program: str = "hasten") -> SettingsParser:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_argument(
         "--auto",
         action="store_true",
-        help="trace one step of the script and choose the strategy, recompute and offload by it; prints why",
+        help="trace one step of the script, choose strategy, recompute and offload, and print the reasons",
     )
     parser.add_settings()
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script (or module, or program) and its arguments")

@@ -23,13 +23,13 @@ COMMANDS: Final = MappingProxyType(
         "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
         "data": ("hasten.cli.data_cmd", "show the samples of a batch of a saved run"),
         "predict": ("hasten.cli.predict_cmd", "run a model over all rows of a file, on all processes"),
-        "report": ("hasten.cli.report_cmd", "write one page about a run, or several: curves, times, events, settings"),
+        "report": ("hasten.cli.report_cmd", "write a report of one or several runs: curves, times, events, settings"),
         "top": ("hasten.cli.top_cmd", "show a live table of a running job: ranks, steps, waits, memory, stacks"),
         "attach": ("hasten.cli.top_cmd", "alias of top"),
         "estimate-memory": ("hasten.cli.estimate_cmd", "estimate the memory a model needs, before it is loaded"),
         "migrate": (
             "hasten.cli.migrate_cmd",
-            "print the diff that moves scripts from accelerate to hasten, and what behaves differently",
+            "print the diff that converts scripts from accelerate to hasten, and the differences in behaviour",
         ),
         "plan": (
             "hasten.cli.plan_cmd",

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         except SyntaxError as error:
             raise ConfigError(
                 f"{path}, line {error.lineno}, is not valid Python ({error.msg}), so it cannot be analysed; nothing was "
-                "changed in it. Correct it, or leave it out."
+                "changed in it. Fix the file, or exclude it."
             ) from error
         before, after = source.splitlines(keepends=True), done.text.splitlines(keepends=True)
         sys.stdout.writelines(difflib.unified_diff(before, after, fromfile=str(path), tofile=str(path)))
@@ -41,8 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="hasten migrate",
-        description="Print the diff that moves scripts from `accelerate` to `hasten`, and name each line that behaves "
-        "differently afterwards. Only names are changed. The exit code is 1 when a line needs a look.",
+        description="Print the diff that converts scripts from `accelerate` to `hasten`, and list the lines that behave "
+        "differently. Only names are changed. The exit code is 1 if a line needs a review.",
     )
     parser.add_argument("places", nargs="+", type=Path, metavar="SCRIPT_OR_FOLDER", help="scripts, or folders of them")
     parser.add_argument("--write", action="store_true", help="change the files")
@@ -57,8 +57,7 @@ def scripts(places: Sequence[Path]) -> list[Path]:
             raise ConfigError(f"{place} does not exist, so there is nothing to migrate; give a script or a folder.")
         if place.suffix == ".ipynb":
             raise ConfigError(
-                f"{place} is a notebook, whose cells hasten migrate does not rewrite; write its code to a script "
-                "(jupyter nbconvert does it) and give that."
+                f"{place} is a notebook, whose cells hasten migrate does not rewrite; convert it to a script first (jupyter nbconvert)."
             )
         found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return found
@@ -70,5 +69,6 @@ def _text(path: Path) -> str:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read as UTF-8 text ({error}), so it cannot be analysed; nothing was changed in it. Correct it, or leave it out."
+            f"{path} cannot be read as UTF-8 text ({error}), so it cannot be analysed; nothing was changed in it. Fix the file, or "
+            "exclude it."
         ) from error

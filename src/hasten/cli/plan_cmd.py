@@ -27,7 +27,7 @@ _ABOUT = """target:
   module:function              a function that returns the model, or the model and the inputs of one sample
   a folder                     with a config.json of transformers
 
-No GPU and no weights are needed. What the planner does not know goes to the script, and so does everything after `--`.
+No GPU and no weights are needed. Unknown arguments, and everything after `--`, are passed to the script.
 """
 
 
@@ -82,9 +82,9 @@ def show(plan: LayoutPlan, most: int, console: Console) -> None:
         soft_wrap=True,
     )
     for title, lines in (
-        ("why the first", report.why(plan)),
+        ("reasons for the first", report.why(plan)),
         ("to use it", report.notes(plan, plan.best)),
-        ("for a faster one", report.better(plan)),
+        ("to be faster", report.better(plan)),
     ):
         console.print(f"[bold]{title}[/]")
         for line in lines:

@@ -21,9 +21,9 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten predict",
         usage="hasten predict MODEL DATA -o FILE.jsonl [--batch-size N] [--evaluate] [settings of hasten launch]",
         description="Predict every row of a file, batch by batch on all processes, and write one line per row in the file's order. "
-        "MODEL is a folder with a classifier of transformers (as Trainer.save_model writes it), or module:name: a function that "
-        "takes a list of rows and returns as many results, or a class that is made once per process and called the same way. "
-        "Started again after a failure, it goes on with the batches that are missing. More: docs/predict.md.",
+        "MODEL is a folder with a classifier of transformers (as Trainer.save_model writes it), or module:name: a function that takes a "
+        "list of rows and returns a list of results, or a class that is created once per process and called in the same way. If it is "
+        "started again after a failure, only the missing batches are computed. See docs/predict.md.",
         essential=ESSENTIAL,
         flags_anywhere=True,
     )
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_settings()
     given = parser.parse_args(argv)
     check(given.model, given.data, given.output, given.batch_size)
@@ -58,12 +58,12 @@ def check(model: str, data: Path, output: Path, batch_size: int) -> None:
         )
     if data.suffix not in KINDS:
         raise ConfigError(
-            f"DATA={data} ends neither in {' nor in '.join(KINDS)}, so its rows cannot be told apart; convert it to JSON lines, one "
+            f"DATA={data} ends neither in {' nor in '.join(KINDS)}, so its format is unknown; convert it to JSON lines, one "
             "object per row."
         )
     if output.suffix != ".jsonl":
         raise ConfigError(
-            f"--output={output} does not end in .jsonl, while one line of JSON is written per row; rename it."
+            f"--output={output} does not end in .jsonl, but one line of JSON is written per row; rename it."
         )
     if batch_size < 1:
         raise ConfigError(f"--batch-size={batch_size} leaves no row in a batch; set it to 1 or more.")

@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten report …`."""
     parser = CommandParser(
         prog="hasten report",
-        description="Write one HTML page about a training: curves, throughput, times of steps by part and rank, memory, "
-        "events, settings and environment. Several runs are laid over each other, with a table of what differs.",
+        description="Write an HTML report of a training run: curves, throughput, step times by phase and rank, memory, events, "
+        "settings and environment. Several runs are overlaid, with a table of differences.",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN_DIR", help="project_dir (or output_dir of a Trainer) of a training"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--live",
         action="store_true",
-        help="follow a run: write it again as the run grows, until Ctrl-C; the page reloads itself",
+        help="follow a run: update the report until Ctrl-C; the page reloads itself",
     )
     parser.add_argument(
         "--every", type=float, default=EVERY_S, metavar="SECONDS", help="seconds between updates of --live (default: 2)"
@@ -46,12 +46,12 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.output.suffix not in (".html", ".png"):
         raise ConfigError(
-            f"--output={given.output} ends neither in .html nor in .png, the two forms of a report; rename it."
+            f"--output={given.output} ends neither in .html nor in .png, the two formats of a report; rename it."
         )
     if not 0 < given.every < float("inf"):
         raise ConfigError(f"--every={given.every} is not a number of seconds above 0; correct it.")
     if given.live:
-        sys.stdout.write(f"{given.output}: following {', '.join(given.runs)}; Ctrl-C ends it\n")
+        sys.stdout.write(f"{given.output}: following {', '.join(given.runs)}; press Ctrl-C to stop\n")
         sys.stdout.flush()
         count = follow(given.runs, given.every, lambda: write(given.runs, given.output, reload_s=given.every))
         if not count:

@@ -20,15 +20,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_argument(
         "--matrix",
         action="store_true",
-        help="run one small training on every backend, precision and mesh this machine can run, and compare each with one plain "
-        "process; exit code 1 if one differs",
+        help="run a small training on every backend, precision and mesh that this machine supports, and compare each with one "
+        "plain process; exit code 1 if one differs",
     )
     parser.add_argument(
-        "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: these backends, precisions or cells alone"
+        "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: only these backends, precisions or cells"
     )
     parser.add_argument("--json", action="store_true", help="with --matrix: print the table as JSON")
     parser.add_argument(
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if given.matrix:
         return _matrix(given)
     if given.only is not None or given.json:
-        parser.error("--only and --json say what --matrix runs and prints; add --matrix, or leave them out")
+        parser.error("--only and --json are options of --matrix; add --matrix, or remove them")
     words = ["hasten.launch.selfcheck", *([] if given.links is None else [given.links])]
     return run_module(words, "hasten test", given, argv)
 
@@ -51,8 +51,8 @@ def _matrix(given: argparse.Namespace) -> int:
     others += [name for name in ("config_file", "dry_run", "links") if getattr(given, name)]
     if others:
         raise ConfigError(
-            f"{others[0]} was given with --matrix, whose cells have their own settings, so it would have no effect; leave it out, or "
-            "choose cells with --only. (--cpu is allowed.)"
+            f"{others[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
+            "cells with --only. (--cpu is allowed.)"
         )
     room = import_module("hasten.tools.matrix")  # imports rich and inspects the machine
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)

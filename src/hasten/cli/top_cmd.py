@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich import box
@@ -23,6 +24,8 @@ from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
 """Number of samples that `--once` takes of the ranks."""
+_RATES: Final = MappingProxyType({"tokens_per_second": ("tok/s", "{:,.0f}"), "mfu": ("mfu", "{:.1%}")})
+"""Columns for ranks whose throughput is tracked."""
 Status = dict[str, Any]  # Any: JSON values in a rank's answer
 
 
@@ -30,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten top …`."""
     parser = CommandParser(
         prog="hasten top",
-        description="Show the ranks of a job that runs on this machine: step, rate, share of the time spent waiting for other ranks, "
-        "memory, what each is doing, and the last lines of its log. Only the user who runs the job may ask. Ranks answer "
-        "from a background thread; jobs with stall=off do not, nor does a single process that `hasten launch` has not started.",
+        description="Show the ranks of a job on this machine: step, rate, share of the time spent waiting for other ranks, "
+        "memory, current line of code, and the last lines of its log. Only jobs of the same user are shown. Ranks respond from a "
+        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown.",
     )
     parser.add_argument(
         "job",
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         help="number of the job; without it, jobs are listed if there are several",
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
-    parser.add_argument("--json", action="store_true", help="print what the ranks answer as JSON, once")
+    parser.add_argument("--json", action="store_true", help="print the state of the ranks as JSON, once")
     parser.add_argument("--stacks", action="store_true", help="show the call stack of each rank")
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
@@ -73,14 +76,16 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
-            "you have no running job on this machine that answers: jobs with stall=off do not, nor does a plain `python script.py`. Start one "
-            "with `hasten launch`."
+            "no running job of this user was found on this machine; jobs with trust.stall=off and plain `python script.py` processes are not "
+            "shown. Start the job with `hasten launch`."
         )
     if job is None and len(jobs) > 1:
         return None
     wanted = jobs[0] if job is None else job
     if wanted not in jobs:
-        raise ConfigError(f"there is no job {wanted} on this machine; those that run are {', '.join(map(str, jobs))}.")
+        raise ConfigError(
+            f"there is no job {wanted} on this machine; the running jobs are {', '.join(map(str, jobs))}."
+        )
     newest: dict[tuple[int, int], tuple[Address, Path]] = {}
     for address, path in sorted(found):
         if address.job == wanted:
@@ -99,7 +104,7 @@ def list_jobs(folder: Path) -> None:
             grid.add_row(str(job), answers[0]["script"], str(len(answers)), _duration(answers[0]["seconds"]))
     console = Console(highlight=False)
     console.print(grid)
-    console.print("several jobs run: `hasten top JOB` shows one of them")
+    console.print("several jobs are running: `hasten top JOB` shows one of them")
 
 
 def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
@@ -140,11 +145,22 @@ def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argp
 
 def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> RenderableType:
     if not answers:
-        return Text("no rank answered: the job has ended, or is stopped")
+        return Text("no rank responded: the job has ended, or is stopped")
     first = answers[0]
     head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(first['seconds'])}"
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
-    for heading in ("rank", "pid", "step", "steps/s", "waiting", *first["memory"], "at"):
+    rates = [name for name in _RATES if any(name in status for status in answers)]
+    headings = (
+        "rank",
+        "pid",
+        "step",
+        "steps/s",
+        *(_RATES[name][0] for name in rates),
+        "waiting",
+        *first["memory"],
+        "at",
+    )
+    for heading in headings:
         grid.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=heading != "at")
     for status in answers:
         seen = waits.get(status["rank"]) or [status["waits"]]
@@ -154,6 +170,7 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
             str(status["pid"]),
             str(status["step"]),
             "" if rate is None else f"{rate:.2f}",
+            *(_RATES[name][1].format(status[name]) if name in status else "" for name in rates),
             f"{sum(seen) / len(seen):.0%}",
             *(_size(size) for size in status["memory"].values()),
             status["at"],

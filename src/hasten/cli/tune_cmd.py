@@ -27,9 +27,9 @@ from hasten.runtime.bytes_plan import size
 from hasten.tools.tune import tuning
 from hasten.tools.tune.tuning import Trial, TrialOutcome, TunedMachine, Tuning, Values, in_output
 
-_ABOUT: Final = """Every trial is the script itself, from its start, with the same data, stopped after a few updates. A value is taken
-when steps are more than 2 % faster and the losses of the first updates are those of the script as it is, within 0.1 % (1 % for a script in half
-precision, 3 % where the precision changes). Other batch sizes are measured and reported, never chosen. Nothing of a trial is logged or saved.
+_ABOUT: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
+if steps are more than 2 % faster and the losses of the first updates equal those of the unchanged script within 0.1 % (1 % for a script in half
+precision, 3 % where the precision changes). Other batch sizes are measured and reported but not selected. Trials are not logged or saved.
 """
 _LEAST_FOR_COMPILING: Final = 300.0
 """Seconds of budget below which compiling on a CPU is not tried, as it would take most of them."""
@@ -83,7 +83,7 @@ class Runner:
 
     def measure(self, values: Values, hopeless: float | None) -> TrialOutcome:
         """Run one trial and return its measurements."""
-        shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the script as it is"
+        shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the unchanged script"
         sys.stderr.write(f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n")
         with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
             result = Path(folder) / "result.json"
@@ -94,9 +94,9 @@ class Runner:
                 "updates": self._given.updates,
                 "hopeless_s": hopeless,
             }
-            told = Path(folder) / "spec.json"
-            told.write_bytes(msgspec.json.encode(spec))
-            command = [*self._command(), str(told), *self._script]
+            spec_file = Path(folder) / "spec.json"
+            spec_file.write_bytes(msgspec.json.encode(spec))
+            command = [*self._command(), str(spec_file), *self._script]
             start = time.monotonic()
             left = max(30.0, self._deadline - start)
             try:
@@ -138,22 +138,24 @@ def conclusion(course: Tuning, advice: Sequence[str], output: str | None, change
     """Return the conclusion of the table, in sentences."""
     best = course.best
     assert best is not None, "the baseline ran"
-    lines = ["best: the script as it is; nothing that was tried is faster at equal losses"]
+    lines = ["best: the unchanged script; no candidate is faster at equal losses"]
     if len(course.trials) == 1:
-        lines = ["the script was measured as it is; nothing else was tried"]
+        lines = ["only the unchanged script was measured"]
     if best.values:
-        lines = [f"best: {_words(best)}, {course.gain:.2f} times as fast as the script as it is"]
+        lines = [f"best: {_words(best)}, {course.gain:.2f} times as fast as the unchanged script"]
     if course.not_tried:
         words = ", ".join(course.not_tried_words)
-        lines.append(f"not tried, because the budget was spent: {words}; give a longer --budget, or --only some")
+        lines.append(
+            f"not tried, because the budget was used up: {words}; increase --budget, or select candidates with --only"
+        )
     lines += [f"  in the script: {line}" for line in advice]
     if output:
-        lines.append(f"written: {output}" if changed else f"written: {output}, which leaves every setting as it is")
+        lines.append(f"written: {output}" if changed else f"written: {output}, which changes no setting")
     return lines
 
 
 def _words(trial: Trial) -> str:
-    return ", ".join(f"{name}={value}" for name, value in trial.values.items()) or "the script as it is"
+    return ", ".join(f"{name}={value}" for name, value in trial.values.items()) or "the unchanged script"
 
 
 def table(trials: Sequence[Trial], base: Trial) -> Table:
@@ -188,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="what to try, in this order: fused, compile, num_workers, …",
+        help="candidates to try, in this order: fused, compile, num_workers, …",
     )
     parser.add_argument("--updates", type=whole(2), default=20, help="updates that are timed in each trial")
     parser.add_argument("--warmup", type=whole(), default=5, help="updates before those, which are not timed")

@@ -93,7 +93,7 @@ def _machines(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
     if answers["launch.num_machines"] > 1:
         scheduler = machine.cluster or "SLURM, MPI, LSF or Kubernetes"
         ways = (
-            ("cluster", f"{scheduler} tells them"),
+            ("cluster", f"from {scheduler}"),
             ("by hand", "I start the command on each machine, with --machine_rank"),
         )
         default = "cluster" if machine.cluster else "by hand"
@@ -114,7 +114,7 @@ def _precision(machine: MachineFacts, answers: Answers) -> Question:
     elsewhere = answers["?place"] == "accelerator" and machine.device == "cpu"
     best, why = recommended_precision(machine if answers["?place"] != "cpu" else MachineFacts())
     if elsewhere or answers["?place"] == "tpu":
-        best, why = "bf16", "right for accelerators of the last years"
+        best, why = "bf16", "recommended for recent accelerators"
     words = {
         "no": "no (fp32)",
         "bf16": "bf16",
@@ -135,14 +135,14 @@ def _strategy(machine: MachineFacts, answers: Answers) -> Question:
     ]
     if answers["?place"] == "accelerator":
         choices.append(("megatron", "Megatron-LM: tensor and pipeline parallel by its engine"))
-    return Question("strategy", "How is the model spread over processes?", "choice", "ddp", tuple(choices))
+    return Question("strategy", "How is the model distributed over processes?", "choice", "ddp", tuple(choices))
 
 
 def _fsdp(answers: Answers) -> Iterator[Question]:
     reshard = ((True, "after forward too (least memory)"), (False, "after backward only (less traffic)"))
     yield Question("fsdp.reshard_after_forward", "When are gathered parameters freed?", "choice", True, reshard)
     policies = (
-        ("auto", "the repeated block, found by itself (recommended)"),
+        ("auto", "the repeated block, detected automatically (recommended)"),
         ("transformer_based_wrap", "blocks by class name"),
         ("size_based_wrap", "modules above a size"),
     )
@@ -181,7 +181,7 @@ def _deepspeed(answers: Answers) -> Iterator[Question]:
     for part, lowest, words in (("optimizer", 1, "the optimizer state"), ("param", 3, "parameters")):
         if stage >= lowest:
             key = f"deepspeed.offload_{part}_device"
-            yield Question(key, f"Where does {words} live?", "choice", "none", places)
+            yield Question(key, f"Where is {words} stored?", "choice", "none", places)
             if answers[key] == "nvme":
                 prompt, key = f"Folder on NVMe for {words}?", f"deepspeed.offload_{part}_nvme_path"
                 yield Question(key, prompt, "text", "", check=lambda text: "" if text else "needed")
@@ -304,21 +304,20 @@ def run(machine: MachineFacts, path: Path) -> int:
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Abandoned(
-            "the wizard needs a terminal to ask in, and there is none; "
-            "run `hasten config default`, or write the file by hand (docs/config.md)."
+            "the wizard needs an interactive terminal; run `hasten config default`, or write the file by hand (docs/config.md)."
         )
     say = sys.stdout.write
     say(f"This machine: {machine.words}\n")
     before = resolve(file=read(path).entries).config if path.exists() else None
-    say("Answers offered first are those of the file as it is.\n\n" if before else "\n")
+    say("The default answers are those of the existing file.\n\n" if before else "\n")
     try:
         config = interview(machine, ask_in_terminal, before)
         say(f"\n{dump(config, masked=True)}\n")
         verb = "Replace" if path.exists() else "Write"
         if not questionary.confirm(f"{verb} {path}?", default=True).unsafe_ask():
-            raise Abandoned(f"nothing was written; {path} is as it was.")
+            raise Abandoned(f"nothing was written; {path} is unchanged.")
     except (KeyboardInterrupt, EOFError) as error:
-        raise Abandoned(f"left; nothing was written to {path}.") from error
+        raise Abandoned(f"cancelled; nothing was written to {path}.") from error
     write(config, path)
     say(f"Written to {path}\nTrain with: hasten launch train.py\n")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ def agree(comm: Comm, label: str) -> Iterator[None]:
     vote(comm, None, label)
 
 
+@dataclass(slots=True)
 class Flag:
     """Flag that is set on one rank and seen on all at the next `check`."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._raised = False
+    _comm: Comm
+    _raised: bool = False
 
     def set(self) -> None:
         """Set the flag on this rank. Ranks: any."""
@@ -148,7 +149,7 @@ def agreeing(comm: Comm, label: str, arrival_s: float | None = None) -> Iterator
     `arrival_s` is the time that ranks wait for each other at the start; None means that they are synchronised already.
     Raises: CheckpointError, or the hasten error of the failing rank, with the same class and message on every rank.
     """
-    if arrival_s is not None:
+    if arrival_s is not None and comm.size > 1:
         _meet(comm, label, arrival_s)
     together = Agreement(comm, label)
     try:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -37,18 +37,18 @@ class LoggedStep:
     """Start time on the monotonic clock."""
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Trail:
     """Record of the latest collective, written by the training thread and read by the watchdog when a rank waits for long."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.turns: Counter[str] = Counter()
-        """Number of barriers of each group so far, which use the store, so that torch does not count them."""
-        self.block = ""
-        """Name of the active block, such as main_process_first, in which this rank may keep the others waiting."""
-        self.spent_s = 0.0
-        """Time that this process has spent in finished collectives."""
-        self._last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = None
+    count: int = 0
+    turns: Counter[str] = field(default_factory=Counter)
+    """Number of barriers of each group so far, which use the store, so that torch does not count them."""
+    block: str = ""
+    """Name of the active block, such as main_process_first, in which this rank may keep the others waiting."""
+    spent_s: float = 0.0
+    """Time that this process has spent in finished collectives."""
+    _last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = None
 
     def note(self, op: str, x: Tensor | None = None, group: str = "") -> None:
         """Record a collective that is about to run."""

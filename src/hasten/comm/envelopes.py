@@ -30,7 +30,7 @@ _KEPT: Final = 256
 _KEPT_BYTES: Final = 16 << 20
 
 
-class Head(NamedTuple):
+class EnvelopeHead(NamedTuple):
     """Header of an envelope."""
 
     digest: int
@@ -46,7 +46,7 @@ class Head(NamedTuple):
 class Form(NamedTuple):
     """Reusable buffers for gathering tensors of one shape and dtype."""
 
-    head: Head
+    head: EnvelopeHead
     envelope: Tensor
     slot: Tensor
     """Slice of the envelope that holds the tensor."""
@@ -111,7 +111,7 @@ class Envelopes:
     def form(self, shape: torch.Size, dtype: torch.dtype, digest: int) -> Form:
         """Return buffers for a gather of this shape and dtype, stored for the next one."""
         like = torch.empty(shape, dtype=dtype, device="meta")
-        head = Head(digest, like.nbytes, (1,))
+        head = EnvelopeHead(digest, like.nbytes, (1,))
         length = self.length_for(like.nbytes)
         kept = sum(self._buffers) * self._num_ranks + sum(form.envelope.numel() for form in self.forms.values())
         if len(self.forms) >= _KEPT or kept + length * (self._num_ranks + 1) > _KEPT_BYTES:
@@ -131,10 +131,10 @@ class Envelopes:
         return form
 
 
-def unpacked(rows: Sequence[Any], num_sizes: int) -> list[Head]:  # Any: buffers
+def unpacked(rows: Sequence[Any], num_sizes: int) -> list[EnvelopeHead]:  # Any: buffers
     """Return the headers of the envelopes."""
     found = [HEADER.unpack_from(row) for row in rows]
-    return [Head(values[0], values[1], values[2 : 2 + num_sizes]) for values in found]
+    return [EnvelopeHead(values[0], values[1], values[2 : 2 + num_sizes]) for values in found]
 
 
 def envelopes_of(group: ProcessGroup) -> Envelopes:

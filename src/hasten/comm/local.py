@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ class LocalComm:
         self.size = 1
         self.ranks = (rank,)
         self.device = torch.device(device)
-        self.envelopes = Envelopes(1)
+
+    @cached_property
+    def envelopes(self) -> Envelopes:
+        return Envelopes(1)
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if kind == "mean" and not (x.is_floating_point() or x.is_complex()):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.comm.base import Comm, ReduceKind
-from hasten.comm.envelopes import HEADER, NUM_SIZES, Head, unpacked
+from hasten.comm.envelopes import HEADER, NUM_SIZES, EnvelopeHead, unpacked
 from hasten.errors import CommError, MismatchError
 from hasten.trees import Tree
 
@@ -174,7 +174,7 @@ def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: b
         return _Met([(size,) for size in sizes])
     fits_header = len(sizes) <= NUM_SIZES
     num_bytes = _num_bytes(found) if carry and fits_header else -1
-    mine = Head(_digest(_describe(op, tree, free_dim)), num_bytes, tuple(sizes) if fits_header else ())
+    mine = EnvelopeHead(_digest(_describe(op, tree, free_dim)), num_bytes, tuple(sizes) if fits_header else ())
     length = comm.envelopes.length
     content = _content(found) if 0 <= num_bytes <= length - HEADER.size else b""
     envelope = bytearray((mine.packed() + content).ljust(length, b"\0"))
@@ -194,7 +194,7 @@ def _digest(described: str) -> int:
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _compare(op: str, tree: Tree, mine: Head, heads: Sequence[Head], comm: Comm) -> bool:
+def _compare(op: str, tree: Tree, mine: EnvelopeHead, heads: Sequence[EnvelopeHead], comm: Comm) -> bool:
     """Return whether the envelopes held the tensors of all ranks.
 
     A repeated pass skips earlier exchanges and reads zeros, even for its own header: it then returns the earlier result.

@@ -133,6 +133,10 @@ ABSENT: Final[tuple[Absent, ...]] = (
 )
 
 
+_PATHS: Final = frozenset(info.path for info in FIELDS for row in ABSENT if info.path[: len(row.path)] == row.path)
+"""Settings of which some values are refused."""
+
+
 def is_absent(path: Path) -> bool:
     """Return whether this version supports no value of this setting but its default."""
     return any(path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values for row in ABSENT)
@@ -155,7 +159,7 @@ def check(entries: Mapping[Path, SettingEntry]) -> None:
 
     Raises: ConfigError for the first unsupported setting.
     """
-    if complaints := refused(entries):
+    if not _PATHS.isdisjoint(entries) and (complaints := refused(entries)):
         raise complaints[0]
 
 

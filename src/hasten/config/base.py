@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
+from datetime import timedelta
 from difflib import get_close_matches
 from functools import wraps
 from types import NoneType
@@ -65,9 +66,12 @@ def settings(cls: type[S]) -> type[S]:
 
     @wraps(build)
     def init(self: S, *unnamed: Any, **values: Any) -> None:
-        _check_names(made, unnamed, values)
+        if unnamed or not values.keys() <= made.__dataclass_fields__.keys():
+            raise _wrong_names(made, unnamed, values)
         # None means "not given" unless the field accepts None, as in scripts written for other libraries.
-        values = {name: value for name, value in values.items() if value is not None or not _refuses_none(made, name)}
+        for name, value in [*values.items()]:
+            if value is None and _refuses_none(made, name):
+                del values[name]
         build(self, **values)
         for name, value in values.items():
             object.__setattr__(self, name, fit(made, name, value, f"{made.__name__}({name}={value!r})"))
@@ -77,18 +81,18 @@ def settings(cls: type[S]) -> type[S]:
     return made
 
 
-def _check_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> None:
-    """Raise unless every value has the name of a setting; the error names the class and the nearest setting."""
+def _wrong_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> ConfigError:
+    """Return the error for values without the name of a setting; it names the class and the nearest setting."""
     known = list(cls.__dataclass_fields__)
     if unnamed:
-        raise ConfigError(
+        return ConfigError(
             f"{cls.__name__} got {', '.join(map(repr, unnamed))} without a name, so it is unclear which setting is meant; "
             f"write for example {cls.__name__}({known[0]}={unnamed[0]!r})."
         )
-    if unknown := next((name for name in values if name not in known), None):
-        near = get_close_matches(unknown, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
-        raise UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
+    unknown = next(name for name in values if name not in known)
+    near = get_close_matches(unknown, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+    return UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
 
 
 def _refuses_none(cls: type[Section], name: str) -> bool:
@@ -121,18 +125,15 @@ def meta_of(cls: type[Section], name: str) -> Meta:
     return cast(Meta, cls.__dataclass_fields__[name].metadata[_META])
 
 
-def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = False) -> Any:
+def fit(cls: type[Section], name: str, value: Any, place: object, *, text: bool = False) -> Any:
     """Return `value` converted to the field's type, after checking its range.
 
-    Raises: SettingValueError that starts with `place` and names the expected type.
+    Raises: SettingValueError that starts with `str(place)` and names the expected type.
     """
-    tp, meta = cls.__dataclass_fields__[name].type, meta_of(cls, name)
-    listed = meta.lines and isinstance(value, str) and not is_nothing(value)
-    try:
-        made = decode([line for line in value.splitlines() if line.strip()] if listed else value, tp, text=text)
-    except Mismatch as error:
-        got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
-        raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
+    spec = cls.__dataclass_fields__[name]
+    meta: Meta = spec.metadata[_META]
+    exact = type(value) is spec.type and spec.type not in (float, timedelta)  # those have values that are refused
+    made = value if exact else _converted(value, spec.type, meta, place, text)
     if meta.path and (isinstance(value, int) or (isinstance(made, str) and "\0" in made)):
         why = (
             "contains a NUL character, and no file system accepts one"
@@ -150,6 +151,15 @@ def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = F
         also = "".join(f", or {special}" for special in meta.also)
         raise SettingValueError(f"{place}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
     return made
+
+
+def _converted(value: Any, tp: Any, meta: Meta, place: object, text: bool) -> Any:
+    listed = meta.lines and isinstance(value, str) and not is_nothing(value)
+    try:
+        return decode([line for line in value.splitlines() if line.strip()] if listed else value, tp, text=text)
+    except Mismatch as error:
+        got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
+        raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
 
 
 def kind_of(value: Any) -> str:

@@ -19,10 +19,14 @@ Shadowed = dict[Path, tuple[SettingEntry, ...]]
 PLACES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
 ENGINES: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
 """Strategy of each section that belongs to a single one."""
+_EXCLUSIVE: Final = frozenset({"launch", *ENGINES})
+"""Sections without which there is nothing to choose between."""
 
 
 def settle_choices(winners: Winners, shadowed: Shadowed, problems: Problems) -> tuple[Winners, Shadowed, list[str]]:
     """Return the entries after exclusive choices were made, with notes about the choices."""
+    if _EXCLUSIVE.isdisjoint(path[0] for path in winners):
+        return winners, shadowed, []
     winners, shadowed, notes = dict(winners), dict(shadowed), list[str]()
     _settle_places(winners, shadowed, notes, problems)
     _infer_strategy(winners, notes)
@@ -111,7 +115,14 @@ Rule = Callable[[Config, Entries], Iterator[ConfigError]]
 
 def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     """Return the errors for all contradictions in the settings."""
-    return [error for rule in RULES for error in rule(config, entries)]
+    found: list[ConfigError] = []
+    given = set[str]()
+    for path in entries:
+        given.add(path[0])
+    for section, rules in RULES.items():
+        for rule in rules if section in given else ():
+            found += rule(config, entries)
+    return found
 
 
 def at(config: Config, entries: Entries, name: str) -> SettingEntry:
@@ -334,17 +345,17 @@ def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
         yield contradiction(wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd")
 
 
-RULES: Final[tuple[Rule, ...]] = (
-    precision,
-    processes,
-    devices,
-    nnodes_range,
-    mesh,
-    strategy_and_mesh,
-    fsdp,
-    deepspeed,
-    megatron,
-    compiling,
-    checkpoints,
-    hooks,
+RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
+    {
+        "fp8": (precision,),
+        "launch": (processes, devices, nnodes_range),
+        "parallelism": (mesh, strategy_and_mesh),
+        "fsdp": (fsdp,),
+        "deepspeed": (deepspeed,),
+        "megatron": (megatron,),
+        "dynamo": (compiling,),
+        "project": (checkpoints,),
+        "ddp": (hooks,),
+    }
 )
+"""The rules by the section without whose settings no rule can be broken."""

@@ -321,3 +321,8 @@ _VARIABLES: Final = MappingProxyType[str, Path](
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp", "transformer_cls_names_to_wrap"),
     }
 )
+
+VARIABLES: Final = frozenset(
+    [*(name for name, _ in established_variables()), *(f"ACCELERATE_{switch.upper()}" for switch in SWITCHES)]
+)
+"""Names of all environment variables of Accelerate that are read."""

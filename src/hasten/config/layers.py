@@ -11,7 +11,7 @@ from typing import Any, Final
 from hasten.config.base import Section, fit, given, kind_of
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, section_at
+from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, section_at
 from hasten.config.sections.launch import InitProcessGroupKwargs
 from hasten.config.sections.loop import (
     AORecipeKwargs,
@@ -22,6 +22,7 @@ from hasten.config.sections.loop import (
     TERecipeKwargs,
 )
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
+from hasten.config.sections.trust import TrustSettings
 from hasten.config.source import Marked, Path, SettingEntry, SettingSource, dotted, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
 
@@ -44,8 +45,13 @@ ARGUMENTS: Final = MappingProxyType[str, Path](
 )
 """Arguments of the Accelerator whose names differ from the schema's."""
 
-SHORT: Final = MappingProxyType[Path, str]({("performance",): "mode"})
-"""Field that receives the value of a section given as a single word."""
+SHORT: Final = MappingProxyType[Path, tuple[str, ...]](
+    {("performance",): ("mode",), ("trust",): ("stall", "divergence", "numbers")}
+)
+"""Fields that receive the value of a section given as a single word."""
+
+IN_CODE: Final = frozenset({"performance", "tracking", "trust", "xla"})
+"""Sections whose arguments of the Accelerator have the schema's names."""
 
 HANDLERS: Final = MappingProxyType[type[Section], Path](
     {
@@ -60,6 +66,11 @@ HANDLERS: Final = MappingProxyType[type[Section], Path](
     }
 )
 """Section of each settings class in `kwargs_handlers`."""
+
+MOVED: Final = frozenset(
+    {*(name for name in Config.__dataclass_fields__ if section_at((name,))), *TrustSettings.__dataclass_fields__}
+).difference(IN_CODE, ARGUMENTS)
+"""Names that only files, flags and variables use; code has another spelling for them."""
 
 CHOSEN_BY: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
 """Strategy chosen by a plugin that is passed in code."""
@@ -136,9 +147,15 @@ def unknown(place: str, path: Path) -> UnknownSettingError:
     return UnknownSettingError(f"{place}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
 
 
+def arguments() -> tuple[str, ...]:
+    """Return the names of all settings that an Accelerator takes as arguments."""
+    single = (name for name in Config.__dataclass_fields__ if section_at((name,)) is None or name in IN_CODE)
+    return (*ARGUMENTS, *single, "kwargs_handlers")
+
+
 def unknown_argument(name: str, value: Any) -> UnknownSettingError:
     """Return the error for an unknown argument of the Accelerator, with the nearest one that accepts this value."""
-    known = (*ARGUMENTS, *Config.__dataclass_fields__, "kwargs_handlers")
+    known = arguments()
     near = get_close_matches(name.lower(), known, n=5, cutoff=0.6)
     place, takes = str(SettingSource("code", name)), [one for one in near if _takes(ARGUMENTS.get(one, (one,)), value)]
     if not takes:
@@ -171,7 +188,8 @@ def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterato
         here, place = (*path, key), f"{file}:{item.line}"
         if section_at(here):
             if here in SHORT and isinstance(item.value, str):
-                yield SettingEntry((*here, SHORT[here]), item.plain(), SettingSource("file", place))
+                for name in SHORT[here]:
+                    yield SettingEntry((*here, name), item.plain(), SettingSource("file", place))
             elif isinstance(item.value, Mapping):
                 yield from _flatten(item, file, here, problems)
             elif item.value is not None:
@@ -201,13 +219,12 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
     Raises: UnknownSettingError for a variable that is almost spelled like one of hasten's.
     """
     entries = []
-    known = {info.variable: info for info in SETTABLE}
     for name, value in env.items():
         if not name.startswith("HASTEN_") or not value.strip():
             continue  # an empty variable counts as unset
-        if info := known.get(name):
+        if info := BY_VARIABLE.get(name):
             entries.append(SettingEntry(info.path, value, SettingSource("environment", name), text=True))
-        elif near := get_close_matches(name, known, n=1, cutoff=0.93):
+        elif near := get_close_matches(name, BY_VARIABLE, n=1, cutoff=0.93):
             # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
                 f"environment {name}={value}: unknown variable, which would have no effect; did you mean {near[0]}?"
@@ -229,6 +246,8 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
             entries += _handlers(value)
             continue
         path = ARGUMENTS.get(name) or tuple(name.split("."))
+        if name in MOVED:
+            raise _moved(name, value)
         if len(path) == 1 and path[0] not in Config.__dataclass_fields__:
             raise unknown_argument(name, value)
         if name == "log_with":
@@ -238,11 +257,31 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
     return entries
 
 
+def spelled_in_code(path: Path, inside: str = "...") -> str:
+    """Return the argument of an Accelerator for a section or setting of the schema, with `inside` as its fields."""
+    if path[0] in TrustSettings.__dataclass_fields__:
+        return spelled_in_code(("trust",), f"{path[0]}={inside}")
+    cls = getattr(section_at(path), "__name__", "")
+    if path in ARGUMENTS.values() or path[0] in IN_CODE:
+        name = next((name for name, found in ARGUMENTS.items() if found == path), path[0])
+        return f"{name}={cls}({inside})"
+    if path in HANDLERS.values():
+        return f"kwargs_handlers=[{cls}({inside})]"
+    return "it in a settings file, or as a flag of `hasten launch`"
+
+
+def _moved(name: str, value: Any) -> UnknownSettingError:
+    return UnknownSettingError(
+        f"Accelerator({name}={shown(value)}): {name!r} is not an argument, so it would have no effect; "
+        f"write {spelled_in_code((name,))}."
+    )
+
+
 def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEntry]:
     if path in BY_PATH:
         return [SettingEntry(path, value, source)]
     if path in SHORT and isinstance(value, str):
-        return [SettingEntry((*path, SHORT[path]), value, source)]
+        return [SettingEntry((*path, name), value, source) for name in SHORT[path]]
     cls = section_at(path)
     if cls is None:
         raise unknown(str(source), path)

@@ -139,11 +139,6 @@ def _of_words(words: list[str]) -> Secrecy:
     return found
 
 
-def is_secret_name(name: str) -> bool:
-    """Return whether values of this name are credentials."""
-    return secrecy_of(name) != "open"
-
-
 def masked(text: str, *, digests: bool = False) -> str:
     """Return the text with credentials replaced by ***; with `digests`, long hexadecimal numbers are not masked."""
     for pattern, instead in _BEFORE_NAMES:

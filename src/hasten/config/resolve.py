@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from hasten.config.base import Section, fit
 from hasten.config.checks import contradictions, settle_choices
-from hasten.config.established import from_established_environment
+from hasten.config.established import VARIABLES, from_established_environment
 from hasten.config.layers import Problems, from_code, from_environment, unknown
 from hasten.config.legacy import translate
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH, subsection
+from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.source import DEFAULT, Path, SettingEntry, SettingSource, shown
 from hasten.errors import ContradictionError
 
@@ -51,12 +51,16 @@ def resolve(
     Raises: ConfigError for unknown, mistyped or contradictory settings; several problems are listed at once.
     """
     problems = Problems()
+    variables = env or {}
     entries: list[SettingEntry] = [*file, *flags]
     with problems.catching():
-        entries += [*from_environment(env or {}), *from_established_environment(env or {})]
+        entries += from_environment(variables)
+        if not VARIABLES.isdisjoint(variables):
+            entries += from_established_environment(variables)
     with problems.catching():
         entries += from_code(code or {})
-    entries += _still_standing(handed, entries)
+    if handed:
+        entries += _not_read_here(handed, entries)
     decoded, said = decode_all(entries, problems)
     winners, shadowed = merge(decoded, problems)
     problems.settle()
@@ -70,8 +74,8 @@ def resolve(
     return resolved
 
 
-def _still_standing(handed: Iterable[SettingEntry], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
-    """Drop the launcher's entries from variables that this process reads itself, since they may have changed."""
+def _not_read_here(handed: Iterable[SettingEntry], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
+    """Return the launcher's entries without those of variables that this process reads itself: they may have changed."""
     read_here = {entry.path for entry in entries if entry.source.kind == "environment"}
     return [entry for entry in handed if entry.source.kind != "environment" or entry.path not in read_here]
 
@@ -82,13 +86,15 @@ def decode_all(entries: Iterable[SettingEntry], problems: Problems) -> tuple[lis
     said: list[str] = []
     for given in entries:
         with problems.catching():
-            translated, sentences = translate(given)
-            said += [sentence for sentence in sentences if sentence not in said]
+            translated = [given]
+            if given.path[0] == "fsdp":
+                translated, sentences = translate(given)
+                said += [sentence for sentence in sentences if sentence not in said]
             for entry in translated:
                 info = BY_PATH.get(entry.path)
                 if info is None:
                     raise unknown(str(entry.source), entry.path)
-                value = fit(info.owner, entry.path[-1], entry.value, entry.place, text=entry.text)
+                value = fit(info.owner, entry.path[-1], entry.value, entry, text=entry.text)
                 decoded.append(replace(entry, value=value))
     return decoded, said
 
@@ -103,6 +109,9 @@ def merge(
     winners: dict[Path, SettingEntry] = {}
     shadowed: dict[Path, tuple[SettingEntry, ...]] = {}
     for path, rivals in by_path.items():
+        if len(rivals) == 1:
+            winners[path] = rivals[0]
+            continue
         ranked = sorted(rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
         first = ranked[0]
         for other in ranked[1:]:
@@ -114,19 +123,21 @@ def merge(
                     )
                 )
         winners[path] = first
-        if len(ranked) > 1:
-            shadowed[path] = tuple(ranked[1:])
+        shadowed[path] = tuple(ranked[1:])
     return winners, shadowed
 
 
 def build(cls: type[Section], path: Path, values: Mapping[Path, Any]) -> Section:
     """Return a section built from the values below a path; other fields have their defaults."""
     arguments: dict[str, Any] = {}
-    for name, spec in cls.__dataclass_fields__.items():
-        here = (*path, name)
-        if inner := subsection(spec.type):
-            if any(given[: len(here)] == here for given in values):
-                arguments[name] = build(inner, here, values)
-        elif here in values:
-            arguments[name] = values[here]
+    depth = len(path)
+    for given, value in values.items():
+        if given[:depth] != path:
+            continue
+        here = given[: depth + 1]
+        section = SECTIONS.get(here)
+        if section is None:
+            arguments[here[-1]] = value
+        elif here[-1] not in arguments:
+            arguments[here[-1]] = build(section, here, values)
     return cls(**arguments)

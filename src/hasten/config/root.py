@@ -24,6 +24,7 @@ from hasten.config.sections.parallel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from hasten.config.sections.trust import TrustSettings
 
 StrategyName = Literal["auto", "none", "ddp", "fsdp", "deepspeed", "megatron", "xla"]
 
@@ -45,32 +46,6 @@ class Config(Section):
         False,
         "check every collective of hasten before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
     )
-    stall: Literal["abort", "report", "off"] = setting(
-        "abort",
-        "what to do when ranks wait for each other without progress: report it and end the job, only report it, or nothing",
-    )
-    stall_after_s: float | None = setting(
-        None,
-        "seconds a rank may wait for the others before it is reported (default: by the longest wait so far, 60 to 600)",
-        minimum=0.5,
-    )
-    divergence: Literal["stop", "report", "off"] = setting(
-        "stop",
-        "what to do when ranks that must hold the same weights and state do not: stop all, only report, or no check",
-    )
-    divergence_every: int = setting(100, "updates between two comparisons of the ranks' weights and state", minimum=1)
-    divergence_ignore: tuple[str, ...] = setting(
-        (), "patterns of names of parameters and buffers that differ between ranks on purpose"
-    )
-    numbers: Literal["report", "stop", "skip", "rollback", "off"] = setting(
-        "report",
-        "what happens when a loss is nan or inf: report it; stop all ranks, skip the update on all ranks, or go back to the newest "
-        "checkpoint and leave those batches out (these three look at gradients as well, before each update); or nothing",
-    )
-    numbers_spike: float | None = setting(
-        None, "also act on a loss above this multiple of the recent median", minimum=1
-    )
-    numbers_rollbacks: int = setting(5, "rollbacks with numbers=rollback before the run stops", minimum=1)
     checkpoint_in_memory: int | None = setting(
         None,
         "updates between two copies of the run's state in the memory of its machines, each at its neighbour as well: a lost machine costs "
@@ -83,6 +58,7 @@ class Config(Section):
     rng_types: tuple[str, ...] | None = setting(
         None, "random generators synchronised over all processes at the start of each epoch"
     )
+    trust: TrustSettings = setting(factory=TrustSettings, help="checks of the run")
     launch: LaunchConfig = setting(factory=LaunchConfig, help="processes and machines", prefix="")
     process_group: InitProcessGroupKwargs = setting(factory=InitProcessGroupKwargs, help="communication")
     parallelism: ParallelismConfig = setting(factory=ParallelismConfig, help="the mesh", prefix="parallelism_config_")

@@ -69,6 +69,7 @@ def walk(cls: type[Section] = Config, path: Path = (), prefix: str = "", group: 
 FIELDS: Final[tuple[FieldInfo, ...]] = tuple(walk())
 BY_PATH: Final[Mapping[Path, FieldInfo]] = MappingProxyType({info.path: info for info in FIELDS})
 SETTABLE: Final[tuple[FieldInfo, ...]] = tuple(info for info in FIELDS if not info.meta.code_only)
+BY_VARIABLE: Final[Mapping[str, FieldInfo]] = MappingProxyType({info.variable: info for info in SETTABLE})
 
 
 def section_at(path: Path) -> type[Section] | None:
@@ -81,3 +82,14 @@ def section_at(path: Path) -> type[Section] | None:
             return None
         cls = inner
     return cls
+
+
+SECTIONS: Final[Mapping[Path, type[Section]]] = MappingProxyType(
+    {
+        path: section
+        for info in FIELDS
+        for path in (info.path[:depth] for depth in range(1, len(info.path)))
+        if (section := section_at(path)) is not None
+    }
+)
+"""The section class of each path that is not a leaf."""

@@ -69,6 +69,10 @@ class SettingEntry:
         """The name as the user wrote it."""
         return self.said or self.name
 
+    def __str__(self) -> str:
+        """Return the source, name and value of the setting, as the start of a message."""
+        return self.place
+
     @property
     def place(self) -> str:
         """The source, name and value of the setting, as the start of a message."""

@@ -1,5 +1,36 @@
 """Data loading: splitting samples over ranks, shuffling, prefetching, and resuming from a position.
 
-Start with `plan.py` (the split, as pure functions) and `loader.py` (the prepared loader). `iterable.py` and `stream.py`
-read streams, `dispatch.py` reads on one rank for all, `prefetch.py` copies batches to the device.
+Start with `batch_plan.py` (the split, as pure functions) and `loader.py` (the prepared loader). `iterable.py` and `stream.py`
+read streams, `dispatch.py` reads on one rank for all, `prefetch.py` copies batches to the device. `packing.py` packs samples into rows
+of a token budget. The names in `__all__` are public.
 """
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from hasten.lazy import exports
+
+if TYPE_CHECKING:
+    from hasten.data.packing import PackedBatchSampler as PackedBatchSampler
+    from hasten.data.packing import PackedCollator as PackedCollator
+    from hasten.data.packing import num_label_tokens as num_label_tokens
+    from hasten.data.packing import packed_attention_mask as packed_attention_mask
+    from hasten.data.packing import packed_block_mask as packed_block_mask
+
+# public name -> the module that defines it
+_PUBLIC: Final = MappingProxyType[str, str](
+    {
+        "PackedBatchSampler": "hasten.data.packing",
+        "PackedCollator": "hasten.data.packing",
+        "num_label_tokens": "hasten.data.packing",
+        "packed_attention_mask": "hasten.data.packing",
+        "packed_block_mask": "hasten.data.packing",
+    }
+)
+
+__all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+    __getattr__, __dir__ = exports(__name__, _PUBLIC)

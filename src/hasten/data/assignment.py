@@ -8,25 +8,25 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
-from hasten.data.dispatch import Seats
+from hasten.data.batch_plan import LoaderPlan, plan_batches, plan_rows
+from hasten.data.dispatch import DataRanks
 from hasten.data.foreign import plainly
 from hasten.data.order import DistributedOrder, SampleOrder, check_distributed, order_of
-from hasten.data.plan import LoaderPlan, plan_batches, plan_rows
 from hasten.data.sampler import Assignment
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
 from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 
-ALONE: Final = Seats(0, 1, (0,))
-"""Seats of a rank whose order is independent of other ranks."""
+ALONE: Final = DataRanks(0, 1, (0,))
+"""DataRanks of a rank whose order is independent of other ranks."""
 
 
 def assignment_of(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
-    seats: Seats,
+    seats: DataRanks,
     sharded: bool = False,
     checks: bool = False,
 ) -> Assignment:
@@ -60,7 +60,7 @@ def assignment_of(
 
 
 def _plan(
-    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: Seats, split: bool
+    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: DataRanks, split: bool
 ) -> LoaderPlan:
     return plan_rows(
         batch_size=batch_size,
@@ -78,7 +78,7 @@ def _whole_batches(
     order: SampleOrder,
     batches: Any,  # Any: the user's batch sampler
     config: DataLoaderConfiguration,
-    seats: Seats,
+    seats: DataRanks,
     split: bool,
     stride: int,
 ) -> Assignment:
@@ -122,6 +122,5 @@ def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
     """Raise ConfigError for pad="full" where the number of rows of a full batch is unknown."""
     if config.pad == "full":
         raise ConfigError(
-            f'pad="full" with {what}, so the rows that the last batches should be filled to are not known, and they would '
-            f'stay short. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
+            f'pad="full" with {what}, so the size of a full batch is unknown. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
         )

@@ -13,13 +13,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.assignment import ALONE, assignment_of, refuse_full_padding
-from hasten.data.dispatch import DispatchReader, DispatchSource, Seats
+from hasten.data.batch_plan import plan_rows
+from hasten.data.dispatch import DataRanks, DispatchReader, DispatchSource
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, LoaderParts, MakeMove, Track
 from hasten.data.memory import Memory
 from hasten.data.placement import ahead_of, depth_of, move_of, pins
-from hasten.data.plan import plan_rows
 from hasten.data.position import Position
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
@@ -61,8 +61,8 @@ def prepare_loader(
         return loader
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
-        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
-    seats = Seats(
+        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
+    seats = DataRanks(
         ctx.mesh.index(ctx.rank, *BATCH),
         ctx.mesh.size(*BATCH),
         tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
@@ -98,7 +98,7 @@ def _agreed(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
-    seats: Seats,
+    seats: DataRanks,
     seed: int,
     given: bool | None,
 ) -> LoaderAgreement:
@@ -128,13 +128,13 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
     """Raise PrepareError for a loader with settings that a prepared one cannot preserve."""
     if not getattr(loader, "in_order", True):
         raise PrepareError(
-            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
-            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+            "the loader has in_order=False, so batches arrive in the order in which workers finish, and end of epoch, padding and "
+            "position are unknown. Build it with in_order=True."
         )
     if getattr(loader, "next_iter_state", None) is not None:
         raise PrepareError(
-            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
-            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
+            "the StatefulDataLoader has a loaded state for its next iteration, which prepare() would lose. Prepare the loader first, "
+            "then load the state_dict() of a prepared loader into it."
         )
 
 
@@ -153,7 +153,7 @@ class _Request:
     loader: DataLoader[Any]
     ctx: ProcessContext
     config: DataLoaderConfiguration
-    seats: Seats
+    seats: DataRanks
     slice_fn: SliceFn | None
     depth: int
     """Number of batches read ahead of the one in use."""
@@ -248,7 +248,7 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
     return Cutting(seats.num_shards, seats.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total), total
 
 
-def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
+def _share_stream(dataset: Any, seats: DataRanks) -> tuple[Sharing, Any]:  # Any: the user's dataset
     """Return the way in which this rank gets its share of a stream, and the stream to read."""
     if seats.num_shards == 1:
         return "strided", dataset
@@ -274,7 +274,7 @@ _move: Final = move_of
 _pins: Final = pins
 
 
-def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: Seats) -> BatchSource:
+def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: DataRanks) -> BatchSource:
     return DispatchSource(inner, reader, ctx.world, seats)
 
 

@@ -168,7 +168,7 @@ class DispatchReader(Protocol):
         ...
 
 
-class _Parcel(NamedTuple):
+class _RankMessage(NamedTuple):
     """Message for one rank in one step."""
 
     item: Item | None
@@ -177,7 +177,7 @@ class _Parcel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class DataRanks:
     """Data-parallel rank of each process of the world; the first process reads for all."""
 
     shard: int
@@ -188,7 +188,7 @@ class Seats:
 class DispatchSource(OuterSource):
     """Source in which one rank reads; the others receive their share of each step in one scatter."""
 
-    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, seats: Seats) -> None:
+    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, seats: DataRanks) -> None:
         super().__init__(inner)
         self._reader = reader
         self._comm = comm
@@ -217,9 +217,9 @@ class DispatchSource(OuterSource):
         while more:
             try:
                 step = next(rounds, None) or Round([None] * seats.num_shards, False)
-                parcels = wire.pack([_Parcel(item, step.more) for item in step.items])
+                parcels = wire.pack([_RankMessage(item, step.more) for item in step.items])
             except Exception as error:  # the waiting ranks must learn of any error of the user's dataset
-                failed = wire.pack([_Parcel(None, False, f"{type(error).__name__}: {error}")])
+                failed = wire.pack([_RankMessage(None, False, f"{type(error).__name__}: {error}")])
                 wire.send(failed * seats.num_shards, seats.shard_of)
                 raise
             wire.send(parcels, seats.shard_of)
@@ -234,8 +234,8 @@ class DispatchSource(OuterSource):
             item, more, error = wire.receive()
             if error is not None:
                 raise PeerFailedError(
-                    f"rank {self._comm.ranks[0]}, which reads the data for all ranks, failed with {error}; this rank "
-                    f"has no batch to go on with. Look at that rank's traceback."
+                    f"rank {self._comm.ranks[0]}, which reads the data for all ranks, failed with {error}; so this rank has no batch. "
+                    "See the traceback of that rank."
                 )
             if item is not None:
                 yield item

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten.data.batch_plan import derive_seed
 from hasten.data.foreign import length_of
 from hasten.data.memory import Memory
-from hasten.data.plan import derive_seed
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.source import engine_of
 from hasten.data.workers import Forwarding, RandomStates, seed_everything

@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
 from hasten.config.sections.loop import Pad
+from hasten.data.batch_plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
-from hasten.data.plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.workers import Forwarding, OwnRng, RandomStates, States
 
@@ -27,7 +27,7 @@ the dataset returns the shard of each (rank, worker) from `shard(num_shards=, in
 this rank's shard already."""
 
 
-class Stand(NamedTuple):
+class WorkerPosition(NamedTuple):
     """Position of one worker's stream."""
 
     position: int = 0
@@ -40,7 +40,7 @@ class Stand(NamedTuple):
     """State that the dataset carried over when the epoch started (see Memory)."""
 
 
-class Lump(NamedTuple):
+class RankSamples(NamedTuple):
     """The samples of one rank's batch, before they are collated."""
 
     samples: Any
@@ -53,10 +53,10 @@ class Lump(NamedTuple):
 class SampleBlock(NamedTuple):
     """Samples that a worker read in one round, and the position of its stream afterwards."""
 
-    lumps: tuple[Lump | None, ...]
+    lumps: tuple[RankSamples | None, ...]
     """This rank's samples, or those of every rank if one rank reads for all; None for a rank without samples."""
     worker: int
-    stand: Stand
+    stand: WorkerPosition
     head: tuple[Sample, ...] | None = None
     """Leaves of the worker's first elements, with its first block of an epoch, if ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
@@ -110,7 +110,7 @@ class Start:
     """Start positions of the workers, and the serial number of the opening that they are for."""
 
     serial: int
-    stands: tuple[Stand, ...] = ()
+    stands: tuple[WorkerPosition, ...] = ()
     turn: int = 0
 
 
@@ -139,7 +139,7 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
                 own_epoch(dataset)
                 set_epoch(epoch)
         start = self.hasten_start if self.hasten_start.serial == serial else Start(serial)
-        stand = start.stands[worker] if start.stands else Stand()
+        stand = start.stands[worker] if start.stands else WorkerPosition()
         if stand.origin is not None or stand.position:  # without an origin, nothing had changed since prepare
             memory.restore(stand.origin)
         stand = stand._replace(origin=memory.capture())
@@ -185,7 +185,7 @@ class _Cutter:
         self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
         self._drawn_from = None if self._watched is None else self._watched.capture()
 
-    def blocks(self, stand: Stand, had_turn: bool, end: Memory | None) -> Iterator[SampleBlock]:
+    def blocks(self, stand: WorkerPosition, had_turn: bool, end: Memory | None) -> Iterator[SampleBlock]:
         """Yield the blocks from a position on; a worker reports its position before the user gets any of them."""
         if end is not None:
             yield SampleBlock((), self._worker, stand, blank="begin")
@@ -216,14 +216,14 @@ class _Cutter:
                     if self._shows and position == round_.taken
                     else None
                 )
-                yield SampleBlock(lumps, self._worker, Stand(position, state, rng, stand.origin), shown)
+                yield SampleBlock(lumps, self._worker, WorkerPosition(position, state, rng, stand.origin), shown)
             if not full:
                 break
         memory = None if end is None else end.capture()
         if memory is not None:
-            yield SampleBlock((), self._worker, Stand(position, origin=memory), blank="end")
+            yield SampleBlock((), self._worker, WorkerPosition(position, origin=memory), blank="end")
 
-    def _lump(self, round_: _Round, head: list[Any], shard: int, position: int) -> Lump | None:
+    def _lump(self, round_: _Round, head: list[Any], shard: int, position: int) -> RankSamples | None:
         """Return the samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
         share = self._plan.part(round_.taken, shard=shard)
         if not share.rows:
@@ -234,9 +234,9 @@ class _Cutter:
         mine.extend(head[(place - round_.taken) % len(head)] for place in pads)
         name = self._names[shard - self._shards.start]
         seed = derive_seed(*self._seeds, name, self._worker, position, 4)
-        return Lump(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
+        return RankSamples(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
 
-    def _seek(self, stand: Stand) -> tuple[list[Any], Iterator[Any]]:
+    def _seek(self, stand: WorkerPosition) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
         elements: Iterator[Any] = chain(iter(stream))  # chain stays exhausted: litdata streams restart on the next call
@@ -275,7 +275,7 @@ class BlockCollate:
         batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
         return batch, padding, block._replace(lumps=())
 
-    def _collated(self, lump: Lump) -> tuple[Any, Padding | None]:
+    def _collated(self, lump: RankSamples) -> tuple[Any, Padding | None]:
         self.process.seed(lump.seed)
         batch = self.collate_fn(lump.samples)
         rows = len(lump.samples) if self.cutting.batched else None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from hasten.data import epoch_position as standing
-from hasten.data.plan import derive_seed
+from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError
@@ -115,7 +117,7 @@ class Loader(DataLoader[Any]):
     parts: LoaderParts
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError("a Loader is made by prepare(), not by hand: call accelerator.prepare(DataLoader(...))")
+        raise TypeError("a Loader is created by prepare(), not directly: call accelerator.prepare(DataLoader(...))")
 
     @classmethod
     def made(cls, user: DataLoader[Any], parts: LoaderParts, **shown: Any) -> Loader:
@@ -128,7 +130,7 @@ class Loader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and "parts" in self.__dict__:
             raise PrepareError(
-                f"{name} of a prepared loader cannot be changed, because its workers are arranged already. Set it on "
+                f"{name} of a prepared loader cannot be changed, because its workers are already configured. Set it on "
                 f"the DataLoader before prepare()."
             )
         super().__setattr__(name, value)
@@ -311,13 +313,40 @@ class Loader(DataLoader[Any]):
         steps = self.parts.source.steps()
         if steps is None:
             kind = "its dataset is a stream" if isinstance(self.dataset, IterableDataset) else "its sampler has none"
-            raise TypeError(f"this loader has no length: {kind}. Count batches as they come, or give it a __len__.")
+            raise TypeError(f"this loader has no length: {kind}. Count batches while iterating, or implement __len__.")
         return max(steps - self.parts.skip, 0)
+
+    def is_running(self) -> bool:
+        """Return True if a pass over this loader runs."""
+        return any(map(partial(is_, self.parts.cursor), self.parts.clock.cursors.watched))
+
+    def is_midway(self) -> bool:
+        """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
+        track = self.parts.track
+        return track.start.consumed > 0 if track.fresh else self.parts.cursor.left or self.is_running()
+
+    def end_pass(self) -> None:
+        """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
+        track, cursor = self.parts.track, self.parts.cursor
+        cursor.num_ended = cursor.num_again = 0
+        if not track.fresh and not self.is_running():
+            track.place(track.upcoming())
 
     @property
     def num_done(self) -> int:
         """Number of batches of the epoch before the first batch of the next pass on this rank."""
-        return standing.num_done(self)
+        source, track = self.parts.source, self.parts.track
+        if self.parts.cursor.num_again:
+            return len(self)
+        if not track.fresh or not track.start.consumed or self.parts.skip:  # skipping counts from the first batch
+            return 0
+        at, steps, size = track.start, source.steps(), source.size()
+        if source.unit == "stream" or steps is None or size is None:
+            return track.begun
+        first, every = replace(at, consumed=0), range(steps + 1)
+        done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
+        left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
+        return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended
 
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
@@ -331,9 +360,9 @@ class Loader(DataLoader[Any]):
         if parts.cursor.cut and not track.fresh:  # the loop that read it is over, so its pass is too
             track.place(track.upcoming())
         at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
-        state = encode(at, parts.source.unit, parts.source.size())
-        if (assignment := getattr(source, "assignment", None)) is not None and (reading := assignment.reading()):
-            state["reading"] = reading
+        state = encode(at, source.unit, source.size())
+        if (reading := getattr(source, "reading", None)) is not None:
+            state["reading"] = dict(reading)
         if self.persistent_workers and not at.consumed:
             state["lasting"] = self._has_workers()
         if source.unit == "stream" and at.consumed:
@@ -354,7 +383,7 @@ class Loader(DataLoader[Any]):
         parts = self.parts
         parts.track.place(decode(state, parts.source.unit, parts.source.size()), state.get("batches", 0))
         parts.track.lasting = state.get("lasting")
-        parts.track.left_out = {(epoch, first, end) for epoch, first, end in state.get("left_out", ())}
+        parts.track.left_out = set(map(tuple, state.get("left_out", ())))
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:

@@ -67,8 +67,8 @@ class Memory:
         lost = [path for path in states if path not in generators] + [path for path in attributes if path not in plain]
         if lost:
             raise DataError(
-                f"the loader's state holds {', '.join(lost)} of a {type(self._owner).__name__}, and the present one has "
-                f"no such attribute, so its order would be another one. Build it as the saved run did, or begin a new epoch."
+                f"the loader's state holds {', '.join(lost)} of a {type(self._owner).__name__}, but the current one has no such "
+                "attribute, so its order would be different. Build it as in the saved run, or start a new epoch."
             )
         for path, state in states.items():
             _write(generators[path], state, path)
@@ -252,7 +252,7 @@ def _write(generator: Any, saved: Any, path: str) -> None:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"the saved state of the generator {path} does not fit a {type(generator).__name__} ({error}), so the order "
-            f"would be another one. Use the kind of generator the saved run used, or begin a new epoch."
+            f"would be another one. Use the same kind of generator as the saved run, or start a new epoch."
         ) from error
 
 

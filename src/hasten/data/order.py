@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -22,9 +21,9 @@ from torch.utils.data import (
 )
 
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import Indices, Shuffle, derive_seed
 from hasten.data.foreign import length_of, plainly
 from hasten.data.memory import Memory, decode_value, encode_value
-from hasten.data.plan import Indices, Shuffle, derive_seed
 from hasten.data.position import Position, Witness
 from hasten.data.sampler_draws import NUM_UNITS, DrawTrial, plain_unit
 from hasten.data.workers import OwnRng, RandomStates, States, decode_states, encode_states
@@ -194,15 +193,8 @@ class SharedOrder:
             states = {"process": encode_states(self._process.read())} if self.as_torch else {}
             return replace(at, generator=self._remembered() | states)
         if self.as_torch and at.consumed and "process" in at.generator:
-            assert not isinstance(at.generator, str), "a text has no names"
             self._again = decode_states(at.generator["process"])
-        if isinstance(at.generator, str):  # as earlier versions wrote it: a single torch.Generator
-            generator = _generator_of(self._sampler)
-            if generator is not None:
-                raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
-                generator.set_state(torch.from_numpy(raw.copy()))
-        else:
-            self._restore(at.generator)
+        self._restore(at.generator)
         return at
 
     def _remembered(self) -> dict[str, Any]:
@@ -269,9 +261,9 @@ class SharedOrder:
         if at.witness is None or _witness(chunk[: at.witness[0]]) == at.witness:
             return
         raise DataError(
-            f"{type(self._sampler).__name__} drew another order for epoch {at.epoch} than in the run that was saved, so "
-            f"samples would be lost and repeated: it remembers something that hasten cannot find. Give it set_epoch(), "
-            f"state_dict() and load_state_dict(), or draw from a generator that it keeps as an attribute."
+            f"{type(self._sampler).__name__} drew a different order for epoch {at.epoch} than in the saved run, so samples would be "
+            "lost and repeated: it has state that hasten cannot find. Implement set_epoch(), or state_dict() and load_state_dict(), or "
+            "draw from a generator that is an attribute of the sampler."
         )
 
     def _trial(self, at: Position) -> DrawTrial:
@@ -309,8 +301,8 @@ class SharedOrder:
             said, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
             if said is not None and error is None:
                 raise PeerFailedError(
-                    f"the sampler raised {said} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank "
-                    f"has no indices to read. Look at that rank's traceback."
+                    f"the sampler raised {said} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank has no indices. "
+                    "See the traceback of that rank."
                 )
         if error is not None:
             raise error
@@ -358,20 +350,12 @@ def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: 
     """Raise unless the user's DistributedSampler splits samples as the mesh does."""
     if dispatch:
         raise ConfigError(
-            "dispatch_batches=True with a DistributedSampler: the one rank that reads would see its own part only, and "
-            "the rest would never be read. Leave the sampler out: prepare() shards the loader by itself."
+            "dispatch_batches=True with a DistributedSampler: the reading rank would only see its part, and the rest would never be "
+            "read. Remove the sampler: prepare() shards the loader."
         )
     if (sampler.num_replicas, sampler.rank) != (num_shards, shard):
         raise DataError(
             f"the loader's DistributedSampler has num_replicas={sampler.num_replicas} and rank={sampler.rank}, and this "
             f"process reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Give "
-            f"it num_replicas={num_shards}, rank={shard}, or leave it out: prepare() shards the loader by itself."
+            f"it num_replicas={num_shards}, rank={shard}, or remove it: prepare() shards the loader."
         )
-
-
-def _generator_of(sampler: Any) -> torch.Generator | None:  # Any: a sampler is any iterable
-    for owner in (sampler, getattr(sampler, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None

@@ -29,8 +29,8 @@ def pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoade
         return False
     if config.pin_memory is None and loader.num_workers:
         log.info(
-            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches beside the "
-            "training loop; DataLoaderConfiguration(pin_memory=False) leaves the loader as it is",
+            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches in parallel with the training "
+            "loop; DataLoaderConfiguration(pin_memory=False) turns this off",
             loader.num_workers,
         )
         return True

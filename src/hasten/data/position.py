@@ -28,9 +28,8 @@ class Position:
     consumed: int = 0
     """Number of units of the epoch's global order that the ranks have returned."""
     seed: int = 0
-    generator: Mapping[str, Any] | str | None = None
-    """State of the user's sampler at the start of the epoch, on the rank that draws (see Memory). Earlier versions
-    wrote the state of one torch.Generator as text."""
+    generator: Mapping[str, Any] | None = None
+    """State of the user's sampler at the start of the epoch, on the rank that draws (see Memory)."""
     witness: Witness | None = None
     """Checksum of the start of the epoch's order, if it is drawn from a sampler of the user."""
     stream: Mapping[str, Any] | None = None
@@ -73,7 +72,7 @@ _VALUES: Final = MappingProxyType[str, Callable[[Any], bool]](
         "epoch": _is_count,
         "consumed": _is_count,
         "seed": lambda value: type(value) is int,
-        "generator": lambda value: isinstance(value, str) or _is_mapping(value),
+        "generator": _is_mapping,
         "witness": lambda value: _are_counts(value, 2),
         "stream": lambda value: value is None or _is_stream(value),
         "ahead": lambda value: isinstance(value, bool),
@@ -96,8 +95,7 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         "seed": position.seed,
     }
     if position.generator is not None:
-        saved = position.generator
-        state["generator"] = saved if isinstance(saved, str) else dict(saved)
+        state["generator"] = dict(position.generator)
     if position.witness is not None:
         state["witness"] = list(position.witness)
     if position.stream is not None:
@@ -116,36 +114,36 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
     """
     if not isinstance(state, Mapping):
         raise DataError(
-            f"the loader's state is a {type(state).__name__} where a mapping is expected, so there is no position to continue from. Pass "
-            "what state_dict() of a prepared loader returned."
+            f"the loader's state is a {type(state).__name__} where a mapping is expected, so there is no position to continue from. "
+            "Pass the state_dict() of a prepared loader."
         )
     missing = [key for key in ("version", "unit", "size", "epoch", "consumed", "seed") if key not in state]
     if missing:
         raise DataError(
-            f"the loader's state has no {', '.join(missing)} (found: {', '.join(map(str, state)) or 'nothing'}), so it "
-            f"was not written by a loader of hasten. Pass what state_dict() of a prepared loader returned."
+            f"the loader's state has no {', '.join(missing)} (found: {', '.join(map(str, state)) or 'nothing'}), so it was not written "
+            "by hasten. Pass the state_dict() of a prepared loader."
         )
     if state["version"] != _VERSION:
         raise DataError(
-            f"the loader's state has version {state['version']}, and this hasten reads version {_VERSION}; reading on "
-            f"could repeat or lose samples. Resume with the hasten that wrote it, or begin a new epoch."
+            f"the loader's state has version {state['version']}, and this hasten reads version {_VERSION}; continuing could repeat or "
+            "lose samples. Resume with the version of hasten that wrote it, or start a new epoch."
         )
     if wrong := [key for key, fits in _VALUES.items() if key in state and not fits(state[key])]:
         raise DataError(
-            f"the loader's state has {wrong[0]}={state[wrong[0]]!r:.80}, which no loader of hasten writes, so it is damaged or was edited "
-            "and samples would be repeated or lost. Nothing was loaded. Pass what state_dict() returned, or begin a new epoch."
+            f"the loader's state has {wrong[0]}={state[wrong[0]]!r:.80}, which is invalid, so it is damaged or was edited. Nothing was "
+            "loaded. Pass an unchanged state_dict(), or start a new epoch."
         )
     if state["consumed"] and state["unit"] != unit:
         raise DataError(
-            f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is "
-            f"of another kind, so the position has no meaning here. Prepare the loader the run was started with."
+            f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is of a different "
+            "kind, so the position is invalid. Prepare the loader of the saved run."
         )
     sizes = "part" not in state and (size is not None or unit == "stream")  # shards are compared when they are read
     if state["consumed"] and sizes and state["size"] != size:
         raise DataError(
             f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
-            f"epoch has {size}; its order is another one, so samples would be repeated or lost. Restore the dataset, "
-            f"or begin a new epoch with loader.set_epoch({state['epoch'] + 1}) and no loaded state."
+            f"epoch has {size}; its order is different, so samples would be repeated or lost. Restore the dataset, "
+            f"or start a new epoch with loader.set_epoch({state['epoch'] + 1}) and no loaded state."
         )
     return Position(
         epoch=state["epoch"],

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.data.plan import Padding
+from hasten.data.batch_plan import Padding
 from hasten.data.source import Item, ReadAhead
-from hasten.runtime.devices import kind_of
 
 # Any in this file: batches are objects of the user.
 T = TypeVar("T")
@@ -94,7 +93,7 @@ class Slot:
         return view.copy_(x)
 
 
-class CopyLane:
+class CopyStream:
     """A side stream that copies batches to the device; memory is not reused while either side needs it."""
 
     def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
@@ -204,7 +203,7 @@ class Queue:
         self._device = device
         self._depth = depth
         self._in_line = in_line
-        self._lane: CopyLane | None = None
+        self._lane: CopyStream | None = None
         self._batches: deque[tuple[Any, bool]] = deque()
 
     def __len__(self) -> int:
@@ -214,7 +213,7 @@ class Queue:
         """Append a batch, and start its copy if it is large."""
         small = self._in_line.takes(batch)
         if not small and self._lane is None:
-            self._lane = CopyLane(self._device, self._depth, self._in_line.skip_keys)
+            self._lane = CopyStream(self._device, self._depth, self._in_line.skip_keys)
         self._batches.append((batch if small or self._lane is None else self._lane.send(batch), small))
 
     def popleft(self) -> Any:
@@ -230,42 +229,12 @@ class Queue:
             self._lane.close()
 
 
-class OneAhead:
-    """Move that puts batches on the device and marks the last, reading one batch ahead and copying it if large.
-
-    No batch is read earlier: datasets that draw from the process's random generators draw as in any loop that looks
-    one batch ahead. With `device=None` batches are not moved.
-    """
-
-    def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
-        self._device = device
-        self._non_blocking = non_blocking
-
-    def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
-        device = self._device
-        if device is None or not kind_of(device).side_streams:
-            for (batch, real, _, mark), following in with_next(items):
-                yield _put(batch, device, self._non_blocking), real, following is None, mark
-            return
-        with Queue(device, 1, InLine(device)) as queue:
-            for (batch, real, _, mark), following in with_next(items):
-                if not len(queue):
-                    queue.append(batch)
-                if following is not None:
-                    queue.append(following[0])
-                yield queue.popleft(), real, following is None, mark
-
-
 def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
     """Yield each step together with the one that follows it."""
     ahead = next(steps, None)
     while ahead is not None:
         step, ahead = ahead, next(steps, None)
         yield step, ahead
-
-
-def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:
-    return batch if device is None else trees.to_device(batch, device, non_blocking)
 
 
 class LookAhead:

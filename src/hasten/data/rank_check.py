@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import derive_seed
 from hasten.data.first_samples import read_head
 from hasten.data.foreign import ForeignSplit, length_of, plainly, split_by_itself
 from hasten.data.hub_parts import ItemsPart, are_parts, part_of
-from hasten.data.plan import derive_seed
 from hasten.data.rank_differences import asks_for_rank, decoded, description, different_data, samples_differ
 from hasten.errors import DataError
 from hasten.runtime.logs import get_logger
@@ -50,27 +50,25 @@ def agree_on_loader(
         return LoaderAgreement(seed, False)
     length = length_of(loader.dataset)
     finding = _finding(loader) if given is None else {}
-    told = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))
+    gathered = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))
     for name in (*facts, "already_sharded"):
-        _refuse_difference(name, [others[0].get(name) for others in told], comm)
-    seed = told[0][3]
+        _refuse_difference(name, [others[0].get(name) for others in gathered], comm)
+    seed = gathered[0][3]
     if given:
         return LoaderAgreement(seed, True)
-    found = [others[2] for others in told]
+    found = [others[2] for others in gathered]
     splits = [one.get("split") for one in found]
     if given is None and all(splits):
         split = ForeignSplit(*finding["split"])
-        log.info(
-            "the dataset is split over the ranks by %s already, so each rank reads its own part as it is", split.by
-        )
+        log.info("the dataset is already split over the ranks by %s, so each rank reads its part", split.by)
         return LoaderAgreement(seed, True, split)
     if given is None and are_parts([_part(one.get("part")) for one in found]):
         log.info(
-            "the ranks hold disjoint parts of a dataset of the package datasets, so each reads its own part as it is; "
-            "already_sharded=False would split the parts again"
+            "the ranks have disjoint parts of a dataset of the package datasets, so each reads its part; already_sharded=False would "
+            "split the parts again"
         )
         return LoaderAgreement(seed, True)
-    _refuse_difference(_LENGTH, ["unknown" if others[1] is None else others[1] for others in told], comm)
+    _refuse_difference(_LENGTH, ["unknown" if others[1] is None else others[1] for others in gathered], comm)
     if given is None:
         _compare(loader, found, seed, comm, compares)
     return LoaderAgreement(seed, False, checks=given is None)
@@ -81,7 +79,7 @@ def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
         return
     table = ", ".join(f"rank {comm.ranks[member]}: {value}" for member, value in enumerate(values))
     advice = (
-        " If every rank's dataset is that rank's part already, set DataLoaderConfiguration(already_sharded=True) or call "
+        " If the dataset of each rank already is its part of the data, set DataLoaderConfiguration(already_sharded=True) or call "
         "prepare_data_loader(loader, already_sharded=True)."
         if name == _LENGTH
         else ""
@@ -127,7 +125,7 @@ def _compare(loader: DataLoader[Any], found: list[dict[str, Any]], seed: int, co
     """Raise DataError on every rank when the loaders hold different data."""
     indices = [one["indices"] for one in found]
     if any(one != indices[0] for one in indices):
-        raise different_data(f"{type(loader.sampler).__name__} has other indices on every rank", comm.size)
+        raise different_data(f"{type(loader.sampler).__name__} has different indices on every rank", comm.size)
     alike = all(one[name] == found[0][name] for one in found for name in ("description", "part"))
     if not compares or (alike and not any(one["asks"] for one in found)):
         return

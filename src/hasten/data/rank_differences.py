@@ -36,9 +36,9 @@ Sample = dict[str, Leaf]
 def different_data(what: str, num_ranks: int) -> DataError:
     """Return the error for ranks that were given different data without `already_sharded`."""
     return DataError(
-        f"the ranks were given different data: {what}. prepare() splits a loader over the ranks, so each would read only "
-        f"1/{num_ranks} of its own data, and the rest of it would be lost. If every rank's loader holds that rank's part "
-        f"already, set DataLoaderConfiguration(already_sharded=True) or call prepare_data_loader(loader, "
+        f"the ranks were given different data: {what}. prepare() splits a loader over the ranks, so each would read only 1/{num_ranks} "
+        "of its data, and the rest would be lost. If the loader of each rank already contains its part of the data, set "
+        "DataLoaderConfiguration(already_sharded=True) or call prepare_data_loader(loader, "
         f"already_sharded=True); otherwise give every rank the same dataset and sampler. If they are the same and only "
         f"look different, already_sharded=False leaves this check out."
     )

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from hasten import trees
+from hasten.data.batch_plan import Padding, cut
 from hasten.data.dispatch import Round
 from hasten.data.iterable import split_batch
-from hasten.data.plan import Padding, cut
 from hasten.data.position import Position
 from hasten.data.prefetch import with_next
 from hasten.data.sampler import Lot

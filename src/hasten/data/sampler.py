@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch.utils.data import BatchSampler
 
+from hasten.data.batch_plan import Indices, LoaderPlan, cut, reading_of
 from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder
-from hasten.data.plan import Indices, LoaderPlan, cut, reading_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, fit_of
 from hasten.data.workers import Picked
@@ -50,11 +50,6 @@ class Assignment:
     def unit(self) -> Unit:
         return "batches" if self.form == "batches" else "samples"
 
-    def size(self) -> int | None:
-        """Return the number of units in an epoch's global order, if known beforehand."""
-        size = None if self.part is not None else self.order.size()
-        return None if size is None else size * self.stride
-
     def steps(self) -> int | None:
         """Return the number of batches of a whole epoch on this rank, if known beforehand."""
         size = self.order.size()
@@ -68,11 +63,6 @@ class Assignment:
         if isinstance(order, PartOrder):
             order = order.fitted(fit_of(even, self.plan.drop_last))
         return replace(self, order=order, plan=replace(self.plan, even=even))
-
-    def reached(self, start: int, steps: int) -> int:
-        """Return the global position after `steps` steps from global position `start`."""
-        size = None if self.part is not None else self.order.size()
-        return self.plan.consumed(size, steps, start // self.stride) * self.stride
 
     def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
         """Yield this rank's batches from `at` to the end of its epoch.
@@ -129,7 +119,7 @@ class Assignment:
             raise DataError(
                 f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
                 f"DistributedSampler splits over, so samples would be lost or read twice. Resume on a number of processes "
-                f"that divides {at.consumed}, or leave the sampler out: prepare() shards the loader by itself."
+                f"that divides {at.consumed}, or remove the sampler: prepare() shards the loader."
             )
         return at.consumed // self.stride
 
@@ -147,11 +137,11 @@ class Assignment:
             )
             raise DataError(
                 f"the loader's state is inside an epoch of {was}, and this rank reads {now}; samples would be lost or "
-                f"repeated. Resume {advice}, or begin a new epoch."
+                f"repeated. Resume {advice}, or start a new epoch."
             )
         raise DataError(
             f"the loader's state is inside an epoch of a part with {saved[1]} {self.unit}, and this rank's part has {part[1]}; "
-            f"its order is another one, so samples would be repeated or lost. Restore the part, or begin a new epoch."
+            f"its order is different, so samples would be repeated or lost. Restore the part, or start a new epoch."
         )
 
     def _marked(self, lots: Iterator[Lot], done: int) -> Iterator[Lot]:
@@ -262,8 +252,8 @@ class Assignment:
             whole is None and not cut(size, num_shares, num_shares - 1, even).rows
         ):  # raised on every rank, also on those with rows
             raise DataError(
-                f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have "
-                f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
+                f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have no samples in "
+                f"this step. Use batches of at least {num_shares} rows, set even_batches=True, or "
                 f"split_batches=False."
             )
         if not mine.rows:
@@ -292,7 +282,7 @@ class PlannedSampler(BatchSampler):
     def __len__(self) -> int:
         steps = self.assignment.steps()
         if steps is None:
-            raise TypeError("the number of batches is unknown: the loader's own sampler has no length")
+            raise TypeError("the number of batches is unknown: the loader's sampler has no length")
         return steps
 
     def set_epoch(self, epoch: int) -> None:

@@ -58,17 +58,19 @@ class DrawTrial:
         finally:
             put_back()
 
-    def compare(self, told: list[list[Any] | None], comm: Comm) -> None:
-        """Raise on every rank when the samplers of ranks yield different indices; `told` holds the first ones of each.
+    def compare(self, gathered: list[list[Any] | None], comm: Comm) -> None:
+        """Raise on every rank when the samplers of ranks yield different indices; `gathered` holds the first ones of each.
 
         Ranks: every rank.
         """
-        if any(one is None or one != told[0] for one in told) and all(one is not None for one in told):
+        if any(one is None or one != gathered[0] for one in gathered) and all(one is not None for one in gathered):
             once, again = self.units(_MOST_UNITS), self.units(_MOST_UNITS)
             steady = once is not None and again is not None and _sketch(once) == _sketch(again)
             sketches = comm.all_gather_object(_sketch(once) if steady and once is not None else None)
             if _are_different([None if one is None else (set(one[0]), one[1]) for one in sketches]):
-                raise different_data(f"{type(self._sampler).__name__} yields other indices on every rank", comm.size)
+                raise different_data(
+                    f"{type(self._sampler).__name__} yields different indices on every rank", comm.size
+                )
 
 
 def _sketch(units: list[Any]) -> tuple[list[int], int]:

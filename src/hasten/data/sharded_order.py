@@ -9,9 +9,9 @@ from typing import Any, Final, Literal
 import torch
 
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import Indices
 from hasten.data.foreign import ForeignSplit
 from hasten.data.order import SampleOrder, SharedOrder
-from hasten.data.plan import Indices
 from hasten.data.position import Part, Position
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
@@ -70,8 +70,8 @@ class PartOrder:
         size, prepared = self.inner.size() or 0, self._sizes[self._comm.rank]
         if size != prepared and self._fit != "own":
             raise DataError(
-                f"this rank's part of the data has {size} samples, and had {prepared} when it was prepared; other ranks count "
-                f"on that number, so some would wait for batches that never come. Prepare a new loader, or keep the length."
+                f"this rank's part of the data has {size} samples, and had {prepared} when it was prepared; other ranks rely on that "
+                "number, so some would wait forever. Prepare a new loader, or keep the length."
             )
         self._num_drawn = size
         return lambda positions: found(positions % max(size, 1))
@@ -117,7 +117,7 @@ class PartOrder:
         if failed:
             raise PeerFailedError(
                 f"the sampler raised on rank(s) {', '.join(map(str, failed))}, so this rank would wait for them at the end of "
-                f"the epoch. Look at the traceback of that rank."
+                f"the epoch. See the traceback of that rank."
             )
         return chunk, counts
 
@@ -130,9 +130,9 @@ class PartOrder:
 def empty_part(ranks: list[int], num_ranks: int) -> DataError:
     """Return the error for ranks that have no sample to take a step with."""
     return DataError(
-        f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} gave no sample, so they could not take a step with the "
-        f"others. Give every rank a part with samples; drop_last=True ends the epoch where the shortest part does, "
-        f"even_batches=False lets each rank end alone."
+        f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} has no samples, so these ranks could not take part in a step. "
+        "Give every rank a part with samples; with drop_last=True the epoch ends with the shortest part, with even_batches=False each "
+        "rank ends separately."
     )
 
 
@@ -148,7 +148,7 @@ def check_split(split: ForeignSplit, shard: int, num_shards: int, world_size: in
         raise DataError(
             f"the dataset is split by {split.by} into {by_rank[0]} parts, of which this is part {by_rank[1]}, and this process "
             f"reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Split it into "
-            f"{num_shards} parts by the data-parallel index, or leave the split out: prepare() shards the loader by itself."
+            f"{num_shards} parts by the data-parallel index, or remove the split: prepare() shards the loader."
         )
 
 
@@ -156,11 +156,11 @@ def refuse_settings(dispatch: bool, split: bool, batched: bool) -> None:
     """Raise ConfigError for settings that are incompatible with a loader that is sharded already."""
     if dispatch:
         raise ConfigError(
-            "dispatch_batches=True with data that is sharded already: the one rank that reads would see its own part only, "
-            "and the rest would never be read. Leave one of the two out."
+            "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
+            "never be read. Remove one of the two."
         )
     if split and not batched:
         raise ConfigError(
-            "split_batches=True with data that is sharded already and batches of the user's own: no rank has rows of another "
-            "rank's batches. Set split_batches=False, or give the loader a batch_size."
+            "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
+            "batches. Set split_batches=False, or give the loader a batch_size."
         )

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal, NoReturn, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import SharedOrder
-from hasten.data.plan import Padding, derive_seed
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
 from hasten.data.sharded_order import PartOrder
@@ -134,6 +134,7 @@ class IndexedSource:
         self._shard = shard
         self._process = RandomStates()
         self.assignment = assignment
+        self.reading = assignment.reading()
         self.unit = assignment.unit
         self._loader = loader
         self._rank = rank
@@ -147,7 +148,9 @@ class IndexedSource:
         self.engine = engine_of(loader, **replaced)
 
     def size(self) -> int | None:
-        return self.assignment.size()
+        order = self.assignment.order
+        size = None if isinstance(order, PartOrder) else order.size()
+        return None if size is None else size * self.assignment.stride
 
     def steps(self) -> int | None:
         return self.assignment.steps()
@@ -205,12 +208,17 @@ class IndexedSource:
             yield batch
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
-        consumed = self.assignment.reached(start.consumed, steps)
-        order = self.assignment.order
-        order = order.inner if isinstance(order, PartOrder) else order
+        order, stride, part = self.assignment.order, self.assignment.stride, None
+        first = start.consumed // stride
+        consumed = first + steps * self.assignment.plan.global_batch
+        if isinstance(order, PartOrder):
+            part, order = order.part(stride), order.inner
+        elif (size := order.size()) is not None:
+            consumed = min(consumed, max(size, first))
+        consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
         ahead = mark.now if isinstance(mark, ReadAhead) else start.ahead
-        return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=self.assignment.part)
+        return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=part)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
@@ -237,7 +245,7 @@ class IndexedSource:
                 self._explain(error, notes, at, number)
             if not notes:
                 raise DataError(
-                    f"{type(self._loader).__name__} gave a batch that was not asked for (rank {self._rank}, batch "
+                    f"{type(self._loader).__name__} returned an unexpected batch (rank {self._rank}, batch "
                     f"{number}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
                     f"Prepare a plain DataLoader, and wrap the prepared one."
                 )

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
+from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.first_samples import read_head
 from hasten.data.foreign import has_fixed_shard_order, length_of
-from hasten.data.iterable import BlockCollate, Cutting, Stand, Start, StreamShard
-from hasten.data.plan import Padding, derive_seed
+from hasten.data.iterable import BlockCollate, Cutting, Start, StreamShard, WorkerPosition
 from hasten.data.position import Position, Unit
 from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
 from hasten.data.source import Item, engine_of, own_generator
@@ -33,7 +33,7 @@ _FAILED: Final = 3
 class Mark(NamedTuple):
     """Positions of all workers' streams after a batch."""
 
-    stands: tuple[Stand, ...]
+    stands: tuple[WorkerPosition, ...]
     turn: int
     """Index of the worker whose batch comes next."""
 
@@ -92,14 +92,14 @@ class StreamSource:
             return at
         lasting = self._loader.num_workers and self._loader.persistent_workers
         here = self._shard.hasten_memory.capture()
-        stands = tuple(Stand(origin=(end if lasting and end is not None else here)) for end in self._ends)
+        stands = tuple(WorkerPosition(origin=(end if lasting and end is not None else here)) for end in self._ends)
         return at if all(stand.origin is None for stand in stands) else self._encode(at, Mark(stands, 0))
 
     def first(self, at: Position) -> Any:
         twin = self.copied()
         twin.engine.generator = own_generator(at)
         mark = twin._mark_of(at)
-        beginning = Mark(tuple(Stand(origin=stand.origin) for stand in mark.stands), 0)
+        beginning = Mark(tuple(WorkerPosition(origin=stand.origin) for stand in mark.stands), 0)
         memory = self._shard.hasten_memory
         before = memory.capture()
         if all(stand.origin is None for stand in mark.stands):
@@ -129,12 +129,12 @@ class StreamSource:
         """Raise DataError on every rank when the first elements of ranks come from different data."""
         self._checks = False
         head = list(self._head or ())
-        told = [decoded(one) for one in self._comm.all_gather_object(head)]
-        shortest = min(map(len, told))
-        if all(one[:shortest] == told[0][:shortest] for one in told):
+        gathered = [decoded(one) for one in self._comm.all_gather_object(head)]
+        shortest = min(map(len, gathered))
+        if all(one[:shortest] == gathered[0][:shortest] for one in gathered):
             return
         with self._process.kept():
-            reads = self._comm.all_gather_object(read_head(self._loader, derive_seed(len(told))))
+            reads = self._comm.all_gather_object(read_head(self._loader, derive_seed(len(gathered))))
         if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
             kind = type(self._loader.dataset).__name__
             raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
@@ -174,7 +174,7 @@ class StreamSource:
         size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
         stands = tuple(
-            Stand((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
+            WorkerPosition((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
             for worker in range(self._num_workers)
         )
         return self._encode(start, Mark(stands, more))
@@ -188,21 +188,21 @@ class StreamSource:
 
     def _mark_of(self, at: Position) -> Mark:
         if at.stream is None:
-            return Mark((Stand(),) * self._num_workers, 0)
+            return Mark((WorkerPosition(),) * self._num_workers, 0)
         saved, stream = at.stream["workers"], at.stream
         origins = stream.get("origins", (None,) * saved)
         if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
             raise DataError(
-                "the stream's shards are shuffled without a seed, or with another one than in the run that was saved, so "
-                "their order cannot be found again and samples would be lost or read twice. Give shuffle() the seed of "
-                "the saved run; without one, begin a new epoch with loader.set_epoch() instead of a loaded state."
+                "the stream's shards are shuffled without a seed, or with a different one than in the saved run, so their order cannot "
+                "be reproduced and samples would be lost or read twice. Give shuffle() the seed of "
+                "the saved run; without one, start a new epoch with loader.set_epoch() instead of a loaded state."
             )
         if not any(stream["positions"]):  # the start of an epoch, for any number of workers and ranks
-            return Mark(tuple(Stand(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
+            return Mark(tuple(WorkerPosition(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
         self._check(stream)
         rngs = [None if rng is None else decode_states(rng) for rng in stream.get("rngs", (None,) * saved)]
         states = stream.get("states", (None,) * saved)
-        return Mark(tuple(map(Stand, stream["positions"], states, rngs, origins)), stream["turn"])
+        return Mark(tuple(map(WorkerPosition, stream["positions"], states, rngs, origins)), stream["turn"])
 
     def _check(self, stream: Mapping[str, Any]) -> None:
         """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
@@ -210,15 +210,15 @@ class StreamSource:
         if saved != self._num_workers:
             raise DataError(
                 f"the stream's position was saved with {saved} reading worker(s), and this loader has "
-                f"{self._num_workers}; each worker reads a part of its own, so samples would be lost or repeated. "
+                f"{self._num_workers}; each worker reads a different part, so samples would be lost or repeated. "
                 f"Set num_workers={saved}."
             )
         shards = stream.get("shards", self._cutting.num_shards)
         own = self._cutting.sharing != "strided"
         if shards != self._cutting.num_shards or ("shards" in stream) != own:
             raise DataError(
-                f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there "
-                f"are {self._cutting.num_shards} now; a rank's part is another one, so samples would be lost or "
+                f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there are "
+                f"{self._cutting.num_shards} now; the parts of the ranks differ, so samples would be lost or "
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
@@ -279,19 +279,21 @@ def agreed(
     item, error = _next(items)
     if first is None and item is not None:
         first = trees.map_leaves(_own_copy, item[0])
-    told = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED if mark.position else _EMPTY)
-    _raise_failures(told, error, comm)
+    gathered = _share_ends(
+        comm, _FAILED if error else _MORE if item is not None else _ENDED if mark.position else _EMPTY
+    )
+    _raise_failures(gathered, error, comm)
     if compare is not None:
         compare()
-    more = _go_on(told, comm, drop_last)
+    more = _has_next_step(gathered, comm, drop_last)
     while more:
         batch, padding, _, mark = (
             (trees.map_leaves(_own_copy, first), Padding(0, None), False, mark) if item is None else item
         )
         item, error = _next(items)
-        told = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
-        _raise_failures(told, error, comm)
-        more = _go_on(told, comm, drop_last)
+        gathered = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
+        _raise_failures(gathered, error, comm)
+        more = _has_next_step(gathered, comm, drop_last)
         yield batch, padding, not more, mark
 
 
@@ -304,18 +306,18 @@ def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
 
 
 def _share_ends(comm: Comm, mine: int) -> list[int]:
-    told: list[int] = comm.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
-    return told
+    gathered: list[int] = comm.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
+    return gathered
 
 
-def _raise_failures(told: list[int], error: Exception | None, comm: Comm) -> None:
+def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) -> None:
     if error is not None:
         raise error
-    failed = [comm.ranks[member] for member, said in enumerate(told) if said == _FAILED]
+    failed = [comm.ranks[member] for member, said in enumerate(gathered) if said == _FAILED]
     if failed:
         raise PeerFailedError(
-            f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank has no step to take with them. "
-            f"Look at the traceback of that rank."
+            f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank cannot take a step with them. See the "
+            "traceback of that rank."
         )
 
 
@@ -324,15 +326,15 @@ def _own_copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _go_on(told: list[int], comm: Comm, drop_last: bool) -> bool:
-    empty = [comm.ranks[member] for member, said in enumerate(told) if said == _EMPTY]
-    if empty and len(empty) < len(told) and not drop_last:
+def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:
+    empty = [comm.ranks[member] for member, said in enumerate(gathered) if said == _EMPTY]
+    if empty and len(empty) < len(gathered) and not drop_last:
         raise DataError(
-            f"the stream gave no sample to rank(s) {', '.join(map(str, empty))} of {len(told)}, so they could not take "
-            f"a step with the others. Give the dataset at least {len(told)} shards, or samples for every rank; "
-            f"drop_last=True ends the epoch where the shortest rank does, even_batches=False lets each rank end alone."
+            f"the stream has no sample for rank(s) {', '.join(map(str, empty))} of {len(gathered)}, so these ranks could not take part in a "
+            f"step. Give the dataset at least {len(gathered)} shards, or samples for every rank; "
+            f"drop_last=True ends the epoch with the shortest rank, even_batches=False ends each rank separately."
         )
-    return all(said == _MORE for said in told) if drop_last else any(said == _MORE for said in told)
+    return all(said == _MORE for said in gathered) if drop_last else any(said == _MORE for said in gathered)
 
 
 def ended(item: Item) -> Item:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.data.plan import derive_seed
+from hasten.data.batch_plan import derive_seed
 from hasten.errors import DataError
 
 # Any in this file: states of three libraries, in three formats.
@@ -99,8 +99,8 @@ class RandomStates:
         state: Any = np.random.get_state()
         if state[0] != "MT19937":
             raise DataError(
-                f"numpy's global generator is a {state[0]}, whose state hasten does not keep, so data could not be read "
-                f"again on resume. Leave np.random's own MT19937 in place, or draw from a Generator of your own."
+                f"numpy's global generator is a {state[0]}, whose state hasten does not save, so data could not be reproduced on "
+                "resume. Use np.random's default MT19937, or draw from a separate Generator."
             )
         raw = np.asarray(state[1], dtype=np.uint32).tobytes() + int(state[2]).to_bytes(4, "little")
         self._last = NumpyState(raw, int(state[3]), float(state[4]))
@@ -194,7 +194,7 @@ def decode_states(saved: Mapping[str, Any]) -> States:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"the loader's state holds random states that cannot be read ({error}), so data would be drawn differently. "
-            f"Use another checkpoint, or begin a new epoch."
+            f"Use another checkpoint, or start a new epoch."
         ) from error
     return States(state, python, numpy)
 

@@ -1,5 +1,6 @@
 """Process launchers: plans as data, executed through torch's elastic agent, srun, mpirun and others.
 
-Start with `choose.py` (settings to a plan) and `base.py` (LaunchPlan), then `run.py` (executes a plan) and the launchers, one file each.
-`failure.py` describes a failed job; `report.py` describes this machine to the others.
+Read in the order of a launch: `job.py` (from the command line to a plan), `shape.py` (machines and processes), one file for each launcher,
+of which `torchrun.py` is the usual one, `run.py` (executes a plan), `elastic/agent.py` (supervises ranks), `worker.py` (first code of a rank).
+`base.py` holds LaunchPlan, `failure.py` describes a failed job, `report.py` describes this machine to the others.
 """

@@ -144,7 +144,7 @@ def _meeting_words(meeting: Meeting) -> str:
         return f"one machine, {meeting.address}, " + (f"port {meeting.port}" if meeting.port else "a free port")
     low, high = meeting.min_machines, meeting.max_machines
     count = f"{high} machines" if low == high else f"{low} to {high} machines"
-    rank = "this machine's rank is decided there" if meeting.machine_rank is None else f"rank {meeting.machine_rank}"
+    rank = "this machine's rank is assigned there" if meeting.machine_rank is None else f"rank {meeting.machine_rank}"
     options = "".join(f", {name}={value}" for name, value in sorted(meeting.options.items()))
     return (
         f"{count} at {meeting.address}:{meeting.port} ({meeting.kind}), {rank}, "

@@ -67,7 +67,7 @@ def gather_reports(
     """
     if store.add(f"claim/{index}", 1) > 1:
         other = Report.decode(store.get(f"report/{index}"))
-        _fail(store, f"{_place(report)} and {_place(other)} both say they are {name(index)} of {count}")
+        _fail(store, f"{_place(report)} and {_place(other)} both claim to be {name(index)} of {count}")
     store.set(f"report/{index}", report.encode())
     _wait_for_all(store, count, timeout_s=timeout_s, name=name, waiting=waiting)
     return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
@@ -146,13 +146,13 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
     if expected_world_size is not None and total != expected_world_size:
         counts = ", ".join(f"{r.num_processes} on {r.host}" for r in reports)
         raise LaunchError(
-            f"num_processes={expected_world_size} was asked for all machines together, but they bring {total} ({counts}). "
-            f"Correct --num_processes, or leave it out to use every device."
+            f"num_processes={expected_world_size} is the total over all machines, but they start {total} ({counts}). Correct "
+            "--num_processes, or remove it to use every device."
         )
     if found := disagreements(reports):
         lines = "\n".join(f"  - {line}" for line in found)
         raise LaunchError(
-            f"the machines do not run the same thing, so they would diverge or hang:\n{lines}\n"
+            f"the machines differ, so the job would diverge or hang:\n{lines}\n"
             f"Use the same files and packages on every machine (or allow the difference: --check_in warn)."
         )
 

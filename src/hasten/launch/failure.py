@@ -61,7 +61,7 @@ STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module imports 
 # (pattern in the traceback or log, hint)
 _HINTS: Final = (
     (r"Address already in use|EADDRINUSE|errno: ?98\b",
-     "the port is taken, often by a run that is still alive: choose another with --main_process_port (0 picks a free one)."),
+     "the port is taken, often by a run that is still running: choose another with --main_process_port (0 picks a free one)."),
     (r"(CUDA|HIP|XPU|MPS).{0,40}out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
      "the device is out of memory: lower the batch size and raise gradient accumulation, use bf16, recompute activations or "
      "shard with FSDP."),
@@ -77,9 +77,9 @@ _HINTS: Final = (
      "a collective waited until the timeout: another rank is stuck, slow or skipped the call. The stall report above names it "
      "(docs/trust.md); if a rank works long between collectives, raise the timeout in InitProcessGroupKwargs."),
     (r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError|ncclRemoteError",
-     "NCCL failed: run again with NCCL_DEBUG=WARN for its reason; with several network cards set NCCL_SOCKET_IFNAME."),
+     "NCCL failed: run again with NCCL_DEBUG=WARN for its reason; with several network interfaces set NCCL_SOCKET_IFNAME."),
     (r"Connection (closed|reset) by peer|Broken pipe|remote process exited|PeerFailedError",
-     "the connection to another rank was lost: that rank, or its machine, ended first. Look at its own output."),
+     "the connection to another rank was lost: that rank, or its machine, ended first. Check its output."),
     (r"unable to resolve|Name or service not known|Temporary failure in name resolution|gai error",
      "a host name cannot be resolved: give --main_process_ip as a number, or fix the name service on this machine."),
     (r"Unable to find address for|ifa == nullptr|no interface|makeDeviceForHostname|makeDeviceForInterface",
@@ -91,13 +91,13 @@ _HINTS: Final = (
 
 _SIGNAL_HINTS: Final = MappingProxyType(
     {
-        signal.SIGKILL: "SIGKILL comes from outside the program; without a person or a scheduler behind it, it was most probably the "
-        "kernel's out-of-memory killer (see `dmesg | grep -i oom`): use less host memory (fewer loader workers, smaller "
+        signal.SIGKILL: "SIGKILL was sent from outside the program, most probably by the kernel's out-of-memory killer or a "
+        "scheduler (see `dmesg | grep -i oom`): use less host memory (fewer loader workers, smaller "
         "prefetch, one rank loading at a time) or ask for more.",
         signal.SIGSEGV: "a crash in native code: a mismatch of compiled packages is the usual cause; compare `hasten env` with a machine that works.",
-        signal.SIGABRT: "native code gave up (abort): its last words are in the output above.",
+        signal.SIGABRT: "native code aborted; its last message is in the output above.",
         signal.SIGBUS: "a bus error usually means that shared memory (/dev/shm) is full: raise it, or use fewer loader workers.",
-        signal.SIGTERM: "SIGTERM came from outside: a scheduler's time limit, a preemption or a person.",
+        signal.SIGTERM: "SIGTERM was sent from outside the program: a scheduler's time limit, a preemption or a user.",
         signal.SIGXCPU: "the CPU time limit was reached (`ulimit -t` or the scheduler's).",
     }
 )
@@ -128,13 +128,11 @@ def hint_for(failure: Failure, python: str = "python") -> str | None:
             return words.format(host=failure.host, python=python)
     if failure.code == 0:
         return (
-            "a rank that ends early (sys.exit, a return, a loop that was left) is missing in the next collective of the others: let "
-            "every rank do the same steps, and end them together."
+            "a rank that ends early (sys.exit, return, a loop that ended early) is missing in the next collective of the others: let "
+            "every rank run the same steps and end together."
         )
     if failure.code == PREEMPTED:
-        return (
-            "exit code 85 means that the run was told to stop and saved: start it again (--max_restarts does) to go on."
-        )
+        return "exit code 85 means that the run saved a checkpoint and stopped after a signal: restart it (--max_restarts does) to continue."
     if failure.code < 0:
         return _SIGNAL_HINTS.get(signal.Signals(-failure.code))
     return None
@@ -198,13 +196,13 @@ def render_failure(
     """
     first = first_failure(failures)
     if first.code == STALLED:
-        words = first.summary.partition(": ")[2] or "ranks waited for each other without progress"
-        return f"the job was ended because it stalled: {words}.\nThe whole report is above; docs/trust.md tells how to read it."
+        words = first.summary.partition(": ")[2] or "the ranks waited for each other without progress"
+        return f"the job was ended because it stalled: {words}.\nThe full report is above; docs/trust.md explains it."
     rest = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
-    how = "failed first" if first.code else "left first, while other ranks still needed it"
+    how = "failed first" if first.code else "exited first, while other ranks still needed it"
     lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {how}: {end_words(first.code)}"]
     if lost:
-        lines = [f"{' and '.join(lost)} does not answer any more: probably lost first, look there", *lines]
+        lines = [f"{' and '.join(lost)} no longer responds: probably the first failure, check it", *lines]
     lines += [f"  {line}" for line in _summaries(rest)]
     if first.log:
         lines.append(f"  log of rank {first.rank}: {first.log}")
@@ -215,12 +213,12 @@ def render_failure(
             lines += ["", f"rank {other.rank} on {other.host}:", other.traceback.rstrip()]
     lines.append("")
     if not first.code and (echo := next((f for f in rest if f.traceback), None)):
-        lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost it:", echo.traceback.rstrip()]
+        lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost the connection:", echo.traceback.rstrip()]
     elif first.traceback:
         title = "traceback" if first.traceback.startswith("Traceback") else "error"  # a program that never started
         lines += [f"{title} of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
     else:
-        lines.append(f"rank {first.rank} left no Python traceback; what it printed last is above.")
+        lines.append(f"rank {first.rank} has no Python traceback; its last output is above.")
     return "\n".join(lines)
 
 

@@ -106,7 +106,7 @@ class SignalGuard:
                 grace = self._saving_grace_s if number in SAVING else self._grace_s
                 grace = grace if list(self._groups()) else 2.0
                 if time.monotonic() - since > grace:
-                    self._end(number, f"nothing ended within {grace:g} s")
+                    self._end(number, f"no process ended within {grace:g} s")
 
     def _signals(self) -> list[int]:
         try:

@@ -149,8 +149,8 @@ def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
         name = getattr(function, "__qualname__", repr(function))
         raise LaunchError(
-            f"the function {name} or its arguments cannot be sent to the new processes ({error}): they use an object that "
-            f"lives in this notebook only. Create it inside the function, or pass plain data."
+            f"the function {name} or its arguments cannot be sent to the new processes ({error}): they use an object that cannot be "
+            "pickled. Create it inside the function, or pass plain data."
         ) from error
 
 
@@ -214,7 +214,7 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
 def _failure_words(verdict_file: Path, code: int) -> str:
     """Return the launcher's reason for a failed launch, with settings renamed to their notebook arguments."""
     if not verdict_file.exists():
-        return f"the processes ended with exit code {code} before an error could be noted; see the output above."
+        return f"the processes ended with exit code {code} without reporting an error; see the output above."
     words = verdict_file.read_text()
     names = [f"{theirs} is {ours}" for theirs, ours in _NAMES_HERE if theirs in words]
     return f"{words} (In a notebook {', '.join(names)}.)" if names else words

@@ -1,11 +1,17 @@
-"""State of the other machines while the job runs: heartbeats, failures, exit codes and completion."""
+"""State of the other machines while the job runs: heartbeats, failures, exit codes and completion.
+
+A scheduler that started one launcher per machine ends the others as soon as the first exits with a nonzero code
+(`srun --kill-on-bad-exit`, `mpirun`), and uses the highest code as the job's. So no launcher may exit before all know the code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,6 +21,7 @@ from hasten.launch.failure import PREEMPTED, Failure
 from hasten.runtime import env as environment
 from hasten.runtime import launcher_files
 
+COLLECT_S: Final = 3.0
 _SILENCE_S: Final = 60.0
 _SUSPECT_S: Final = 15.0
 _NO_ANSWER_S: Final = 25.0
@@ -79,8 +86,8 @@ class Peers:
                 if now - since < _SILENCE_S:
                     continue
                 raise MachineLost(
-                    f"machine {machine} ({host}) has been silent for {_SILENCE_S:g} s: it is down, or the network to it is. "
-                    f"The job cannot go on without it; look there, then start again."
+                    f"machine {machine} ({host}) has not responded for {_SILENCE_S:g} s: it is down, or the network to it is. The job "
+                    "cannot continue without it; check the machine, then restart the job."
                 )
 
         self.suspects = tuple(suspects)
@@ -99,8 +106,8 @@ class Peers:
         for machine, code in self._codes().items():
             if machine != self.index and code not in (0, PREEMPTED):
                 raise PeerMachineFailed(
-                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot go on "
-                    f"without it. Look at its output.",
+                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot continue without it. "
+                    "Check its output.",
                     code=code,
                 )
 
@@ -227,7 +234,7 @@ class PeerWatch:
             raise self._problem
         silent = time.monotonic() - self._last_word
         if silent > _NO_ANSWER_S:
-            raise MachineLost(f"{self._lost} (no answer for {silent:.0f} s)")
+            raise MachineLost(f"{self._lost} (no response for {silent:.0f} s)")
         return self._waiting
 
     def wait_done(self) -> None:
@@ -248,7 +255,7 @@ class PeerWatch:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        told = False
+        announced = False
         suspects: tuple[str, ...] = ()
         ended: dict[int, int] = {}
         while not self._stop.is_set():
@@ -261,10 +268,10 @@ class PeerWatch:
                     suspects = self._peers.suspects
                     launcher_files.write_silent(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
-                if self._finished and not told:
+                if self._finished and not announced:
                     self._peers.say_done()
-                    told = True
-                self._all_done = told and self._peers.all_done()
+                    announced = True
+                self._all_done = announced and self._peers.all_done()
             except LaunchError as error:
                 self._problem = error
                 return
@@ -276,3 +283,51 @@ class PeerWatch:
                 return
             self._wake.wait(0.02 if self._finished else _LOOK_EVERY_S)
             self._wake.clear()
+
+
+def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[Failure], list[str]]:
+    """Return the failures of all machines, and the machines that no longer respond."""
+    if peers is None or len(peers.hosts) == 1:
+        return list(failures), []
+    known = {(f.host, f.rank) for f in failures}
+    others: list[Failure] = []
+    silent: list[str] = [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
+
+    def exchange() -> None:
+        peers.publish([f for f in failures if f.host == socket.gethostname()])
+        others.extend(f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known)
+        silent[:] = peers.silent()
+
+    # Machine 0 collects the others' failures while it waits; the others treat a late answer as no answer.
+    within((2 if peers.index == 0 else 1) * COLLECT_S + 1, exchange)
+    return [*failures, *others], silent
+
+
+def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
+    """Return the exit code of the job after every machine knows it; `code` if the others do not respond.
+
+    A machine whose ranks have saved waits up to `saving_s` for the others, which may still be saving.
+    """
+    if peers is None or len(peers.hosts) == 1:
+        return code
+    agreed = [code]
+    wait_s = saving_s if code == PREEMPTED else COLLECT_S
+
+    def agree() -> None:
+        agreed[0] = peers.agree(code, wait_s)
+        peers.leave(COLLECT_S)
+
+    within(wait_s + COLLECT_S + 1, agree)
+    return agreed[0]
+
+
+def within(seconds: float, talk: Callable[[], None]) -> None:
+    """Run `talk` for at most `seconds`: a store call never returns once the network is down."""
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # torch's network errors: machine 0 has exited; partial results count
+            talk()
+
+    thread = threading.Thread(target=run, name="hasten-ending", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -109,7 +109,9 @@ class FixedRendezvous(RendezvousHandler):
             except DistError as error:
                 if self._hosting or not self._may_return:
                     raise
-                self._check_in.say(f"machine 0 is lost ({_first_line(error)}); waiting for its return")
+                self._check_in.say(
+                    f"the connection to machine 0 is lost ({_first_line(error)}); waiting until it is restarted"
+                )
                 self._forget_machine_0()
 
     def _meet(self) -> RendezvousInfo:
@@ -163,7 +165,7 @@ class FixedRendezvous(RendezvousHandler):
         except MachineLost as error:
             if not self._may_return:
                 raise
-            self._check_in.say(f"{error}. The processes are stopped until it is back")
+            self._check_in.say(f"{error}. The processes are stopped until it is restarted")
             return 1
 
     def wait_done(self) -> None:
@@ -196,8 +198,8 @@ class FixedRendezvous(RendezvousHandler):
             return
         where = f"{self._meeting.address}:{self._meeting.port}"
         lost = (
-            f"lost contact with machine 0 at {where}: it ended, or the network between is down. Look at its output; the job "
-            f"cannot go on without it"
+            f"lost contact with machine 0 at {where}: it ended, or the network is down. Check its output; the job cannot continue "
+            "without it"
         )
         own = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection used only by the watch
         self._watch = PeerWatch(replace(peers, store=own), lost)
@@ -232,13 +234,13 @@ class FixedRendezvous(RendezvousHandler):
         except (DistError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise LaunchError(
-                    f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
+                    f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still running. "
                     f"Choose another with --main_process_port (0 picks a free one on a single machine)."
                 ) from error
             raise LaunchError(
-                f"machine 0 cannot be reached at {meeting.address}:{meeting.port} from itself ({_first_line(error)}): the address is "
-                f"not this machine's (it has {network.address_towards(meeting.address)}), or --machine_rank 0 was given to the wrong machine. "
-                f"Run machine 0 where main_process_ip points, and give every other machine its own --machine_rank."
+                f"machine 0 cannot be reached at {meeting.address}:{meeting.port} from itself ({_first_line(error)}): the address does "
+                f"not belong to this machine (which has {network.address_towards(meeting.address)}), or --machine_rank 0 was given on "
+                "the wrong machine. Run machine 0 at main_process_ip, and give every other machine a different --machine_rank."
             ) from error
 
     def _join(self) -> TCPStore:
@@ -250,12 +252,12 @@ class FixedRendezvous(RendezvousHandler):
             if elapsed > meeting.join_timeout_s:
                 here = network.owns_address(meeting.address) and not network.is_loopback(meeting.address)
                 mine = (
-                    f" This machine owns that address itself, but was given --machine_rank {meeting.machine_rank}."
+                    f" This machine has that address, but was started with --machine_rank {meeting.machine_rank}."
                     if here
                     else ""
                 )
                 raise LaunchError(
-                    f"{where} did not answer within {meeting.join_timeout_s:g} s.{mine} Start the job there with --machine_rank 0, "
+                    f"{where} did not respond within {meeting.join_timeout_s:g} s.{mine} Start the job there with --machine_rank 0, "
                     f"check main_process_ip, main_process_port and the firewall, or raise --rdzv_conf join_timeout=SECONDS."
                 )
             if elapsed > next_word:
@@ -266,7 +268,7 @@ class FixedRendezvous(RendezvousHandler):
             return join(meeting.address, meeting.port, _OPERATION_TIMEOUT)
         except DistError as error:
             raise LaunchError(
-                f"something answers at {meeting.address}:{meeting.port}, but not machine 0 of a hasten job ({_first_line(error)}). "
+                f"another program than machine 0 of a hasten job responds at {meeting.address}:{meeting.port} ({_first_line(error)}). "
                 f"Check main_process_ip and main_process_port on every machine."
             ) from error
 
@@ -288,8 +290,8 @@ class FixedRendezvous(RendezvousHandler):
         free = [i for i in range(count) if not control.add(f"taken/{i}", 0)]
         if len(free) < len(names):
             raise LaunchError(
-                f"{control.add('placed', 0) + len(names)} machines arrived for {count} places. "
-                f"Give each its own --machine_rank from 0 to {count - 1}, or none at all."
+                f"{control.add('placed', 0) + len(names)} machines arrived, but {count} were expected. Give each a different "
+                f"--machine_rank from 0 to {count - 1}, or give none."
             )
         return free[names.index(mine)]
 

@@ -155,7 +155,7 @@ def _make_log_dir(folder: str) -> None:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"log_dir={folder!r} cannot be written to ({reason}), so the output of the processes would be lost. Give --log_dir a "
-            f"folder that you may write to, or leave it out to print to the terminal."
+            f"folder that you may write to, or remove it to print to the terminal."
         ) from error
 
 
@@ -189,7 +189,7 @@ def _run_watched(proc: Proc, stop_grace_s: float) -> int:
         env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
         code, pid, stopped_by = _wait(proc.argv, env, stop_grace_s)
         if stopped_by is not None and code == PREEMPTED:
-            say(f"{signal.Signals(stopped_by).name}: the process has saved and ended; start again to go on")
+            say(f"{signal.Signals(stopped_by).name}: the process has saved and exited; restart it to continue")
             return PREEMPTED
         if stopped_by is not None:
             say(f"{signal.Signals(stopped_by).name}: the process was ended")

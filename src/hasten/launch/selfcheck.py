@@ -119,22 +119,20 @@ def measured_links(accelerator: Accelerator) -> Links:
 
     Raises: CheckFailed if there is only one process.
     """
-    _expect(
-        accelerator.num_processes > 1, "there are no links between the processes of a job of one; start two or more"
-    )
+    _expect(accelerator.num_processes > 1, "measuring links needs at least two processes; start two or more")
     topology = accelerator.ctx.topology
     machines = gather_object(topology.node_rank, accelerator.comm)
-    beside = [rank for rank, machine in enumerate(machines) if machine == topology.node_rank]
-    node = _all_reduce(accelerator, beside)[0] if len(beside) > 1 else None
+    local_ranks = [rank for rank, machine in enumerate(machines) if machine == topology.node_rank]
+    node = _all_reduce(accelerator, local_ranks)[0] if len(local_ranks) > 1 else None
     between = _all_reduce(accelerator, list(range(len(machines))))[0] if len(set(machines)) > 1 else None
     everywhere = zip(*gather_object((node, between), accelerator.comm), strict=True)
     slowest = [min(found) if all(found) else None for found in everywhere]
     return Links(
         device=_device_name(accelerator),
         machines=len(set(machines)),
-        per_machine=len(beside),
+        per_machine=len(local_ranks),
         node_gb_s=slowest[0],
-        network_gb_s=None if slowest[1] is None else slowest[1] / len(beside),
+        network_gb_s=None if slowest[1] is None else slowest[1] / len(local_ranks),
     )
 
 
@@ -180,10 +178,10 @@ def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
     good = True
     for name, check in checks:
         try:
-            told, passed = check(accelerator), True
+            message, passed = check(accelerator), True
         except Exception as error:  # every error is reported with its rank, and the next check still runs
-            told, passed = f"{type(error).__name__}: {error}", False
-        outcomes = gather_object((passed, told), accelerator.comm)
+            message, passed = f"{type(error).__name__}: {error}", False
+        outcomes = gather_object((passed, message), accelerator.comm)
         good = good and all(ok for ok, _ in outcomes)
         if accelerator.is_main_process:
             sys.stdout.write("".join(f"{line}\n" for line in _lines(name, outcomes)))
@@ -192,11 +190,11 @@ def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
 
 def _lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
     """Return one line for a check that passed on all ranks, else one line per failed rank."""
-    bad = [(rank, told) for rank, (passed, told) in enumerate(outcomes) if not passed]
+    bad = [(rank, message) for rank, (passed, message) in enumerate(outcomes) if not passed]
     if not bad:
         everywhere = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
         return [f"passed  {name:<12} {everywhere}: {outcomes[0][1]}"]
-    return [f"FAILED  {name:<12} rank {rank}: {told}" for rank, told in bad]
+    return [f"FAILED  {name:<12} rank {rank}: {message}" for rank, message in bad]
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -233,7 +231,7 @@ def _written(accelerator: Accelerator, file: str) -> str:
     if accelerator.is_main_process:
         links.write(file)
     inside = "" if links.node_gb_s is None else f"{links.node_gb_s:.2f} GB/s inside a machine, "
-    between = "" if links.network_gb_s is None else f"{links.network_gb_s:.2f} GB/s between machines for each process, "
+    between = "" if links.network_gb_s is None else f"{links.network_gb_s:.2f} GB/s between machines per process, "
     return f"{inside}{between}written to {file}"
 
 
@@ -243,7 +241,7 @@ def main() -> int:
     file = sys.argv[1] if len(sys.argv) > 1 else None
     good = run(accelerator, CHECKS if file is None else (*CHECKS, ("links", lambda given: _written(given, file))))
     if accelerator.is_main_process:
-        sys.stdout.write("everything works\n" if good else "something does not work, see above\n")
+        sys.stdout.write("everything works\n" if good else "some checks failed, see above\n")
     return 0 if good else 1
 
 

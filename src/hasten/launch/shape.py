@@ -1,19 +1,39 @@
-"""Number of machines and processes of a launch, with their devices and threads; decided once for every launcher."""
+"""Number of machines and processes of a launch, with their devices and threads; decided once for every launcher.
+
+The machines and ranks that a cluster has allocated are read from the variables of SLURM, MPI, LSF and Kubernetes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from hasten.config.base import given
 from hasten.config.sections.launch import LaunchConfig
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, TopologyError
 from hasten.launch.base import Host, LaunchRequest, Target
-from hasten.launch.cluster import Allocation, read_allocation, split_range
 from hasten.runtime.env import CONFIG
+from hasten.runtime.topology import DEFAULT_PORT, Topology
 
 _LEAST_PROCESS_BYTES: Final = 64 * 1024**2
 """Lower bound for the memory of a process: a Python process that has imported torch uses more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """This command's position among the identical commands that the cluster started."""
+
+    source: str = ""
+    num_machines: int = 1
+    min_machines: int = 1
+    machine_rank: int | None = None
+    address: str | None = None
+    port: int | None = None
+    per_machine: int | None = None
+    """Number of processes that the cluster wants on each machine, if specified."""
+    rank: Topology | None = None
+    """Set if the cluster started one command per rank: no further processes are started, this command is the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +121,7 @@ def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
     if explicit and allocation.num_machines not in (1, launch.num_machines):
         raise ConfigError(
             f"num_machines={launch.num_machines}, but {allocation.source} started this command on "
-            f"{allocation.num_machines} machines. Leave num_machines out (it is read from the cluster), or make them agree."
+            f"{allocation.num_machines} machines. Remove num_machines (it is read from the cluster), or make them agree."
         )
     if explicit:
         return launch.num_machines, launch.num_machines
@@ -112,8 +132,8 @@ def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -
     if machines == 1:
         if launch.machine_rank:
             raise ConfigError(
-                f"machine_rank={launch.machine_rank} with one machine: ranks count from 0. Set num_machines to how many "
-                f"machines there are, or leave machine_rank out."
+                f"machine_rank={launch.machine_rank} with one machine: ranks count from 0. Set num_machines to the number of machines, "
+                "or remove machine_rank."
             )
         return 0
     rank = launch.machine_rank if launch.machine_rank is not None else allocation.machine_rank
@@ -133,13 +153,13 @@ def _check_devices(request: LaunchRequest, host: Host) -> None:
         raise ConfigError(f"cpu and gpu_ids={_ids(launch)} contradict each other. Remove one of them.")
     if launch.multi_gpu and host.device == "cpu":
         raise ConfigError(
-            f"multi_gpu was asked for, but no usable accelerator was found on {host.name}. "
+            f"multi_gpu was requested, but no usable accelerator was found on {host.name}. "
             f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or pass --cpu."
         )
     if launch.gpu_ids != "all" and host.device == "cpu":
         raise ConfigError(
             f"gpu_ids={_ids(launch)} names devices, but no usable accelerator was found on {host.name}, so none of them can be used. "
-            f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or leave gpu_ids out."
+            f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or remove gpu_ids."
         )
     if launch.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" not in host.env:
         absent = [i for i in launch.gpu_ids if not 0 <= i < host.num_devices]
@@ -169,7 +189,7 @@ def _processes(
         if total % machines:
             raise ConfigError(
                 f"num_processes={total} cannot be split evenly over {machines} machines. "
-                f"Give processes_per_machine on each, or leave both out to use every device."
+                f"Give processes_per_machine on each, or remove both to use every device."
             )
         here = total // machines
         split = f"{total} / {machines} machines" if machines > 1 else "num_processes"
@@ -192,7 +212,7 @@ def _fits(request: LaunchRequest, host: Host, count: int) -> int:
     if count > devices:
         raise ConfigError(
             f"{count} processes were requested on {host.name}, which has {devices} usable devices ({host.device_words}): two processes "
-            f"cannot share one. Ask for at most {devices}, widen gpu_ids, or pass --cpu."
+            f"cannot share one. Request at most {devices}, widen gpu_ids, or pass --cpu."
         )
     return count
 
@@ -202,8 +222,8 @@ def check_memory(host: Host, count: int) -> None:
     most = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
     if host.memory_bytes and count > most:
         raise ConfigError(
-            f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB cannot hold "
-            f"them: each needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Ask for at most {most}, or for more machines."
+            f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB is too small: each "
+            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Request at most {most}, or for more machines."
         )
 
 
@@ -229,3 +249,116 @@ def _allocation_words(allocation: Allocation) -> str:
     low, high = allocation.min_machines, allocation.num_machines
     machines = f"{high} machines" if low == high else f"{low} to {high} machines"
     return f"{machines}, this is {'one of them' if allocation.machine_rank is None else allocation.machine_rank}"
+
+
+def read_allocation(env: Mapping[str, str]) -> Allocation:
+    """Return the allocation described by `env`; one machine if nothing describes more.
+
+    Raises: TopologyError if the variables contradict each other.
+    """
+    return _elastic_pods(env) or _pods(env) or _tasks(env) or _lsf_hosts(env) or Allocation()
+
+
+def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation in torchrun's variables (PET_*), as the Kubernetes training operator sets them."""
+    if "PET_NNODES" not in env:
+        return None
+    low, high = split_range(env["PET_NNODES"], "PET_NNODES")
+    rank = env.get("PET_NODE_RANK", "")
+    per = env.get("PET_NPROC_PER_NODE", "")
+    endpoint = env.get("PET_RDZV_ENDPOINT", "")
+    address = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR") or endpoint.rpartition(":")[0] or None
+    port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT") or endpoint.rpartition(":")[2]
+    if high == 1 and not per.isdecimal():
+        return None
+    return Allocation(
+        source="Kubernetes (PET_*)",
+        num_machines=high,
+        min_machines=low,
+        machine_rank=int(rank) if rank.isdecimal() else None,
+        address=address,
+        port=int(port) if port.isdecimal() else DEFAULT_PORT,
+        per_machine=int(per) if per.isdecimal() else None,
+    )
+
+
+def _pods(env: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of one command per pod: RANK of WORLD_SIZE (or NODE_RANK of NNODES), without LOCAL_RANK."""
+    if "LOCAL_RANK" in env or not env.get("MASTER_ADDR"):
+        return None
+    for rank_name, size_name in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE"), ("JOB_COMPLETION_INDEX", "NNODES")):
+        rank, size = env.get(rank_name, ""), env.get(size_name, "")
+        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+            if int(rank) >= int(size):
+                raise TopologyError(
+                    f"{rank_name}={rank} with {size_name}={size} is impossible: machines count from 0 to {size_name}-1. "
+                    f"Make the variables agree, or unset those of another launcher."
+                )
+            port = env.get("MASTER_PORT", "")
+            return Allocation(
+                source=f"{rank_name} and {size_name}",
+                num_machines=int(size),
+                min_machines=int(size),
+                machine_rank=int(rank),
+                address=env["MASTER_ADDR"],
+                port=int(port) if port.isdecimal() else DEFAULT_PORT,
+            )
+    return None
+
+
+def _tasks(env: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of a command started by srun, mpirun or jsrun: one per machine, or one per rank."""
+    if "LOCAL_RANK" in env:
+        return None
+    topology = Topology.from_env(env)
+    if topology.source not in ("slurm", "mpi", "lsf") or topology.world_size == 1:
+        return None
+    if topology.local_world_size > 1:
+        return Allocation(source=topology.source, rank=topology)
+    address, port = _split_address(topology.rendezvous)
+    return Allocation(
+        source=topology.source,
+        num_machines=topology.world_size,
+        min_machines=topology.world_size,
+        machine_rank=topology.rank,
+        address=address,
+        port=port,
+    )
+
+
+def _lsf_hosts(env: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of one command per host under LSF's blaunch; the position in the host list is the rank."""
+    hosts = list(dict.fromkeys(env.get("LSB_MCPU_HOSTS", "").split()[::2]))
+    name = env.get("HOSTNAME", "")
+    if len(hosts) < 2 or "LSB_JOBID" not in env:
+        return None
+    rank = next((i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]), None)
+    job = env.get("LSB_JOBID", "0")
+    return Allocation(
+        source="LSF",
+        num_machines=len(hosts),
+        min_machines=len(hosts),
+        machine_rank=rank,
+        address=hosts[0],
+        port=12000 + int(job if job.isdecimal() else 0) * 31 % 20000,
+    )
+
+
+def split_range(text: str, name: str = "--nnodes") -> tuple[int, int]:
+    """Return the smallest and largest number of machines in `4` or `2:4`.
+
+    Raises: ConfigError for anything else.
+    """
+    low, _, high = text.strip().partition(":")
+    high = high or low
+    if low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high):
+        return int(low), int(high)
+    raise ConfigError(f"{name}={text!r} is not a number of machines; write one number, or min:max such as 2:4.")
+
+
+def _split_address(rendezvous: str | None) -> tuple[str | None, int | None]:
+    """Return the host and the port in tcp://host:port."""
+    if not rendezvous:
+        return None, None
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)

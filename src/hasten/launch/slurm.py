@@ -24,7 +24,7 @@ _SCRIPT_FLAGS: Final = ("--submit", "--submit_options", "--submit-options", "--d
 
 # srun runs in the background because bash runs a trap only between commands; `wait` returns early when the trap has run.
 _TRAP: Final = """
-# When SLURM tells this shell alone (scancel --batch, --signal=B:USR1@120), all machines are told.
+# If SLURM signals only this shell (scancel --batch, --signal=B:USR1@120), the signal is forwarded to all machines.
 told=yes step=
 trap 'told=yes; kill -USR1 $step 2> /dev/null' TERM USR1
 """
@@ -33,8 +33,8 @@ step=$!
 while [ -n "$told" ]; do told=; wait "$step"; code=$?; done
 """
 _REQUEUE: Final = f"""
-# {PREEMPTED}: the run was told to stop and has saved. Back in the queue, it goes on from there; a cancelled job stays cancelled.
-# 138 and 143: it was stopped before it could save, which is no failure if SLURM preempted the job.
+# {PREEMPTED}: the run has saved a checkpoint after a signal. It is requeued and continues from there; a cancelled job is not requeued.
+# 138 and 143: it was stopped before it could save, which is not a failure if SLURM preempted the job.
 job=$SLURM_JOB_ID
 if [ -n "${{SLURM_ARRAY_TASK_ID:-}}" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
 case "$code" in {PREEMPTED} | 138 | 143) known=$(scontrol show job "$job") ;; *) exit "$code" ;; esac
@@ -60,7 +60,7 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
     if launch.num_processes is not None and launch.num_processes != topology.world_size:
         raise ConfigError(
             f"num_processes={launch.num_processes}, but {shape.allocation.source} started {topology.world_size} ranks. "
-            f"Leave num_processes out, or make them agree."
+            f"Remove num_processes, or make them agree."
         )
     address, _, port = topology.meeting_point().removeprefix("tcp://").rpartition(":")
     if launch.main_process_ip is not None:
@@ -96,9 +96,9 @@ def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], fold
     command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(flags)]
     lines = ["#!/bin/bash", *_directives(options), "", f"cd {shlex.quote(folder)} || exit", *_TRAP.splitlines(), ""]
     lines += [
-        "# What the ranks prove to each other (docs/security.md); srun hands it on with the environment.",
+        "# The token that ranks prove to each other (docs/security.md); srun passes it on with the environment.",
         f"export {TOKEN}=\"${{{TOKEN}:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')}}\"",
-        "# One command per machine; ranks, addresses and devices are read from SLURM and the machine itself.",
+        "# One command per machine; ranks, addresses and devices are read from SLURM and the machine.",
         "srun --kill-on-bad-exit=1 --wait=60 \\",
         f"    {shlex.join(command)} \\",
         f"    {shlex.join([request.target.name, *request.target.args])} &",
@@ -110,7 +110,7 @@ def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], fold
     return LaunchPlan(
         launcher="slurm",
         procs=(Proc(("sbatch", path)),),
-        notes=("the script asks for one task per machine; hasten starts one process per device there",),
+        notes=("the script requests one task per machine; hasten starts one process per device",),
         files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
         supervision=supervision(request, JobShape(num_processes=1)),
         target=request.target,

@@ -1,4 +1,4 @@
-"""Launch plan for several processes under torch's elastic agent, on one machine or many."""
+"""Launch plans for one process alone, and for several under torch's elastic agent, on one machine or many."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     )
 
 
+def plan_single(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
+    """Return a plan with one command and the settings in its environment, without the elastic agent and without torch."""
+    return LaunchPlan(
+        launcher="single",
+        procs=(Proc(worker_argv(request.target, host), dict(shape.env)),),
+        notes=shape.notes,
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
+
+
 def supervision(request: LaunchRequest, shape: JobShape) -> Supervision:
     """Return the agent's settings for the processes of this request."""
     launch = request.config.launch
@@ -61,13 +72,13 @@ def _meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: list[st
     address, port = _endpoint(launch, shape)
     run_id = launch.rdzv_id or host.env.get("SLURM_JOB_ID") or "hasten"
     if shape.min_machines != shape.max_machines and launch.max_restarts == 0:
-        notes.append("max_restarts=0: losing a machine ends the job; give --max_restarts to go on with the others")
+        notes.append("max_restarts=0: losing a machine ends the job; set --max_restarts to continue with the others")
     if not launch.same_network and shape.max_machines > 1:
-        notes.append(f"same_network=false changes nothing here: every machine must reach {address}:{port}")
+        notes.append(f"same_network=false has no effect: every machine must reach {address}:{port}")
     if options and kind == "fixed":
         raise ConfigError(
-            f"rdzv_conf has {', '.join(sorted(options))}, which the static rendezvous does not know; "
-            f"it takes join_timeout. Remove them, or choose --rdzv_backend c10d."
+            f"rdzv_conf has {', '.join(sorted(options))}, which the static rendezvous does not support; it supports join_timeout. "
+            "Remove them, or choose --rdzv_backend c10d."
         )
     return Meeting(
         kind=kind,
@@ -89,7 +100,7 @@ def _kind(launch: LaunchConfig, shape: JobShape, notes: list[str]) -> MeetingKin
         case "static":
             if shape.min_machines == shape.max_machines:
                 return "fixed"
-            notes.append("the number of machines may change: they meet by c10d")
+            notes.append("the number of machines may change: the rendezvous uses c10d")
             return "c10d"
 
 

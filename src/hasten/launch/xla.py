@@ -35,8 +35,8 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape, tpu: TpuSlice | No
     asked = launch.processes_per_machine or (launch.num_processes or machines) // machines
     if asked > 1:
         raise ConfigError(
-            f"{asked} processes on each of {machines} machine(s) were asked for on TPUs, where one process drives all devices of a "
-            "machine and they share each batch. Leave num_processes out."
+            f"{asked} processes on each of {machines} machine(s) were requested on TPUs, where one process controls all devices of a "
+            "machine. Remove num_processes."
         )
     if request.target.no_python:
         raise ConfigError(
@@ -45,7 +45,8 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape, tpu: TpuSlice | No
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)
     if device is None:
         raise ConfigError(
-            f"training on TPUs was asked for, and {host.name} has none. Start it on a TPU VM, or set PJRT_DEVICE=CPU to try it here."
+            f"training on TPUs was requested, but {host.name} has none. Start it on a TPU VM, or set PJRT_DEVICE=CPU to test it without "
+            "a TPU."
         )
     if device == "TPU" and machines == 1 and tpu is not None and tpu.hosts > 1:
         raise ConfigError(tpu_hosts.refusal(tpu.hosts))
@@ -53,14 +54,14 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape, tpu: TpuSlice | No
     drives = f"its {host.num_devices} TPU devices" if device == "TPU" and host.num_devices else f"all {device} devices"
     if machines > 1:
         alone = tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
-        note = f"one process drives {drives}; the machines average gradients through host memory"
+        note = f"one process controls {drives}; the machines average gradients through host memory"
         own = tuple(sorted({**env, **alone}.items()))
         rank = _rank(shape, tpu)
         return torchrun.plan(request, host, replace(shape, num_processes=1, machine_rank=rank, env=own, notes=(note,)))
     return LaunchPlan(
         launcher="xla",
         procs=(Proc(worker_argv(request.target, host), env),),
-        notes=(f"one process drives {drives}, and they share each batch",),
+        notes=(f"one process controls {drives}, and each batch is split over them",),
         supervision=torchrun.supervision(request, shape),
         target=request.target,
     )
@@ -113,9 +114,9 @@ def plan_pod(request: LaunchRequest, flags: tuple[str, ...], tpu: TpuSlice | Non
 
 def _known(name: str, worker: str, tpu: TpuSlice | None) -> str:
     if tpu is None:
-        return "gcloud could not tell how many hosts it has; several are refused there, before training"
-    number = "; each takes its own number there" if tpu.hosts > 1 and worker == "all" else ""
-    return f"{name} has {tpu.hosts} host(s), as gcloud says{number}"
+        return "gcloud did not report the number of hosts; if there are several, training raises an error"
+    number = "; each determines its number itself" if tpu.hosts > 1 and worker == "all" else ""
+    return f"{name} has {tpu.hosts} host(s), according to gcloud{number}"
 
 
 def _meeting(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[str]:
@@ -130,13 +131,12 @@ def _meeting(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[str]:
             else f"machine_rank={launch.machine_rank}"
         )
         raise ConfigError(
-            f"{said} was given for the TPU {name!r}, all {tpu.hosts} hosts of which get the same command and take their own numbers. "
-            "Leave it out."
+            f"{said} was given for the TPU {name!r}, whose {tpu.hosts} hosts all run the same command and determine their numbers "
+            "themselves. Remove it."
         )
     if launch.main_process_ip is None and tpu.first is None:
         raise ConfigError(
-            f"gcloud tells no address for the first of {tpu.hosts} hosts of the TPU {name!r}, at which they could meet. Give "
-            "--main_process_ip."
+            f"gcloud reports no address for the first of {tpu.hosts} hosts of the TPU {name!r}. Give --main_process_ip."
         )
     counted = [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
     return [*counted, *(["--main_process_ip", tpu.first] if launch.main_process_ip is None and tpu.first else [])]
@@ -146,13 +146,13 @@ def _refuse_some(name: str, worker: str, tpu: TpuSlice | None, alone: bool) -> N
     """Raise if a subset of a TPU's VMs was selected, which would wait for the others."""
     if _ONE_VM.fullmatch(worker) is None and worker != "all":
         raise ConfigError(
-            f"--vm names several VMs ({worker}), and starting some VMs of a TPU together is not in this version. Name one, or leave --vm "
-            "out to train on all."
+            f"--vm names several VMs ({worker}), but starting several, but not all, VMs of a TPU is not supported in this version. Name "
+            "one, or remove --vm to train on all."
         )
     if tpu is not None and tpu.hosts > 1 and worker != "all" and not alone:
         raise ConfigError(
-            f"--vm {worker} names one of {tpu.hosts} hosts of the TPU {name!r}, where XLA would wait for the others. Leave --vm out to train on "
-            "all, or add --env TPU_PROCESS_BOUNDS=1,1,1 to use this one by itself."
+            f"--vm {worker} names one of {tpu.hosts} hosts of the TPU {name!r}, where XLA would wait for the others. Remove --vm to "
+            "train on all, or add --env TPU_PROCESS_BOUNDS=1,1,1 to use only this one."
         )
 
 
@@ -181,7 +181,7 @@ def _lines(command_file: str | None) -> list[str]:
         text = Path(command_file).read_text()
     except OSError as error:
         raise ConfigError(
-            f"tpu_command_file={command_file!r} cannot be read: {error.strerror}. Correct the path, or leave it out."
+            f"tpu_command_file={command_file!r} cannot be read: {error.strerror}. Correct the path, or remove it."
         ) from error
     return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_FORWARD = "forward"
+CHUNKED_LOSS: Final = "chunked loss"
+"""Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
+FORWARD = "forward"
 
 
 class Forward:
@@ -37,35 +38,35 @@ class Forward:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if not isinstance(state["inner"], Forward) and _FORWARD not in _overridden(self.module):
+        if not isinstance(state["inner"], Forward) and FORWARD not in _overridden(self.module):
             state["inner"] = None  # the forward of the class: restored through the module
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if state["inner"] is None:
-            self.__dict__["inner"] = getattr(type(self.module), _FORWARD).__get__(self.module)
+            self.__dict__["inner"] = getattr(type(self.module), FORWARD).__get__(self.module)
 
 
 def _overridden(module: nn.Module) -> dict[str, Any]:
     """Return the `forward` in the module's `__dict__` before the first replacement, as a dict; empty if none."""
-    first: Any = module.__dict__.get(_FORWARD)
+    first: Any = module.__dict__.get(FORWARD)
     while isinstance(first, Forward):
         first = first.inner
-    own = getattr(first, "__func__", None) is getattr(type(module), _FORWARD)
-    return {} if first is None or own else {_FORWARD: first}
+    own = getattr(first, "__func__", None) is getattr(type(module), FORWARD)
+    return {} if first is None or own else {FORWARD: first}
 
 
 def replace(module: nn.Module, forward: Forward) -> None:
     """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
     forward.inner = module.forward
-    module.__dict__[_FORWARD] = forward
+    module.__dict__[FORWARD] = forward
 
 
 def find(module: nn.Module, tag: str) -> Forward | None:
     """Return the replacement with `tag` on this module itself, or None."""
-    forward = module.__dict__.get(_FORWARD)
+    forward = module.__dict__.get(FORWARD)
     while isinstance(forward, Forward):
         if forward.tag == tag:
             return forward
@@ -76,7 +77,7 @@ def find(module: nn.Module, tag: str) -> Forward | None:
 def restore(module: nn.Module, tag: str) -> bool:
     """Remove the replacement with `tag` from this module; returns whether there was one."""
     outer: Forward | None = None
-    forward = module.__dict__.get(_FORWARD)
+    forward = module.__dict__.get(FORWARD)
     while isinstance(forward, Forward):
         if forward.tag == tag:
             if outer is not None:
@@ -89,7 +90,7 @@ def restore(module: nn.Module, tag: str) -> bool:
 
 
 def _put_back(module: nn.Module, forward: Callable[..., Any]) -> None:
-    if getattr(forward, "__func__", None) is getattr(type(module), _FORWARD):
-        del module.__dict__[_FORWARD]
+    if getattr(forward, "__func__", None) is getattr(type(module), FORWARD):
+        del module.__dict__[FORWARD]
     else:
-        module.__dict__[_FORWARD] = forward
+        module.__dict__[FORWARD] = forward

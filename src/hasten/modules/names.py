@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ _WRAPPER_CLASSES: Final = (DistributedDataParallel, DataParallel)
 
 def plain_name(name: str) -> str:
     """Return `name` without the parts that compile, checkpoint and sharding wrappers add anywhere in it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+    return ".".join(filterfalse(_WRAPPER_PARTS.__contains__, name.split(".")))
 
 
 def canonical_name(name: str, model: nn.Module | None = None) -> str:
@@ -112,6 +113,8 @@ def stage_part(model: nn.Module) -> StagePart | None:
     if (own := model.__dict__.get("stage_part")) is not None:  # split by an engine, not by a forward of hasten
         found: StagePart = own
         return found
+    if forwarding.FORWARD not in model.__dict__:
+        return None
     forward = forwarding.find(model, TAG)
     part: StagePart | None = getattr(forward, "part", None)
     return part

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hasten.errors import StepError
+from hasten.config.sections.loop import MAX_MICRO_STEPS
+from hasten.errors import ConfigError, StepError
 from hasten.optim.gradients import Unowned
 from hasten.optim.loader_progress import Cursors, LoaderCursor, StepMarks, StepObserver
 from hasten.optim.window import (
@@ -21,7 +22,6 @@ from hasten.optim.window import (
     Window,
     agree_on_factors,
     agree_on_unit,
-    check_every,
     checked_weight,
     hold,
     times,
@@ -85,11 +85,14 @@ class StepClock:
     """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
     """Called after an optimizer has used the gradients at a boundary."""
+    rates: Callable[[], Mapping[str, float]] | None = None
+    """Returns tokens a second and MFU, while they are tracked."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
     def __post_init__(self) -> None:
-        check_every(self.every)
+        if self.every != 1 or isinstance(self.every, bool):
+            check_every(self.every)
         self._current = self._open(None)
 
     @property
@@ -394,3 +397,12 @@ class StepClock:
             window, self.unit, self.comm, [number for number in range(window.turn) if number not in window.factors]
         )
         window.lanes.merge(parameters, window.factors)
+
+
+def check_every(every: object) -> None:
+    """Raise ConfigError unless `every` is a valid window length."""
+    if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= MAX_MICRO_STEPS:
+        raise ConfigError(
+            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1 and at most {MAX_MICRO_STEPS}; a window of that "
+            f"length never ends. Set it to 1 to update after every backward()."
+        )

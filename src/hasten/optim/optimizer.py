@@ -134,6 +134,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         """The clock's number of updates when `step` or `zero_grad` was last called."""
         self._settled = 0
+        self.after_update: list[Callable[[], None]] = []
+        """Functions called after every update that was applied."""
         self._share = SharedWindow()
         clock.join(self)
 
@@ -259,6 +261,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._clock.used()
         if self._clock.marks is not None and not result.applied:
             self._clock.marks.skipped()
+        if result.applied:
+            for follow in self.after_update:
+                follow()
 
     def replayed(self) -> None:
         """Count an update that a CUDA graph has made, including clearing the gradients."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hasten.config.sections.loop import MAX_MICRO_STEPS
 from hasten.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
@@ -248,15 +247,6 @@ def _as_scalar(value: Number, device: torch.device) -> Tensor:
     """Return `value` as a one-element tensor on `device`, in a dtype that counts exactly."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.as_tensor(value, dtype=dtype, device=device)
-
-
-def check_every(every: object) -> None:
-    """Raise ConfigError unless `every` is a valid window length."""
-    if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= MAX_MICRO_STEPS:
-        raise ConfigError(
-            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1 and at most {MAX_MICRO_STEPS}; a window of that "
-            f"length never ends. Set it to 1 to update after every backward()."
-        )
 
 
 @dataclass(slots=True)

@@ -140,13 +140,18 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
     names: list[str] = []
 
     def remember(module: nn.Module, name: str) -> bool:
-        chosen = isinstance(module, nn.Linear) and bool(name) and wanted(module, name)
+        chosen = isinstance(module, nn.Linear) and bool(name) and wanted(module, name) and not _is_chunked(module)
         if chosen:
             names.append(name)
         return chosen
 
     ao.convert_to_float8_training(model, module_filter_fn=remember, config=config)
     return names
+
+
+def _is_chunked(module: nn.Module) -> bool:
+    """Return whether the layer is a head whose loss is computed from its weight, and so is not converted."""
+    return forwarding.find(module, forwarding.CHUNKED_LOSS) is not None
 
 
 class TEForward(forwarding.Forward):
@@ -171,7 +176,8 @@ def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
     te = need("transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'")
 
     def wanted(name: str, module: nn.Module) -> bool:
-        return type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        fits = type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        return fits and not _is_chunked(module)
 
     def make(name: str, module: nn.Module) -> nn.Module:
         assert isinstance(module, nn.Linear)

@@ -16,22 +16,24 @@ from hasten.errors import ConfigError
 from hasten.progress.display import Display, LineDisplay
 from hasten.progress.meter import MemoryGauge, Meter, MeterReading
 from hasten.progress.scalars import LateScalars
-from hasten.progress.straggler import Pulse, StragglerWatch
+from hasten.progress.straggler import BackwardTimer, StragglerWatch
 
 T = TypeVar("T")
 Counter = Callable[[Any], int]  # Any: a batch of any type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class BarContext:
     """Environment of a progress bar: display, process, memory gauge and straggler detection."""
 
     display: Display
     is_main: bool = True
     replicas: int = 1  # processes that read different samples; rates are totals over all of them
     memory: MemoryGauge | None = None
-    pulse: Pulse | None = None
+    pulse: BackwardTimer | None = None
     watch: StragglerWatch | None = None
+    rates: Callable[[], Mapping[str, float]] | None = None
+    """Returns tokens a second and MFU, while they are tracked."""
 
 
 class Progress(Generic[T]):
@@ -44,7 +46,7 @@ class Progress(Generic[T]):
         self,
         iterable: Iterable[T] | None = None,
         *,
-        here: Surroundings,
+        here: BarContext,
         total: int | None = None,
         initial: int | None = None,
         desc: str = "",
@@ -73,7 +75,7 @@ class Progress(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
-            raise ConfigError("progress() got nothing to iterate over; give an iterable, or call update() by hand.")
+            raise ConfigError("progress() has no iterable to iterate over; pass one, or call update() directly.")
         pulse = self._here.pulse
         if pulse is not None:
             pulse.asked()
@@ -146,8 +148,11 @@ class Progress(Generic[T]):
 
     def _complete(self, reading: MeterReading, wait: bool = False) -> MeterReading:
         memory, watch = self._here.memory, self._here.watch
+        rates = {} if self._here.rates is None else self._here.rates()
         return replace(
             reading,
+            tokens_per_s=rates.get("tokens_per_second", reading.tokens_per_s),
+            mfu=rates.get("mfu"),
             values=self._late.read(wait),
             memory_bytes=memory.used_bytes() if memory else None,
             memory_total_bytes=memory.total_bytes if memory else None,

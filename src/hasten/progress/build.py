@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from rich.console import Console
 
-from hasten.progress.bar import Counter, Progress, Surroundings
+from hasten.progress.bar import BarContext, Counter, Progress
 from hasten.progress.display import choose_display, error_console
 from hasten.progress.meter import MemoryGauge
-from hasten.progress.straggler import Pulse, StoreNotes, StragglerWatch
+from hasten.progress.straggler import BackwardTimer, StoreNotes, StragglerWatch
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 
@@ -22,7 +22,7 @@ class ProgressMaker:
 
     def __init__(self, ctx: ProcessContext) -> None:
         self._ctx = ctx
-        self.pulse = Pulse(ctx.device)
+        self.pulse = BackwardTimer(ctx.device)
         """Notified when a backward pass starts."""
         self._watch = straggler_watch(ctx)
         self._console = error_console()  # one for all bars: nested bars share the screen
@@ -51,20 +51,22 @@ def progress(
     tokens: Counter | None = None,
     every_s: float | None = None,
     console: Console | None = None,
-    pulse: Pulse | None = None,
+    pulse: BackwardTimer | None = None,
     watch: StragglerWatch | None = None,
+    rates: Callable[[], Mapping[str, float]] | None = None,
 ) -> Progress[T]:
     """Return a progress bar over `iterable` for this process.
 
     The Accelerator notifies `pulse` when a backward pass starts; without it there are no straggler hints.
     """
     is_main = ctx.topology.rank == 0
-    here = Surroundings(
+    here = BarContext(
         display=choose_display(console or error_console(), is_main=is_main, every_s=every_s),
         is_main=is_main,
         replicas=ctx.mesh.size(*BATCH),
         memory=MemoryGauge(ctx.device) if is_main else None,
         pulse=pulse,
         watch=watch,
+        rates=rates,
     )
     return Progress(iterable, here=here, total=total, initial=initial, desc=desc, samples=samples, tokens=tokens)

@@ -28,6 +28,7 @@ class MeterReading:
     steps_per_s: float = 0.0
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    mfu: float | None = None
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
     values: Mapping[str, float | str] = field(default_factory=dict)

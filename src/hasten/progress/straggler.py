@@ -41,7 +41,7 @@ class StoreNotes:
         return self._store.get(name).decode() if self._store.check([name]) else None
 
 
-class Pulse:
+class BackwardTimer:
     """Timer of this rank from requesting a batch to its backward pass.
 
     On the CPU every step is measured. On an accelerator the host runs ahead of the device, so one step per `every_s`
@@ -95,7 +95,7 @@ class Straggler:
     def __str__(self) -> str:
         factor = self.seconds / max(self.usual_s, 1e-9)
         return (
-            f"rank {self.rank} holds up the rest: {self.seconds * 1e3:.3g} ms to its backward pass, "
+            f"rank {self.rank} is slower than the others: {self.seconds * 1e3:.3g} ms to its backward pass, "
             f"{factor:.1f}x the usual {self.usual_s * 1e3:.3g} ms"
         )
 
@@ -120,7 +120,7 @@ class StragglerWatch:
         self.named: set[int] = set()
         """Ranks that have been named in lines of text."""
 
-    def tick(self, now_s: float, pulse: Pulse) -> bool:
+    def tick(self, now_s: float, pulse: BackwardTimer) -> bool:
         """Post and compare if it is due; return True if `found` changed to another rank."""
         if now_s < self._next_s:
             return False

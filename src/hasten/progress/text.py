@@ -46,6 +46,8 @@ def parts(reading: MeterReading) -> list[str]:
         shown.append(f"{short(1 / reading.steps_per_s)} s/it")
     if reading.tokens_per_s > 0:
         shown.append(f"{short(reading.tokens_per_s)} tok/s")
+    if reading.mfu is not None:
+        shown.append(f"mfu {reading.mfu:.1%}")
     if reading.memory_bytes is not None:
         of_total = f"/{gigabytes(reading.memory_total_bytes)}" if reading.memory_total_bytes else ""
         shown.append(f"mem {gigabytes(reading.memory_bytes)}{of_total} GB")

@@ -236,7 +236,7 @@ def start(
         return _joined(_actual(topology), device, mesh_of, settings)
     mesh = mesh_of(1)
     world = LocalComm(device)
-    return ProcessContext(topology, mesh, device, world, Groups(mesh, 0, world, None, settings.timeout_s))
+    return ProcessContext(topology, mesh, device, world, lambda *axes: world)  # along any axes it is alone
 
 
 def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings) -> ProcessContext:

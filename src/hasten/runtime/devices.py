@@ -88,7 +88,7 @@ def _numbered(kind: str, local_rank: int) -> torch.device:
 
 def use_device(device: torch.device) -> None:
     """Make `device` the current device of this process, so that `cuda` without an index refers to it."""
-    if kind_of(device).indexed and device.index is not None:
+    if device.type != "cpu" and kind_of(device).indexed and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 

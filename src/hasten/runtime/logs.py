@@ -96,6 +96,12 @@ def show_logs(level: str | int = "INFO") -> Callable[[], None]:
     return undo
 
 
+def on_main(action: Callable[[], object]) -> None:
+    """Call `action` on the main process only; works before there is a process group."""
+    if _place()[0] == 0:
+        action()
+
+
 def _place() -> tuple[int, int]:
     """Return rank and world size: of the process group if there is one, else from the environment."""
     dist = sys.modules.get("torch.distributed")  # not imported here: a log line must not take seconds

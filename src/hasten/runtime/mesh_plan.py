@@ -8,7 +8,6 @@ from math import prod
 from typing import Final, Self
 
 from hasten.config.root import Config
-from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
 
 FILL: Final = -1
@@ -52,9 +51,9 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            if self.size(axis) < 1:
+            if (size := getattr(self, axis)) < 1:
                 raise ConfigError(
-                    f"{axis}={self.size(axis)} is not a mesh size: every axis holds at least one process. "
+                    f"{axis}={size} is not a mesh size: every axis holds at least one process. "
                     f"Give a positive number, or {FILL} to MeshSpec.build to fill the world."
                 )
         if self.ep != 1:
@@ -82,6 +81,8 @@ class MeshSpec:
         `dp_replicate=None` means -1 if no other axis is -1, else 1. `ep=-1` means all data-parallel ranks.
         Raises: ConfigError if two axes are -1, or the sizes do not divide the world size.
         """
+        if world_size == 1 and (pp, dp_replicate, dp_shard, cp, tp, ep) == (1, None, 1, 1, 1, 1):
+            return cls()
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} is not a number of processes; it must be at least 1.")
         sizes = {Axis.PP: pp, Axis.DP_SHARD: dp_shard, Axis.CP: cp, Axis.TP: tp}
@@ -99,7 +100,10 @@ class MeshSpec:
 
     def size(self, *axes: Axis) -> int:
         """Return the number of ranks that are peers along `axes` (1 for no axes)."""
-        return prod([getattr(self, axis) for axis in set(axes)])
+        total = 1
+        for axis in set(axes):
+            total *= int(getattr(self, axis))
+        return total
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Return the coordinate of `rank` on each axis."""
@@ -111,6 +115,8 @@ class MeshSpec:
 
     def index(self, rank: int, *axes: Axis) -> int:
         """Return the position of `rank` among its peers along `axes`: `peers(rank, *axes)[index] == rank`."""
+        if rank == 0:
+            return 0
         where = self.coordinate(rank)
         position = 0
         for axis in _ordered(axes):
@@ -228,15 +234,10 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         pp=sizes.pp_size if engine is None else engine.pp_degree,
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
-        cp=_sequence_size(sizes) if engine is None else engine.context_parallel_size,
+        cp=(sizes.sp_size if sizes.sp_size > 1 else sizes.cp_size) if engine is None else engine.context_parallel_size,
         tp=sizes.tp_size if engine is None else engine.tp_degree,
         ep=sizes.ep_size,
     )
-
-
-def _sequence_size(sizes: ParallelismConfig) -> int:
-    """Return the number of ranks that split a sequence, from DeepSpeed's setting or hasten's; -1 for all remaining."""
-    return sizes.sp_size if sizes.sp_size > 1 else sizes.cp_size
 
 
 def shards_parameters(config: Config, mesh: MeshSpec) -> bool:

@@ -8,7 +8,7 @@ starts its daemons with srun, whose variables then describe the daemons, not the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Self, assert_never
 
@@ -100,9 +100,8 @@ class Topology:
         Raises: TopologyError with the variable and its value if it is not a number, its companion is missing,
         or it contradicts another variable.
         """
-        for parse in (_torch, _mpi, _lsf, _slurm, _pmi, _xla, _pod):
-            found = parse(env)
-            if found is not None:
+        for variables, parse in _SOURCES:
+            if not variables.isdisjoint(env) and (found := parse(env)) is not None:
                 return cls(**{name: getattr(found, name) for name in cls.__slots__})
         return cls()
 
@@ -129,10 +128,8 @@ class Topology:
         return self.rendezvous
 
 
-def _torch(env: Mapping[str, str]) -> Topology | None:
+def _torch(env: Mapping[str, str]) -> Topology:
     """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK."""
-    if "RANK" not in env and "LOCAL_RANK" not in env:
-        return None  # some clusters set WORLD_SIZE alone on login nodes, which does not describe this process
     rank, world_size = companion(env, "RANK", "LOCAL_RANK"), companion(env, "WORLD_SIZE", "RANK")
     node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if "LOCAL_RANK" not in env:
@@ -221,9 +218,7 @@ def _mpi(env: Mapping[str, str]) -> Topology | None:
     return _from_names(env, names, "mpi") if names else None
 
 
-def _lsf(env: Mapping[str, str]) -> Topology | None:
-    if _JSM.rank not in env:
-        return None
+def _lsf(env: Mapping[str, str]) -> Topology:
     found = _from_names(env, _JSM, "lsf")
     hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
     # The first host of an LSF job runs the batch script; if it is a launch node it holds no ranks (one slot only).
@@ -233,10 +228,8 @@ def _lsf(env: Mapping[str, str]) -> Topology | None:
     return replace(found, rendezvous=found.rendezvous or _address(env, host, port))
 
 
-def _pmi(env: Mapping[str, str]) -> Topology | None:
+def _pmi(env: Mapping[str, str]) -> Topology:
     """Return the topology in PMI variables without a local rank, which is sufficient only for a single process."""
-    if "PMI_RANK" not in env:
-        return None
     if companion(env, "PMI_SIZE", "PMI_RANK") == 1:
         return Topology(source="mpi")
     raise TopologyError(
@@ -268,10 +261,8 @@ def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topolo
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Topology | None:
+def _slurm(env: Mapping[str, str]) -> Topology:
     """Return the topology of a task of srun. The batch script also has SLURM_PROCID=0, but no step: one process."""
-    if "SLURM_PROCID" not in env:
-        return None
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
         asked = env.get("SLURM_NTASKS", "1")
         note = f"SLURM_NTASKS={asked}, but srun did not start this process: it is alone" if asked != "1" else ""
@@ -416,3 +407,15 @@ def _variables(source: Source, local: bool) -> str:
             return "the arguments"
         case other:
             assert_never(other)
+
+
+_SOURCES: Final[tuple[tuple[frozenset[str], Callable[[Mapping[str, str]], Topology | None]], ...]] = (
+    (frozenset({"RANK", "LOCAL_RANK"}), _torch),  # some clusters set WORLD_SIZE alone, on login nodes
+    (frozenset(names.rank for names in _MPI), _mpi),
+    (frozenset({_JSM.rank}), _lsf),
+    (frozenset({"SLURM_PROCID"}), _slurm),
+    (frozenset({"PMI_RANK"}), _pmi),
+    (frozenset({"PJRT_DEVICE"}), _xla),
+    (frozenset({"PET_NNODES", "PET_NPROC_PER_NODE"}), _pod),
+)
+"""The parsers in order of precedence, each with the variables without which it finds nothing."""

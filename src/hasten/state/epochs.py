@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from hasten.data.epoch_position import leave, midway
 from hasten.optim.clock import StepClock
-
-
-class LoopObjects(Protocol):
-    """The loaders and optimizers that an Accelerator has prepared."""
-
-    @property
-    def loaders(self) -> Sequence[Any]: ...
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
+from hasten.prepare_args import PreparedObjects
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +59,7 @@ class EpochLoops:
     Loops are identified by the order in which they start, inside the body of another loop or outside of any.
     """
 
-    def __init__(self, objects: LoopObjects, clock: StepClock) -> None:
+    def __init__(self, objects: PreparedObjects, clock: StepClock) -> None:
         self._objects = objects
         self._clock = clock
         self._outermost = _Level()
@@ -101,7 +92,7 @@ class EpochLoops:
                 loop.epoch = (loop.epoch if loaded is None else loaded.body) + 1
             loop.inner, loop.trained = _Level(), False
             for loader in self._objects.loaders:
-                leave(loader)
+                loader.end_pass()
         loop.inside, loop.num_passes = True, self._clock.num_passes
         return loop.epoch
 
@@ -113,7 +104,11 @@ class EpochLoops:
 
     def _midway(self) -> list[int]:
         """Return the indices of the loaders that are inside an epoch."""
-        return [index for index, loader in enumerate(self._objects.loaders) if midway(loader)]
+        found = []
+        for index, loader in enumerate(self._objects.loaders):
+            if loader.is_midway():
+                found.append(index)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values: the epoch at which each loop resumes, and its body's complete passes."""
@@ -122,16 +117,22 @@ class EpochLoops:
 
     def _ended(self) -> list[int]:
         """Return the number of passes over each loader that a resume of the current or last body must not repeat."""
-        again = [loader.cursor.num_again for loader in self._objects.loaders]
         num_passes, ended = self._left
-        if self._open:
-            ended = [loader.cursor.num_ended for loader in self._objects.loaders]
-        elif num_passes != self._clock.num_passes:  # the run has since trained outside epoch loops
-            ended = []
-        return [a + b for a, b in zip(again, [*ended, *[0] * len(again)], strict=False)]
+        current = num_passes == self._clock.num_passes  # else the run has since trained outside epoch loops
+        totals = []
+        for index, loader in enumerate(self._objects.loaders):
+            cursor = loader.parts.cursor
+            if self._open:
+                totals.append(cursor.num_again + cursor.num_ended)
+            else:
+                totals.append(cursor.num_again + (ended[index] if current and index < len(ended) else 0))
+        return totals
 
     def _states(self, level: _Level, midway: list[int]) -> list[dict[str, Any]]:
-        return [self._state(loop, midway) for loop in level.loops]
+        states = []
+        for loop in level.loops:
+            states.append(self._state(loop, midway))
+        return states
 
     def _state(self, loop: _Loop, midway: list[int]) -> dict[str, Any]:
         epoch, trained, loaded = loop.epoch, loop.trained or self._clock.num_passes > loop.num_passes, loop.loaded
@@ -158,10 +159,13 @@ class EpochLoops:
         self._left = 0, []
         ended = [*state["ended"], *[0] * len(self._objects.loaders)]
         for loader, num_ended in zip(self._objects.loaders, ended, strict=False):
-            loader.cursor.num_ended, loader.cursor.num_again = 0, num_ended
+            loader.parts.cursor.num_ended, loader.parts.cursor.num_again = 0, num_ended
 
     def _load(self, level: _Level, saved: Sequence[Mapping[str, Any]]) -> None:
         """Load the states of the loops of a level; the next loop to start is the first that is not running."""
+        if not level.loops and not saved:
+            level.num_begun = 0
+            return
         level.num_begun = next((n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0)
         del level.loops[max(len(saved), level.num_begun) :]
         level.loops += [_Loop() for _ in saved[len(level.loops) :]]
@@ -181,7 +185,7 @@ def _begin_at(epoch: int) -> dict[str, Any]:
 
 def checked(saved: Any) -> dict[str, Any]:  # Any: content of the file
     """Return the counters of epoch loops as `state_dict` does. Raises: TypeError, KeyError or ValueError if invalid."""
-    return {"loops": [_checked_loop(loop) for loop in saved["loops"]], "ended": [int(x) for x in saved["ended"]]}
+    return {"loops": list(map(_checked_loop, saved["loops"])), "ended": list(map(int, saved["ended"]))}
 
 
 def _checked_loop(loop: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class CopyHolder:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyOrder:
+class CopyTransfer:
     """Transfer of a state from one machine to another; files `alike` are there already."""
 
     source: int
@@ -66,7 +66,7 @@ class CopyOrder:
     manifest: Manifest
     alike: tuple[FileRecord, ...] = ()
 
-    def travelling(self) -> list[FileRecord]:
+    def files_to_send(self) -> list[FileRecord]:
         """Return the files to send."""
         return [file for file in self.manifest.files if file.size and file not in self.alike]
 
@@ -78,15 +78,15 @@ class MemoryCopies:
         self, ctx: ProcessContext, folder: Path, every: int, updates: Callable[[], int], write: Write, arrival_s: float
     ) -> None:
         self._ctx = ctx
-        self._folder = MemoryFolder.claimed(folder)
+        self._folder = MemoryFolder.of_this_process(folder)
         self._every = every
         self._updates = updates
         self._write = write
         self._arrival_s = arrival_s
         self._machine: CopyHolder | None = None
-        self._kept: int | None = None
+        self._newest: int | None = None
         """The newest step of which every machine has a copy, and its neighbour another."""
-        self._told_room = False
+        self._space_checked = False
 
     # -- copying ----------------------------------------------------------------------------------------------------
     def follow(self, cursors: Cursors) -> None:
@@ -94,7 +94,7 @@ class MemoryCopies:
 
         def before_batch(cursor: LoaderCursor) -> None:
             outermost = cursors.watched and cursors.watched[0] is cursor
-            if outermost and self._updates() - (self._kept or 0) >= self._every:
+            if outermost and self._updates() - (self._newest or 0) >= self._every:
                 self.copy()
 
         cursors.before_next = before_batch
@@ -103,24 +103,24 @@ class MemoryCopies:
         """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""
         world, step = self._ctx.world, self._updates()
         with agreeing(world, "checkpoint_in_memory", self._arrival_s) as together:
-            machine = self._meet(together)
+            machine = self._machine_group(together)
             if self._first(machine):
-                self._folder.keep_only({self._kept} if self._kept is not None else ())
+                self._folder.keep_only({self._newest} if self._newest is not None else ())
             self._write(
                 self._folder.store(machine.ranks),
                 numbered(step),
                 machine,
                 together,
-                lambda size: self._room(size, together),
+                lambda size: self._check_space(size, together),
             )
             if not machine.alone:
                 together.label = "sending the state to the neighbour"
                 self._send_all(machine, step, together)
-        if self._kept is None:
+        if self._newest is None:
             log.info("the state is kept in memory every %d updates%s", self._every, _reach(machine))
-        self._kept = step
+        self._newest = step
 
-    def _meet(self, together: Agreement) -> CopyHolder:
+    def _machine_group(self, together: Agreement) -> CopyHolder:
         if self._machine is None:
             machines = tuple(group_by_folder(together.share(str(self._folder.root))))
             self._machine = CopyHolder(next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks), machines)
@@ -129,11 +129,11 @@ class MemoryCopies:
     def _first(self, machine: CopyHolder) -> bool:
         return self._ctx.rank == machine.ranks[0]
 
-    def _room(self, size: int, together: Agreement) -> None:
+    def _check_space(self, size: int, together: Agreement) -> None:
         """Raise ConfigError if the copies do not fit into memory, at the first copy, when all sizes are known."""
-        if self._told_room:
+        if self._space_checked:
             return
-        machine = self._meet(together)
+        machine = self._machine_group(together)
         sizes: list[int] = together.share(size)
         totals = [sum(sizes[rank] for rank in ranks) for ranks in machine.all]
         own, other = totals[machine.index], 0 if machine.alone else totals[machine.index - 1]
@@ -145,57 +145,61 @@ class MemoryCopies:
                 "machine a larger /dev/shm (in a container, by its shm size), or leave checkpoint_in_memory out."
             )
         log.info("checkpoint_in_memory uses up to %.1f MB of memory on this machine", needed / 1e6)
-        self._told_room = True
+        self._space_checked = True
 
     def _send_all(self, machine: CopyHolder, step: int, together: Agreement) -> None:
         own = MemoryCopy(machine.ranks, self._ctx.world.size, step)
         shared: list[bytes | None] = together.share(self._folder.manifest(own) if self._first(machine) else None)
         raws = [raw for ranks in machine.all if (raw := shared[ranks[0]]) is not None]
         manifests = [decode(raw, "the neighbour's manifest") for raw in raws]
-        orders = []
+        transfers = []
         for source, ranks in enumerate(machine.all):
             target = neighbour(source, len(machine.all))
             there = {(file.name, file.size, file.sums) for file in manifests[target].files}
             alike = tuple(f for f in manifests[source].files if f.size and (f.name, f.size, f.sums) in there)
             copy = MemoryCopy(ranks, self._ctx.world.size, step)
-            orders.append(CopyOrder(source, target, copy, raws[source], manifests[source], alike))
-        self._carry_out(orders, machine, together, like=self._folder.folder(own))
+            transfers.append(CopyTransfer(source, target, copy, raws[source], manifests[source], alike))
+        self._exchange(transfers, machine, together, like=self._folder.folder(own))
 
     # -- moving -----------------------------------------------------------------------------------------------------
-    def _carry_out(self, orders: Sequence[CopyOrder], machine: CopyHolder, together: Agreement, like: Path) -> None:
+    def _exchange(
+        self, transfers: Sequence[CopyTransfer], machine: CopyHolder, together: Agreement, like: Path
+    ) -> None:
         """Transfer states between machines. Ranks: every rank."""
-        mine = [order for order in orders if order.target == machine.index] if self._first(machine) else []
+        mine = [transfer for transfer in transfers if transfer.target == machine.index] if self._first(machine) else []
         with ExitStack() as arriving:
-            for order in mine:
-                arriving.enter_context(self._folder.receive(order.copy, order.raw, order.alike, like))
+            for transfer in mine:
+                arriving.enter_context(self._folder.receive(transfer.copy, transfer.raw, transfer.alike, like))
             together.share()  # the folders exist
-            sends, receives = self._parcels(orders, machine)
+            sends, receives = self._tensors_to_exchange(transfers, machine)
             together.share()  # failed ranks have reported: no rank waits for a file that never arrives
             self._ctx.world.exchange(sends, receives)
             del sends, receives  # unmap the files
             together.share()
         together.share()
 
-    def _parcels(
-        self, orders: Sequence[CopyOrder], machine: CopyHolder
+    def _tensors_to_exchange(
+        self, transfers: Sequence[CopyTransfer], machine: CopyHolder
     ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
         """Return the files this rank sends and receives; files of a state are distributed over a machine's ranks."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        for order in orders:
-            senders, receivers = machine.all[order.source], machine.all[order.target]
-            for index, file in enumerate(order.travelling()):
+        for transfer in transfers:
+            senders, receivers = machine.all[transfer.source], machine.all[transfer.target]
+            for index, file in enumerate(transfer.files_to_send()):
                 sender, receiver = senders[index % len(senders)], receivers[index % len(receivers)]
                 if sender == self._ctx.rank:
-                    sends.append((receiver, _mapped(self._folder.folder(order.copy) / file.name, file.size, False)))
+                    sends.append((receiver, _mapped(self._folder.folder(transfer.copy) / file.name, file.size, False)))
                 if receiver == self._ctx.rank:
-                    receives.append((sender, _mapped(self._folder.arriving(order.copy) / file.name, file.size, True)))
+                    receives.append(
+                        (sender, _mapped(self._folder.arriving(transfer.copy) / file.name, file.size, True))
+                    )
         return sends, receives
 
     # -- resuming ---------------------------------------------------------------------------------------------------
     def newest(self, together: Agreement) -> Choice | None:
         """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
-        machine = self._meet(together)
+        machine = self._machine_group(together)
         found: list[list[MemoryCopy]] = together.share(self._folder.held() if self._first(machine) else [])
         held = [found[ranks[0]] for ranks in machine.all]
         choice = newest_common(held, machine.all)
@@ -208,7 +212,7 @@ class MemoryCopies:
 
     def fetch(self, choice: Choice, together: Agreement) -> tuple[LocalStore, str]:
         """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
-        machine, size = self._meet(together), self._ctx.world.size
+        machine, size = self._machine_group(together), self._ctx.world.size
         together.label = f"fetching the state of update {choice.step} from the memory of other machines"
         moves = [(source, target) for target, source in enumerate(choice.sources) if source != target]
         if moves:
@@ -222,19 +226,19 @@ class MemoryCopies:
                 else {}
             )
             shared: list[Mapping[int, bytes]] = together.share(mine)
-            orders = []
+            transfers = []
             for source, target in moves:
                 raw = shared[machine.all[source][0]][target]
                 copy = MemoryCopy(machine.all[target], size, choice.step)
-                orders.append(CopyOrder(source, target, copy, raw, decode(raw, "the neighbour's manifest")))
-            self._carry_out(orders, machine, together, like=Path())
+                transfers.append(CopyTransfer(source, target, copy, raw, decode(raw, "the neighbour's manifest")))
+            self._exchange(transfers, machine, together, like=Path())
             log.info("machine %s got its state from a neighbour", ", ".join(str(target) for _, target in moves))
         return self._folder.store(machine.ranks), numbered(choice.step)
 
     def loaded(self, step: int | None) -> None:
         """Delete every state except the loaded one (None: one from elsewhere), since later ones are obsolete."""
         self._folder.keep_only(() if step is None else {step})
-        self._kept = step
+        self._newest = step
 
 
 def memory_root(ctx: ProcessContext, every: int) -> Path:

@@ -29,7 +29,7 @@ class Preemption:
         self._received: int | None = None
         self._agreed = False
         self._previous: dict[int, Any] = {}  # Any: any handler
-        self._said_deaf = False
+        self._warned = False
 
     @property
     def listening(self) -> bool:
@@ -44,17 +44,17 @@ class Preemption:
         if self._previous:
             return
         if threading.current_thread() is not threading.main_thread():
-            self._say_deaf()
+            self._warn_ignored()
             return
         for name in names:
             number = getattr(signal, name, None)
             if number is not None:
                 self._previous[int(number)] = signal.signal(number, self._receive)
 
-    def _say_deaf(self) -> None:
-        if self._said_deaf:
+    def _warn_ignored(self) -> None:
+        if self._warned:
             return
-        self._said_deaf = True
+        self._warned = True
         log.warning(
             "accelerator.preempted was asked for in the thread %r: Python gives signals to the main thread only, so SIGTERM and "
             "SIGUSR1 are not noticed here and keep their default effect; read it once in the main thread first",
@@ -90,7 +90,7 @@ class Preemption:
         if comm.rank == 0:
             number, position = divmod(word, comm.size)
             log.warning(
-                "%s; save and exit with code %d", told_by(number - 2, comm.ranks[position]), PREEMPTED_EXIT_CODE
+                "%s; save and exit with code %d", stop_reason(number - 2, comm.ranks[position]), PREEMPTED_EXIT_CODE
             )
         return True
 
@@ -133,6 +133,6 @@ class FinishFirst:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def told_by(received: int, rank: int) -> str:
+def stop_reason(received: int, rank: int) -> str:
     """Return a text that names the source of the stop request and the rank that received it."""
     return f"rank {rank} was told to stop by {'the program itself' if received < 0 else signal.Signals(received).name}"

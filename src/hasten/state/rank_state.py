@@ -22,7 +22,7 @@ from hasten.state.run_state import RunParts, load_packed, named_buffers, packed
 log = get_logger(__name__)
 
 _COMPARED: Final = ("scheduler", "object")
-_OPTIONS: Final = "own_options"
+OPTIONS: Final = "own_options"
 _BUFFERS: Final = "own_buffers"
 _STRIDE: Final = 1 << 22  # words hashed at a time: their products take eight times the memory
 
@@ -32,8 +32,6 @@ def with_own_state(tree: StateTree, parts: RunParts, together: Agreement) -> Sta
 
     Ranks: every rank. Schedulers and options that differ are logged, because replicas then take different steps.
     """
-    if together.comm.size == 1:
-        return tree
     states = {name: _digest(c) for name, c in tree.components.items() if c.kind in _COMPARED and not c.sliced}
     options = packed([_options(optimizer) for optimizer in parts.objects.optimizers], "options", per_rank=True)
     buffers = dict(named_buffers(parts.plain_models()))
@@ -45,11 +43,11 @@ def with_own_state(tree: StateTree, parts: RunParts, together: Agreement) -> Sta
     for name in own:
         made[name] = replace(made[name], per_rank=True)
     if any(other != first_options for _, other, _ in everyone):
-        made[_OPTIONS] = options
+        made[OPTIONS] = options
     if any(other != first_sums for _, _, other in everyone):
         held = {key: buffer for key, buffer in buffers.items() if sums[key] != first_sums.get(key)}
         made[_BUFFERS] = Component(held, None, "buffers", per_rank=True)
-    _tell([name for name in own if made[name].kind == "scheduler"], _OPTIONS in made)
+    _tell([name for name in own if made[name].kind == "scheduler"], OPTIONS in made)
     return StateTree(made)
 
 
@@ -76,8 +74,6 @@ def plan_options(
 
     Raises: CorruptCheckpointError when they do not match these optimizers.
     """
-    if _OPTIONS not in checkpoint.manifest.components:
-        return None
     saved_world = checkpoint.manifest.world_size
     if saved_world != world_size:
         log.warning(
@@ -87,16 +83,16 @@ def plan_options(
             world_size,
         )
         return None
-    saved = load_packed(checkpoint, _OPTIONS, rank)
+    saved = load_packed(checkpoint, OPTIONS, rank)
     wanted = [len(optimizer.param_groups) for optimizer in optimizers]
     lists = isinstance(saved, list) and all(isinstance(groups, list) for groups in saved)
     if not lists or [len(groups) for groups in saved] != wanted:
         raise CorruptCheckpointError(
-            f"{checkpoint.folder}: {_OPTIONS} does not hold the options of {wanted} parameter groups. Nothing was loaded; "
+            f"{checkpoint.folder}: {OPTIONS} does not hold the options of {wanted} parameter groups. Nothing was loaded; "
             "use another checkpoint."
         )
     if not all(isinstance(group, Mapping) and "params" not in group for groups in saved for group in groups):
-        raise CorruptCheckpointError(f"{checkpoint.folder}: {_OPTIONS} holds something else. Nothing was loaded.")
+        raise CorruptCheckpointError(f"{checkpoint.folder}: {OPTIONS} holds something else. Nothing was loaded.")
     return list(saved)
 
 

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.model_state import LoadReport, ModelPlan, names_elsewhere, plan_model
-from hasten.checkpoint.optimizer_state import OptimizerPlan, parameter_names, plan_optimizer
+from hasten.checkpoint.base import local_tensor
 from hasten.checkpoint.reader import Checkpoint
-from hasten.checkpoint.reshard import Copy, local_tensor
+from hasten.checkpoint.reshard import Copy, run_copies
+from hasten.checkpoint.state_dicts import (
+    ModelPlan,
+    OptimizerPlan,
+    names_elsewhere,
+    parameter_names,
+    plan_model,
+    plan_optimizer,
+)
 from hasten.comm.agreement import Agreement
+from hasten.data.loader import Loader
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
+from hasten.optim.ema import AverageState
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.state import epochs
-from hasten.state.rank_state import plan_options
-from hasten.state.run_state import RunParts, load_packed, named_buffers, numbered_name, settle_loops
-from hasten.state.undo import Stateful, Undo
+from hasten.state.previous_state import PreviousState, Stateful
+from hasten.state.rank_state import OPTIONS, plan_options
+from hasten.state.run_state import RunParts, load_packed, named_buffers, numbered_name, run_postponed
 from hasten.state.window_state import (
     GradientLayout,
     Gradients,
     loss_ranks,
     plan_gradients,
-    put_gradients,
-    same_data,
     spread_like,
 )
 from hasten.strategies.base import LoopState
@@ -37,7 +44,7 @@ log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Restore:
+class RestorePlan:
     """Planned changes of a load, checked but not applied yet."""
 
     parts: RunParts
@@ -52,90 +59,104 @@ class Restore:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     same_world: bool = True
     """True if each rank reads the samples that the same rank read in the saved run."""
-    seed_generators: Callable[[], None] = lambda: None
+    seed_generators: Callable[[], object] | None = None
+    restarted: list[AverageState] = field(default_factory=list)
+    """Moving averages that the checkpoint does not hold."""
 
-    @property
-    def reports(self) -> list[LoadReport]:
-        """Reports of names that did not match, per model."""
-        return [plan.report for plan in self.models]
-
-    def apply(self, together: Agreement, undo: Undo) -> None:
-        """Apply the changes to the run. `undo` can roll back every change. Ranks: every rank."""
+    def apply(self, together: Agreement, previous: PreviousState) -> None:
+        """Apply the changes to the run; `previous` saves every value before it changes. Ranks: every rank."""
         parts = self.parts
         if self.progress:
-            settle_loops(parts, together)
-        self._keep(undo)
+            run_postponed(parts, together)
+        self._save_previous(previous)
         for thing, state in self.stateful:
             thing.load_state_dict(state)
         plans: list[ModelPlan | OptimizerPlan] = [*self.models, *self.optimizers]
-        run_copies([copy for plan in plans for copy in plan.copies])
+        copies: list[Copy] = []
+        for plan in plans:
+            copies += plan.copies
+        run_copies(copies)
         for plan in plans:
             plan.finish()
+        for average in self.restarted:
+            average.restart()
         for optimizer, groups in zip(parts.objects.optimizers, self.options or [], strict=False):
             for group, own in zip(optimizer.param_groups, groups, strict=True):
                 group.update(own)
         if self.progress:
             self._counters()
             self._loops(together)
-        self.seed_generators()
+        if self.seed_generators is not None:
+            self.seed_generators()
         if self.progress and parts.epochs is not None and self.progress["epochs"] is not None:
             parts.epochs.load_state_dict(self.progress["epochs"])
         together.share()  # trackers delete the steps logged since the checkpoint for good: all else must have succeeded
         if self.progress and parts.trackers is not None and self.progress["trackers"] is not None:
             parts.trackers.load_state_dict(self.progress["trackers"])
 
-    def _keep(self, undo: Undo) -> None:
+    def _save_previous(self, previous: PreviousState) -> None:
         """Save everything that will change, except the memory of new optimizer state."""
         parts = self.parts
-        undo.add("random generators", parts.randomness.holding())
-        undo.keep_attributes(parts.clock)
+        previous.add("random generators", parts.randomness.holding())
+        previous.save_attributes(parts.clock)
         if parts.clock.unowned is not None:
-            undo.keep_attributes(parts.clock.unowned, tensors=False)
+            previous.save_attributes(parts.clock.unowned, tensors=False)
         for optimizer in parts.objects.optimizers:
-            undo.keep_attributes(optimizer, tensors=False)
+            previous.save_attributes(optimizer, tensors=False)
             inner = getattr(optimizer, "optimizer", optimizer)
-            undo.keep_attributes(inner, tensors=False)
+            previous.save_attributes(inner, tensors=False)
             if callable(keeping := getattr(inner, "keeping", None)):  # an engine's state is outside its attributes
-                undo.add("engine", keeping())
+                previous.add("engine", keeping())
+        for average in parts.averages:
+            previous.save_attributes(average, tensors=average in self.restarted)
         for scheduler in parts.objects.schedulers:
-            undo.keep_attributes(scheduler, tensors=False)
+            previous.save_attributes(scheduler, tensors=False)
         if parts.precision.scaler is not None:
-            undo.keep_attributes(parts.precision.scaler)
+            previous.save_attributes(parts.precision.scaler)
         for thing, _ in self.stateful:
-            if (track := getattr(getattr(thing, "parts", None), "track", None)) is not None:
-                undo.keep_attributes(track)  # an iteration in progress continues; after load_state_dict it would not
-            if thing is not parts.precision:
-                undo.keep_stateful(thing)
-        undo.keep_targets([copy for plan in self.models for copy in plan.copies])
-        undo.keep_targets([copy for plan in self.optimizers for copy in _into_live_state(plan)])
-        for model in self.models:
-            if model.by_method:
-                undo.keep_stateful(_PartOf(model.model, model.by_method))
-        self._keep_loops(undo)
+            if isinstance(thing, Loader):  # an iteration in progress continues; after load_state_dict it would not
+                previous.save_attributes(thing.parts.track)
+            elif thing is not parts.precision:
+                previous.save_stateful(thing)
+        self._save_tensors(previous)
 
-    def _keep_loops(self, undo: Undo) -> None:
+    def _save_tensors(self, previous: PreviousState) -> None:
+        """Save the tensors that are overwritten in place, the gradients, and the loop state of wrapped models."""
         parts = self.parts
+        copies: list[Copy] = []
+        for model_plan in self.models:
+            copies += model_plan.copies
+            if model_plan.by_method:
+                previous.save_stateful(_StateSubset(model_plan.model, model_plan.by_method))
+        for plan in self.optimizers:
+            copies += _into_live_state(plan)
+        if self.buffers:
+            copies += [Copy(buffer, self.buffers[name]) for name, buffer in self._own_buffers()]
+        previous.save_targets(copies)
         plain = parts.plain_models()
         names = parameter_names(plain)
-        undo.keep_targets([Copy(buffer, self.buffers[name]) for name, buffer in self._own_buffers()])
-        gradients = [(p, p.grad) for model in plain for p in model.parameters()]
-        loops = [(model, parts.loops.loop_state(model, names, False)) for model in parts.objects.models]
+        gradients, loops = [], []
+        for model in plain:
+            for parameter in model.parameters():
+                gradients.append((parameter, parameter.grad))
+        for model in parts.objects.models:
+            loops.append((model, parts.loops.loop_state(model, names, False)))
 
-        def put_back() -> None:
+        def restore() -> None:
             for model, state in loops:
                 notes = {key: value for key, value in state.notes.items() if key != "bucket_order"}
                 parts.loops.restore_loop_state(model, names, LoopState(notes, state.tensors))
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-        undo.add("gradients", put_back)
+        previous.add("gradients", restore)
 
-    def _own_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, buffer) for name, buffer in named_buffers(self.parts.plain_models()) if name in self.buffers)
+    def _own_buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in named_buffers(self.parts.plain_models()) if name in self.buffers]
 
     def _counters(self) -> None:
         parts, saved = self.parts, self.progress
-        for name, buffer in self._own_buffers():
+        for name, buffer in self._own_buffers() if self.buffers else ():
             buffer.copy_(self.buffers[name])
         for optimizer, counts in zip(parts.objects.optimizers, saved["optimizers"], strict=False):
             for key, value in counts.items():
@@ -143,7 +164,7 @@ class Restore:
                     setattr(optimizer, key, value)
             optimizer.spent = False  # the used gradients are replaced
         for scheduler, seen in zip(parts.objects.schedulers, saved["schedulers"], strict=False):
-            if hasattr(scheduler, "_seen"):
+            if "_seen" in vars(scheduler):
                 scheduler._seen = seen
 
     def _loops(self, together: Agreement) -> None:
@@ -153,13 +174,18 @@ class Restore:
         names = parameter_names(plain)
         losses = []
         for model, saved in zip(parts.objects.models, self.progress["loops"], strict=False):
-            notes = saved if self.same_world else {key: value for key, value in saved.items() if key != "bucket_order"}
+            notes = dict(saved)
+            if not self.same_world:
+                notes.pop("bucket_order", None)
             losses.append(parts.loops.restore_loop_state(model, names, LoopState(notes, gradients.held)))
-        shown: list[list[bool]] = together.share([loss is not None for loss in losses])
+        shown: list[list[bool]] = together.share(list(map(torch.is_tensor, losses)))
         for index, loss in enumerate(losses):
             if loss is not None and all(rank[index : index + 1] == [True] for rank in shown):
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        put_gradients(plain, names, gradients.of)
+        for model in plain:
+            for parameter in model.parameters():
+                gradient = gradients.of.get(names[id(parameter)])
+                parameter.grad = None if gradient is None else spread_like(parameter, gradient)
         parts.clock.load_state_dict(self.progress["clock"], gradients=self.gradients is not None)
         if parts.clock.unowned is not None:
             live = ((p, self.unowned.get(names[id(p)])) for model in plain for p in model.parameters())
@@ -167,7 +193,7 @@ class Restore:
             parts.clock.unowned.restore(kept, open_window=self.gradients is not None)
 
 
-class _PartOf:
+class _StateSubset:
     """The subset of a module's state that is loaded by its load_state_dict, as an object with state."""
 
     def __init__(self, module: nn.Module, keys: Mapping[str, Any]) -> None:
@@ -181,20 +207,23 @@ class _PartOf:
         self._module.load_state_dict(state, strict=False)
 
 
-def _into_live_state(plan: OptimizerPlan) -> Iterator[Copy]:
+def _into_live_state(plan: OptimizerPlan) -> list[Copy]:
     """Return the copies that overwrite existing optimizer state; on a lazy device, without addresses, all of them."""
-    held = {
-        _address(local_tensor(value))
-        for state in plan.optimizer.state.values()
-        if isinstance(state, dict)
-        for value in state.values()
-        if isinstance(value, Tensor)
-    }
-    return (copy for copy in plan.copies if _address(copy.target) in held)
+    held: set[int] = set()
+    for state in plan.optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor):
+                held.add(_address(local_tensor(value)))
+    live = []
+    for copy in plan.copies:
+        if _address(copy.target) in held:
+            live.append(copy)
+    return live
 
 
 def _address(tensor: Tensor) -> int:
-    return 0 if kind_of(tensor.device).lazy else tensor.untyped_storage().data_ptr()
+    lazy = tensor.device.type != "cpu" and kind_of(tensor.device).lazy
+    return 0 if lazy else tensor.untyped_storage().data_ptr()
 
 
 def plan_restore(
@@ -205,35 +234,43 @@ def plan_restore(
     world_size: int,
     strict: bool,
     mesh: Mapping[str, int] | None = None,
-) -> Restore:
+) -> RestorePlan:
     """Check the whole checkpoint against the run. Ranks: each rank independently; changes nothing.
 
     `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
     here = GradientLayout(rank, world_size, mesh or checkpoint.manifest.mesh, {})
-    plan = Restore(parts, same_world=same_data(checkpoint, here))
-    names = parameter_names(parts.plain_models())
-    elsewhere = names_elsewhere(parts.plain_models(), names)
+    plan = RestorePlan(parts, same_world=checkpoint.same_data(world_size, here.mesh))
+    plain = parts.plain_models()
+    names = parameter_names(plain)
+    elsewhere = names_elsewhere(plain, names)
     for index, model in enumerate(models):
         if model is not None:
             plan.models.append(plan_model(model, checkpoint.component(numbered_name("model", index)), strict))
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
-        plan.optimizers.append(plan_optimizer(optimizer, names, found, strict, elsewhere))
+        inner = getattr(optimizer, "optimizer", optimizer)
+        plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
+    for index, average in enumerate(parts.averages):
+        if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
+            plan.optimizers.append(plan_optimizer(average, names, checkpoint.component(name), strict, elsewhere))
+        else:
+            log.warning("%s holds no moving average: it starts anew from the loaded weights", checkpoint.folder)
+            plan.restarted.append(average)
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
         log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)
         return plan
     # a new rank continues from one that existed
     plan.progress = checked_progress(load_packed(checkpoint, "progress", rank % saved_world))
-    plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
+    if OPTIONS in checkpoint.manifest.components:
+        plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
     if "gradients" in checkpoint.manifest.components:
         _plan_window(plan, checkpoint, here, strict)
     if "unowned_gradients" in checkpoint.manifest.components:
-        models = parts.plain_models()
         plan.unowned = plan_gradients(
-            checkpoint, models, names, here, weighted=False, strict=strict, component="unowned_gradients"
+            checkpoint, plain, names, here, weighted=False, strict=strict, component="unowned_gradients"
         ).of
     if plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:
@@ -252,21 +289,25 @@ def plan_restore(
     return plan
 
 
-def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool) -> None:
+def _plan_stateful(plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool) -> None:
     parts = plan.parts
     saved_world = checkpoint.manifest.world_size
     source = rank % saved_world
     wanted: list[tuple[str, Stateful]] = []
-    wanted += [(numbered_name("scheduler", i), s) for i, s in enumerate(parts.objects.schedulers)]
-    wanted += [(numbered_name("loader", i), x) for i, x in enumerate(parts.objects.loaders)]
-    wanted += [(f"custom_checkpoint_{i}", x) for i, x in enumerate(parts.registered)]
-    partial = checkpoint.manifest.notes.get("partial") is True
+    for index, scheduler in enumerate(parts.objects.schedulers):
+        wanted.append((numbered_name("scheduler", index), getattr(scheduler, "scheduler", scheduler)))
+    for index, loader in enumerate(parts.objects.loaders):
+        wanted.append((numbered_name("loader", index), loader))
+    for index, registered in enumerate(parts.registered):
+        wanted.append((f"custom_checkpoint_{index}", registered))
+    converted = checkpoint.manifest.notes.get("partial") is True
     known = checkpoint.manifest.components
-    wanted = [item for item in wanted if not partial or item[0] in known]
     for name, thing in wanted:
+        if converted and name not in known:
+            continue
         owner = source
         if saved_world != world_size and name in known and known[name].per_rank and not name.startswith("loader"):
-            owner = _heir(name, thing, checkpoint, source, world_size, strict)
+            owner = _saved_rank(name, thing, checkpoint, source, world_size, strict)
         state = load_packed(checkpoint, name, owner)
         if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):
             raise CorruptCheckpointError(
@@ -275,11 +316,11 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size:
             )
         plan.stateful.append((thing, state))
     scaler = parts.precision.scaler
-    if scaler is not None and scaler.is_enabled() and not (partial and "scaler" not in known):
+    if scaler is not None and scaler.is_enabled() and not (converted and "scaler" not in known):
         plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
 
 
-def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
+def _saved_rank(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
     """Return the old rank whose state this rank loads, when states differed and the world size has changed.
 
     Raises: CheckpointError for a registered object, when strict: hasten cannot redistribute its state.
@@ -296,7 +337,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
         return 0
     if strict:
         raise CheckpointError(
-            f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a state of its own "
+            f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a different state "
             f"on each of the {saved_world} processes, which cannot be split over {world_size}. Nothing was loaded. "
             f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
             f"strict=False: rank r then takes the state of rank r % {saved_world}."
@@ -305,7 +346,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
     return source
 
 
-def _plan_window(plan: Restore, checkpoint: Checkpoint, here: GradientLayout, strict: bool) -> None:
+def _plan_window(plan: RestorePlan, checkpoint: Checkpoint, here: GradientLayout, strict: bool) -> None:
     """Plan the gradients of the window in progress, and the clock that counts them."""
     parts = plan.parts
     models = parts.plain_models()
@@ -335,12 +376,15 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: content of the file
     """
     try:
         StepClock().load_state_dict(saved["clock"], gradients=True)
+        counts: list[dict[str, int]] = []
+        for values in saved["optimizers"]:
+            counts.append(dict(zip(map(str, values), map(int, values.values()), strict=True)))
         return {
             "clock": saved["clock"],
             "trackers": saved["trackers"],
-            "optimizers": [{str(key): int(value) for key, value in counts.items()} for counts in saved["optimizers"]],
-            "schedulers": [int(value) for value in saved["schedulers"]],
-            "loops": [_checked_loop(notes) for notes in _loops_of(saved)],
+            "optimizers": counts,
+            "schedulers": list(map(int, saved["schedulers"])),
+            "loops": list(map(_checked_loop, saved["loops"])),
             "epochs": None if saved.get("epochs") is None else epochs.checked(saved["epochs"]),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -348,13 +392,6 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: content of the file
             f"the counters of the run cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "
             "checkpoint."
         ) from error
-
-
-def _loops_of(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if "loops" in saved:
-        return list(saved["loops"])
-    pairs = zip(saved["bucket_order"], saved["buffer_sync"], strict=True)  # the format of early versions
-    return [{"bucket_order": order, "buffer_sync": flag} for order, flag in pairs]
 
 
 def _checked_loop(notes: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +16,21 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Format, StateTree
 from hasten.checkpoint.format.packing import pack, unpack
-from hasten.checkpoint.model_state import model_component
-from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import whole
+from hasten.checkpoint.state_dicts import model_component, optimizer_component, parameter_names
 from hasten.comm.agreement import Agreement
 from hasten.errors import CorruptCheckpointError, HookError
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
+from hasten.optim.ema import AverageState
 from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.seeding import RngState, set_seed
 from hasten.state.epochs import EpochLoops
-from hasten.state.undo import Stateful
+from hasten.state.previous_state import Stateful
 from hasten.state.window_state import gradients_component, unowned_component
-from hasten.strategies.base import KeepsLoopState, LoopState
+from hasten.strategies.base import KeepsLoopState
 from hasten.strategies.native import Alone
 
 log = logging.getLogger(__name__)
@@ -46,27 +48,30 @@ class Randomness:
 
     def holding(self) -> Callable[[], None]:
         """Return a function that restores the current states of the generators."""
-        state = RngState.capture(self._device)
-        return lambda: state.restore(self._device)
+        return partial(RngState.capture(self._device).restore, self._device)
 
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
-        """Check a saved state and return a function that restores it.
+        """Check a saved state, on unused generators, and return a function that restores it.
 
         Raises: CorruptCheckpointError when it is invalid.
         """
         state = RngState.from_tree(_checked(saved)["generators"])
-        _try_out(state)
-        return lambda: state.restore(self._device, "error" if strict else "warn")
+        try:
+            words = tuple(state.python["words"].tolist())
+            random.Random().setstate((state.python["version"], words, state.python["gauss"]))
+            n, words_np = state.numpy, state.numpy["words"].numpy().astype(np.uint32)
+            np.random.RandomState().set_state((n["kind"], words_np, n["position"], n["has_gauss"], n["gauss"]))
+            torch.Generator().set_state(state.cpu)
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise CorruptCheckpointError(
+                f"the saved random state is invalid ({error}). Nothing was loaded; use another checkpoint."
+            ) from error
+        return partial(state.restore, self._device, "error" if strict else "warn")
 
-    def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], None]:
+    def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], object]:
         """Return a function that seeds the generators by (seed of the run, rank, step), for another world size."""
         digest = hashlib.sha256(f"{_checked(saved)['seed']}/{rank}/{step}".encode()).digest()
-        seed = int.from_bytes(digest[:7], "little")
-
-        def derive() -> None:
-            set_seed(seed)
-
-        return derive
+        return partial(set_seed, int.from_bytes(digest[:7], "little"))
 
 
 def _checked(saved: Any) -> Mapping[str, Any]:
@@ -75,39 +80,11 @@ def _checked(saved: Any) -> Mapping[str, Any]:
     return saved
 
 
-def _try_out(state: RngState) -> None:
-    """Set unused generators, so that an invalid state is found before any real one changes."""
-    try:
-        words = tuple(state.python["words"].tolist())
-        random.Random().setstate((state.python["version"], words, state.python["gauss"]))
-        n = state.numpy
-        position, has_gauss, gauss = n["position"], n["has_gauss"], n["gauss"]
-        np.random.RandomState().set_state((n["kind"], n["words"].numpy().astype(np.uint32), position, has_gauss, gauss))
-        torch.Generator().set_state(state.cpu)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"the saved random state is impossible ({error}). Nothing was loaded; use another checkpoint."
-        ) from error
-
-
-class RunObjects(Protocol):
-    """The objects that an Accelerator has prepared."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
-    @property
-    def schedulers(self) -> Sequence[Any]: ...
-    @property
-    def loaders(self) -> Sequence[Any]: ...
-
-
 @dataclass(slots=True)
 class RunParts:
     """All objects that a checkpoint is made from. The lists grow during the run."""
 
-    objects: RunObjects
+    objects: PreparedObjects
     unwrap: Callable[[nn.Module], nn.Module]
     clock: StepClock
     precision: Precision
@@ -116,10 +93,12 @@ class RunParts:
     loops: KeepsLoopState = field(default_factory=Alone)
     epochs: EpochLoops | None = None
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
+    averages: list[AverageState] = field(default_factory=list)
+    """Moving averages of weights, saved by parameter name as optimizer state is."""
 
     def plain_models(self) -> list[nn.Module]:
         """Return the user's modules, without wrappers."""
-        return [self.unwrap(model) for model in self.objects.models]
+        return list(map(self.unwrap, self.objects.models))
 
 
 def numbered_name(stem: str, index: int) -> str:
@@ -129,13 +108,16 @@ def numbered_name(stem: str, index: int) -> str:
 
 def num_updates(parts: RunParts) -> int:
     """Return the number of optimizer updates of the run so far."""
-    return max((int(getattr(optimizer, "num_updates", 0)) for optimizer in parts.objects.optimizers), default=0)
+    most = 0
+    for optimizer in parts.objects.optimizers:
+        most = max(most, int(getattr(optimizer, "num_updates", 0)))
+    return most
 
 
-def settle_loops(parts: RunParts, together: Agreement) -> None:
+def run_postponed(parts: RunParts, together: Agreement) -> None:
     """Run the work that wrapped models postpone to the next forward, on all ranks together. Ranks: every rank."""
-    waiting = [parts.loops.unsettled(model) for model in parts.objects.models]
-    ready: list[list[bool]] = together.share([action is not None for action in waiting])
+    waiting = list(map(parts.loops.unsettled, parts.objects.models))
+    ready: list[list[bool]] = together.share(list(map(callable, waiting)))
     for index, action in enumerate(waiting):
         if action is not None and all(rank[index : index + 1] == [True] for rank in ready):
             action()
@@ -148,31 +130,62 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
     """
     models = parts.plain_models()
     names = parameter_names(models)
+    objects = parts.objects
     found: dict[str, Component] = {}
     for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
         if weight is None or len(weight):
             found[numbered_name("model", index)] = model_component(model, fmt, weight)
-    for index, optimizer in enumerate(parts.objects.optimizers):
-        found[numbered_name("optimizer", index)] = optimizer_component(optimizer, names)
-    for index, scheduler in enumerate(parts.objects.schedulers):
-        found[numbered_name("scheduler", index)] = packed(scheduler.state_dict(), "scheduler", fmt="torch")
-    if scaler := parts.precision.state_dict():
+    for index, optimizer in enumerate(objects.optimizers):
+        inner = getattr(optimizer, "optimizer", optimizer)
+        found[numbered_name("optimizer", index)] = optimizer_component(inner, names)
+    for index, average in enumerate(parts.averages):
+        found[numbered_name("ema", index)] = optimizer_component(average, names)
+    for index, scheduler in enumerate(objects.schedulers):
+        state = getattr(scheduler, "scheduler", scheduler).state_dict()
+        found[numbered_name("scheduler", index)] = packed(state, "scheduler", fmt="torch")
+    if parts.precision.scaler is not None and (scaler := parts.precision.state_dict()):
         found["scaler"] = packed(scaler, "scaler", fmt="torch")
-    for index, loader in enumerate(parts.objects.loaders):
+    for index, loader in enumerate(objects.loaders):
         found[numbered_name("loader", index)] = packed(loader.saved_state(), "loader", per_rank=True)
     for index, thing in enumerate(parts.registered):
         found[f"custom_checkpoint_{index}"] = packed(thing.state_dict(), "object", where=type(thing).__name__)
     found["random_states"] = packed(parts.randomness.capture(), "random", per_rank=True)
+    _collect_progress(parts, models, names, found)
+    return StateTree(found)
+
+
+def _collect_progress(
+    parts: RunParts, models: Sequence[nn.Module], names: Mapping[int, str], found: dict[str, Component]
+) -> None:
+    """Add the counters of the run, and the gradients of an accumulation window in progress."""
     open_window = bool(parts.clock.in_flight)
-    loops = [parts.loops.loop_state(model, names, open_window) for model in parts.objects.models]
-    found["progress"] = packed(_progress(parts, [_without_groups(loop) for loop in loops]), "progress", per_rank=True)
+    notes, held, groups = [], dict[str, Tensor](), dict[str, list[str]]()
+    for model in parts.objects.models:
+        loop = parts.loops.loop_state(model, names, open_window)
+        own = dict(loop.notes)
+        groups.update(own.pop("groups", {}))
+        notes.append(own)
+        held.update(loop.tensors)
+    counts = []
+    for optimizer in parts.objects.optimizers:
+        attempts, updates = getattr(optimizer, "num_attempts", 0), getattr(optimizer, "num_updates", 0)
+        counts.append({"num_attempts": int(attempts), "num_updates": int(updates)})
+    seen = []
+    for scheduler in parts.objects.schedulers:
+        seen.append(int(getattr(scheduler, "_seen", 0)))
+    progress = {
+        "clock": parts.clock.state_dict(),
+        "trackers": None if parts.trackers is None else parts.trackers.state_dict(),
+        "optimizers": counts,
+        "schedulers": seen,
+        "loops": notes,
+        "epochs": None if parts.epochs is None else parts.epochs.state_dict(),
+    }
+    found["progress"] = packed(progress, "progress", per_rank=True)
     if open_window:
-        held = {key: tensor for loop in loops for key, tensor in loop.tensors.items()}
-        groups = {key: members for loop in loops for key, members in loop.notes.get("groups", {}).items()}
         found["gradients"] = gradients_component(models, names, held, groups)
     if parts.clock.unowned is not None and (kept := parts.clock.unowned.saved()):
         found["unowned_gradients"] = unowned_component(kept, names)
-    return StateTree(found)
 
 
 def named_buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -189,29 +202,14 @@ def packed(value: Any, kind: str, fmt: Format = "safetensors", per_rank: bool = 
     return Component(tensors, data, kind, fmt, per_rank)
 
 
-def _without_groups(loop: LoopState) -> dict[str, Any]:
-    return {key: value for key, value in loop.notes.items() if key != "groups"}
-
-
-def _progress(parts: RunParts, loops: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "clock": parts.clock.state_dict(),
-        "trackers": None if parts.trackers is None else parts.trackers.state_dict(),
-        "optimizers": [
-            {key: int(getattr(optimizer, key, 0)) for key in ("num_attempts", "num_updates")}
-            for optimizer in parts.objects.optimizers
-        ],
-        "schedulers": [int(getattr(scheduler, "_seen", 0)) for scheduler in parts.objects.schedulers],
-        "loops": loops,
-        "epochs": None if parts.epochs is None else parts.epochs.state_dict(),
-    }
-
-
 def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # Any: the stored value
     """Return a component that is not tensors alone, unpacked; its tensors are copies, independent of the files."""
     found = checkpoint.component(name, rank)
-    tensors = {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()}
-    tensors |= {alias: tensors[key] for alias, key in found.aliases.items()}
+    tensors = {}
+    for key, pieces in found.pieces.items():
+        tensors[key] = whole(pieces, key).clone()
+    for alias, key in found.aliases.items():
+        tensors[alias] = tensors[key]
     if found.data is None:
         return tensors
     return unpack(found.data, tensors)
@@ -241,8 +239,10 @@ def run_save_hooks(
     Scripts write models in custom formats, and remove the weights, on the main process only: weights that are removed
     there are removed on every rank, and no others.
     """
-    models = list(parts.plain_models())
-    given: list[dict[str, Any]] = [dict(model.state_dict()) for model in models] if hooks else []
+    models = parts.plain_models()
+    given: list[dict[str, Any]] = []
+    for model in models if hooks else ():
+        given.append(dict(model.state_dict()))
     weights = list(given)
     for hook in list(hooks.values()):
         _call(hook, list(models), weights, folder)
@@ -256,17 +256,21 @@ def run_save_hooks(
     on_main: list[bool] = together.share(kept)[0]
     if len(on_main) != len(own):  # ranks hold different models: refused by name when the state is compared
         return own
-    return [weight if stays else {} for weight, stays in zip(own, on_main, strict=True)]
+    for index, stays in enumerate(on_main):
+        own[index] = own[index] if stays else {}
+    return own
 
 
 def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) -> list[nn.Module | None]:
     """Run the load hooks and return the models that remain to be loaded, None in place of the others."""
-    given = list(parts.plain_models())
+    given: list[nn.Module | None] = [*parts.plain_models()]
     models = list(given)
     for hook in list(hooks.values()):
         _call(hook, models, folder)
-    left = {id(model) for model in models}
-    return [model if id(model) in left else None for model in given]
+    left = set(map(id, models))
+    for index, model in enumerate(given):
+        given[index] = model if id(model) in left else None
+    return given
 
 
 def _call(hook: Callable[..., None], *given: Any) -> None:  # Any: arguments of hooks of either kind

@@ -16,8 +16,8 @@ from torch import Tensor
 from hasten.checkpoint.inspect import find as find_checkpoint
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.comm.local import LocalComm
-from hasten.data import plan as lookup
-from hasten.data.plan import FoundSample
+from hasten.data import batch_plan as lookup
+from hasten.data.batch_plan import FoundSample
 from hasten.errors import ConfigError, DataError
 from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec
 from hasten.state.run_state import load_packed, numbered_name

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,10 @@ import torch
 
 from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import CheckpointStore, Format, StateTree
-from hasten.checkpoint.format.layout import Sizes
 from hasten.checkpoint.format.manifest import Manifest
-from hasten.checkpoint.model_state import LoadReport, divided
+from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.reshard import MachineOwners, gathered, owned_by_axes
+from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
     check_naming,
@@ -35,17 +36,17 @@ from hasten.checkpoint.store.locate import (
     open_store,
 )
 from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.writer import DiskGroup, PreparedSave, SaveOutcome, finish, prepare, retire_expired, start
+from hasten.checkpoint.writer import DiskGroup, PreparedSave, SaveOutcome, Sizes, finish, prepare, retire_expired, start
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
-from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst, Preemption
+from hasten.state.previous_state import PreviousState
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import (
@@ -56,14 +57,13 @@ from hasten.state.run_state import (
     collect,
     num_updates,
     run_load_hooks,
+    run_postponed,
     run_save_hooks,
-    settle_loops,
 )
-from hasten.state.undo import Undo
 from hasten.strategies.base import Strategy
 from hasten.version import __version__
 
-log = get_logger(__name__)
+log = logging.getLogger(__name__)
 
 
 def automatic_root(project: ProjectConfiguration) -> str:
@@ -97,7 +97,8 @@ def find_source(
         if memory is not None and choice is not None:
             if all(step is None or step <= choice.step for step in on_disk):
                 return *memory.fetch(choice, together), True
-            log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
+            if together.comm.rank == 0:
+                log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
         elif not must and set(on_disk) == {None}:
             return None
     store = open_store(automatic_root(project))
@@ -118,6 +119,10 @@ class Saving:
         whole: bool = False,
     ) -> None:
         self._ctx = ctx
+        self._rank = ctx.topology.rank
+        self._mesh: dict[str, int] = {}
+        for axis in Axis:
+            self._mesh[str(axis)] = getattr(ctx.mesh, axis)
         self._project = project
         self._parts = parts
         self.registered = parts.registered
@@ -129,9 +134,8 @@ class Saving:
         self._save_hooks: dict[int, SaveHook] = {}
         self.load_hooks: dict[int, LoadHook] = {}
         self._hook_count = 0
-        self._writer = AsyncWriter()
-        self._guard = FinishFirst(lambda: self._writer.busy, self._join_quietly)
-        self.preemption = Preemption(ctx.world)
+        self._background: AsyncWriter | None = None
+        self._guard: FinishFirst | None = None
         self._newest: str | None = None
         """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
@@ -152,11 +156,17 @@ class Saving:
         state = collect(self._parts, "safetensors", [None] * len(self._parts.objects.models))
         size = sum(component.num_bytes for component in state.components.values())
         device = self._ctx.device
-        self._writer.reserve(size, None if device.type == "cpu" or kind_of(device).lazy else device)
+        self._writer().reserve(size, None if device.type == "cpu" or kind_of(device).lazy else device)
+
+    def _writer(self) -> AsyncWriter:
+        """Return the writer of background saves, created when it is first needed."""
+        if self._background is None:
+            self._background = AsyncWriter()
+        return self._background
 
     def wait_for_memory(self) -> None:
         """Block until the memory that `reserve` requested is allocated."""
-        self._writer.wait_for_memory()
+        self._writer().wait_for_memory()
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
         """Save and load these objects too, in this order. Ranks: every rank, with the same objects."""
@@ -196,30 +206,32 @@ class Saving:
         continues during the write; a failure is raised by the next save, `wait_for_saves` or `close`.
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
-        with agreeing(self._ctx.world, "save_state", self._project.checkpoint_arrival_s) as together:
-            self.wait_for_saves()
+        world, rank = self._ctx.world, self._rank
+        with agreeing(world, "save_state", self._project.checkpoint_arrival_s) as together:
+            if self._background is not None:
+                self.wait_for_saves()
             if len(modes := set(together.share((blocking, output_dir is None)))) > 1:
                 raise MismatchError(
                     f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes)}), so "
                     "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
                 )
-            settle_loops(self._parts, together)
-            if not blocking and self._writer.comm is None:
+            run_postponed(self._parts, together)
+            if not blocking and self._writer().comm is None:
                 together.share()
-                self._writer.comm = self._ctx.world.twin()
+                self._writer().comm = world.twin()
             store, name = self._target(together, output_dir)
             each_node, node = self._project.save_on_each_node, self._ctx.topology.node_rank
-            group = start(store, self._ctx.world, name, node=node, each_node=each_node)
-            with group.discarding(self._ctx.rank):
+            group = start(store, world, name, node=node, each_node=each_node)
+            with group.discarding(rank):
                 together.label = f"collecting the state for {name!r}"
-                header = self._header(name, metrics)
-                work = partial(self._write, group, header, self._retention(store, output_dir))
-                tree = self._tree(group, safe_serialization, together)
                 place = join_place(store.address, name)
+                header = self._header(name, metrics)
+                write = partial(self._write, group, header, store if output_dir is None else None, place)
+                tree = self._tree(group, safe_serialization, together)
                 if blocking:
-                    work(prepare(tree, group, self._ctx.world, self._sizes), self._ctx.world, place)
+                    write(prepare(tree, group, world, self._sizes), world)
                 else:
-                    self._write_in_background(tree, group, work, place, together)
+                    self._write_in_background(tree, group, write, together)
                 return place
 
     def keep_in_memory(self, every: int) -> None:
@@ -230,31 +242,35 @@ class Saving:
         self.memory.follow(self._parts.clock.cursors)
 
     def _write_copy(
-        self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, told: Callable[[int], None]
+        self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, announce: Callable[[int], None]
     ) -> None:
-        """Write the state of this machine's ranks; `told` is called with this rank's bytes first. Ranks: every rank."""
+        """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
-        settle_loops(self._parts, together)
+        run_postponed(self._parts, together)
         group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
-        with group.discarding(self._ctx.rank):
+        with group.discarding(self._rank):
             together.label = f"collecting the state for {name!r}"
-            tree = collect(self._parts, "safetensors", self._run_save_hooks(group, together))
+            weights = run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
+            tree = collect(self._parts, "safetensors", weights)
             tree = self._machine_owners.owned(tree, machine.ranks, together)
             prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self._sizes)
-            told(sum(blob.size for blob in prepared.blobs.values()))
+            announce(sum(blob.size for blob in prepared.blobs.values()))
             finish(prepared, group, self._ctx.world, self._header(name, None))
 
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
-        weights = self._run_save_hooks(group, together)
+        weights = run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
         fmt: Format = "safetensors" if safe_serialization else "torch"
         tree = collect(self._parts, fmt, weights)
-        if group.ranks == self._ctx.world.ranks:
+        world = self._ctx.world
+        if world.size == 1:
+            return tree
+        if group.ranks == world.ranks:
             tree = owned_by_axes(tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold
             tree = self._machine_owners.owned(tree, group.ranks, together)
         tree = divided(tree, self._parts.plain_models(), self._ctx)
         if self.whole:
-            tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
+            tree = gathered(tree, world, self._rank == group.ranks[0])
         return with_own_state(tree, self._parts, together)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:
@@ -268,34 +284,48 @@ class Saving:
         self,
         group: DiskGroup,
         header: Manifest,
-        retain: Callable[[], Sequence[str]],
+        numbered_in: CheckpointStore | None,
+        place: str,
         prepared: PreparedSave,
         comm: Comm,
-        place: str,
     ) -> SaveOutcome:
-        return self._done(finish(prepared, group, comm, header, retain), place)
+        """Write and commit; in a store of numbered checkpoints, delete expired ones afterwards."""
+        retain = None if numbered_in is None else partial(self._retain, numbered_in)
+        outcome = finish(prepared, group, comm, header, retain)
+        manifest, self._newest = outcome.info.manifest, place
+        if manifest.number is not None:
+            self._iteration = max(self._iteration, manifest.number + 1)
+        if self._rank == 0:
+            log.info("saved %s (%.1f MB)", place, manifest.num_bytes / 1e6)
+        return outcome
+
+    def _retain(self, store: CheckpointStore) -> Sequence[str]:
+        project = self._project
+        policy = Retention(
+            total_limit=project.total_limit,
+            keep_best=project.keep_best,
+            best_metric=project.best_metric,
+            best_mode=project.best_mode,
+            keep_every=project.keep_every,
+        )
+        return retire_expired(store, policy, number_of)
 
     def _write_in_background(
-        self, tree: StateTree, group: DiskGroup, work: Callable[..., SaveOutcome], place: str, together: Agreement
+        self, tree: StateTree, group: DiskGroup, write: Callable[..., SaveOutcome], together: Agreement
     ) -> None:
-        prepared = prepare(tree, group, self._ctx.world, self._sizes, self._writer.begin)
-        prepared = replace(prepared, blobs=self._writer.stage(prepared.blobs))
+        writer = self._writer()
+        prepared = prepare(tree, group, self._ctx.world, self._sizes, writer.begin)
+        prepared = replace(prepared, blobs=writer.stage(prepared.blobs))
+        if self._guard is None:
+            self._guard = FinishFirst(lambda: writer.busy, self._join_quietly)
         self._guard.install()
         try:
-            go = self._writer.submit(partial(work, prepared, self._writer.comm, place), group.draft.name)
+            go = writer.submit(partial(write, prepared, writer.comm), group.draft.name)
             together.share()  # every rank has its thread, so none waits for a missing one
         except BaseException:
-            self._writer.cancel()
+            writer.cancel()
             raise
         go.set()
-
-    def _done(self, outcome: SaveOutcome, place: str) -> SaveOutcome:
-        self._newest = place
-        number = outcome.info.manifest.number
-        if number is not None:
-            self._iteration = max(self._iteration, number + 1)
-        log.info("saved %s (%.1f MB)", place, outcome.info.manifest.num_bytes / 1e6)
-        return outcome
 
     def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
         check_naming(output_dir, self._project.automatic_checkpoint_naming)
@@ -306,61 +336,46 @@ class Saving:
         number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
         return store, numbered(together.share(number)[0])
 
-    def _run_save_hooks(self, group: DiskGroup, together: Agreement) -> list[Mapping[str, Any] | None]:
-        return run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
-
     def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
         return Manifest(
             number=number_of(name),
             step=num_updates(self._parts),
             created_s=time.time(),
-            mesh=self._mesh_sizes(),
+            mesh=self._mesh,
             versions={
                 "hasten": __version__,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
-            metrics=_checked(metrics or {}),
+            metrics=_checked(metrics) if metrics is not None else {},
             notes=self._notes,
         )
-
-    def _mesh_sizes(self) -> dict[str, int]:
-        return {str(axis): self._ctx.mesh.size(axis) for axis in Axis}
-
-    def _retention(self, store: CheckpointStore, output_dir: str | Path | None) -> Callable[[], Sequence[str]]:
-        project = self._project
-        if output_dir is not None:
-            return lambda: ()
-        policy = Retention(
-            total_limit=project.total_limit,
-            keep_best=project.keep_best,
-            best_metric=project.best_metric,
-            best_mode=project.best_mode,
-            keep_every=project.keep_every,
-        )
-        return lambda: retire_expired(store, policy, number_of)
 
     # -- saves in flight ------------------------------------------------------------------------------------------
     def wait_for_saves(self) -> None:
         """Block until no save is in flight. Raises: the error of a save that failed in the background."""
         try:
-            self._writer.wait()
+            if self._background is not None:
+                self._background.wait()
         finally:
-            self._guard.remove()
+            if self._guard is not None:
+                self._guard.remove()
 
     def _join_quietly(self) -> None:
         try:
-            self._writer.wait()
+            self._writer().wait()
         except Exception as error:  # the process is about to end, so no caller can handle the error
-            log.error("the save in flight failed: %s", error, main_process_only=False)
+            log.error("the save in flight failed: %s", error)
 
     def close(self) -> None:
         """Finish the save in flight, free memory and restore signal handlers. Raises: the error of that save."""
-        self.preemption.close()
+        if "preemption" in self.__dict__:
+            self.preemption.close()
         try:
             self.wait_for_saves()
         finally:
-            self._writer.close()
+            if self._background is not None:
+                self._background.close()
 
     # -- loading --------------------------------------------------------------------------------------------------
     def load_state(
@@ -395,32 +410,31 @@ class Saving:
     ) -> list[LoadReport] | None:
         world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
         with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
-            undo = outside.enter_context(Undo())  # also when the ranks fail to leave the block together
-            self.wait_for_saves()
+            previous = outside.enter_context(PreviousState())  # also when the ranks fail to leave the block together
+            if self._background is not None:
+                self.wait_for_saves()
             if (source := find_source(self._project, self.memory, together, input_dir, must)) is None:
                 return None
             store, name, from_memory = source
             verify = verify and not from_memory  # memory copies are verified already
-            with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+            with open_checkpoint(store, name, world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
                 together.label = f"checking {name!r} against this run"
                 models = run_load_hooks(self.load_hooks, self._parts, str(checkpoint.folder))
-                ctx = self._ctx
-                mesh = self._mesh_sizes()
-                plan = plan_restore(self._parts, models, checkpoint, ctx.rank, ctx.world.size, strict, mesh)
+                plan = plan_restore(self._parts, models, checkpoint, self._rank, world.size, strict, self._mesh)
                 together.share()
                 together.label = f"loading {name!r}"
-                plan.apply(together, undo)
+                plan.apply(together, previous)
                 number = checkpoint.manifest.number
-            log.info("loaded %s%s", place := join_place(store.address, name), " from memory" if from_memory else "")
-            reports, iteration = plan.reports, self._iteration
+            place = join_place(store.address, name)
+            if self._rank == 0:
+                log.info("loaded %s%s", place, " from memory" if from_memory else "")
         if self.memory is not None:
             self.memory.loaded(number if from_memory else None)
-        if from_memory:
-            return reports
-        if number is not None and input_dir is None:
-            self._iteration = max(iteration, number + 1)
-        self._newest = place
-        return reports
+        if not from_memory:
+            if number is not None and input_dir is None:
+                self._iteration = max(self._iteration, number + 1)
+            self._newest = place
+        return list(map(attrgetter("report"), plan.models))
 
     def newest(self, wait: bool = False) -> str | None:
         """Return the checkpoint that this run saved or loaded last; `wait` (every rank) includes a save in flight."""
@@ -433,6 +447,11 @@ class Saving:
         self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
 
     # -- preemption -----------------------------------------------------------------------------------------------
+    @cached_property
+    def preemption(self) -> Preemption:
+        """Listener for the signals of preemption."""
+        return Preemption(self._ctx.world)
+
     @property
     def preempted(self) -> bool:
         """True if any rank was asked to stop (SIGTERM, SIGUSR1). Ranks: every rank, once per step."""

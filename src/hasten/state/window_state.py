@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Component, Json, Slice
+from hasten.checkpoint.base import Component, Json, Slice, as_stored, dtensor_slice, local_tensor
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reader import Checkpoint, FoundComponent
-from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
+from hasten.checkpoint.reshard import plan_copies
 from hasten.errors import CheckpointError
 from hasten.modules.names import is_dtensor
 from hasten.runtime.logs import get_logger
-from hasten.runtime.mesh_plan import AXES, BATCH, LOSS
+from hasten.runtime.mesh_plan import LOSS
 from hasten.strategies.base import PARTIAL, UNSHARDED
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ log = get_logger(__name__)
 
 _SHARDED: Final = "sharded/"
 """Prefix of gradients that are reduced already, of which each rank holds a slice. Without a prefix: whole and local."""
-_FORMAT: Final = 2  # earlier, slices had no offsets
 
 
 def gradients_component(
@@ -50,7 +49,7 @@ def _component(
     for number, grad in grads.items():
         found[(_SHARDED if is_dtensor(grad) else "") + names[number]] = as_stored(grad)
     listed: dict[str, Json] = {first: list(members) for first, members in groups.items()}
-    return Component(found, {"format": _FORMAT, "groups": listed}, "gradients", per_rank=True)
+    return Component(found, {"groups": listed}, "gradients", per_rank=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,6 @@ class GradientLayout:
 def loss_ranks(mesh: Mapping[str, int], world_size: int) -> int:
     """Return the number of ranks whose losses are averaged; the other ranks of a mesh compute with the same samples."""
     return math.prod(mesh.get(str(axis), 1) for axis in LOSS) if mesh else world_size
-
-
-def same_data(checkpoint: Checkpoint, here: GradientLayout) -> bool:
-    """Return True if each rank reads the samples that the same rank read in the saved run."""
-    saved = checkpoint.manifest.mesh
-    apart = [str(axis) for axis in AXES if axis not in BATCH]
-    alike = not saved or not here.mesh or all(saved.get(axis, 1) == here.mesh.get(axis, 1) for axis in apart)
-    return alike and checkpoint.manifest.world_size == here.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +95,7 @@ def plan_gradients(
     live = {names[id(p)]: p for model in models for p in model.parameters()}
     saved_world = checkpoint.manifest.world_size
     _refuse_other_stages(checkpoint.manifest.mesh, here.mesh)
-    if same_data(checkpoint, here):
+    if checkpoint.same_data(here.world_size, here.mesh):
         mine = checkpoint.component(component, here.rank)
         if _fits(mine, live, checkpoint, here):
             return _as_they_are(mine)
@@ -152,8 +143,7 @@ def _fits(mine: FoundComponent, live: Mapping[str, Tensor], checkpoint: Checkpoi
         elif key.startswith(_SHARDED):
             same = is_dtensor(parameter) and _same_slice(pieces[0], parameter)
         else:
-            raw = sharded and notes.get("format") is None and shape == tuple(local_tensor(parameter).shape)
-            same = raw or (not sharded and shape == tuple(parameter.shape))
+            same = not sharded and shape == tuple(parameter.shape)
         if not same:
             return False
     return True
@@ -219,14 +209,6 @@ def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
     for copy in plan_copies(f"gradient of {name}", Slice(part, target.shape, target.offset), pieces):
         copy.target.copy_(copy.source)
     return part
-
-
-def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: Mapping[str, Tensor]) -> None:
-    """Set the parameters' gradients to those of the window in progress, and clear all others."""
-    for model in models:
-        for parameter in model.parameters():
-            gradient = saved.get(names[id(parameter)])
-            parameter.grad = None if gradient is None else spread_like(parameter, gradient)
 
 
 def spread_like(parameter: Tensor, part: Tensor) -> Tensor:

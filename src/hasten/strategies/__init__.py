@@ -1,5 +1,6 @@
 """Strategies that spread a model over processes: transforms that compose, or an engine that replaces the training step.
 
 Start with `base.py` (the protocol), `choose.py` (from settings to a strategy) and `native.py` (torch's parallelisms, composed). Each parallelism
-has a folder; engines are in `engines/`. `placing.py`, `recompute.py` and `compiling.py` hold transforms that all native strategies share.
+has a folder; engines are in `engines/`. `placing.py`, `recompute.py` and `compiling.py` hold transforms that all native strategies share,
+`weight_sources.py` and `sharded_updates.py` the weights and updates of sharded models.
 """

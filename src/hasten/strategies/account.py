@@ -138,4 +138,4 @@ def _became(module: nn.Module, own: list[nn.Parameter]) -> str:
     words = [type(found).__name__ for found in replaced]
     divided = {axis: ranks for parameter in own for axis, ranks in axes_of(parameter).items()}
     over = " x ".join(f"{axis} {ranks}" for axis, ranks in divided.items())
-    return ", ".join([*words, f"over {over}" if over else "whole on every rank"])
+    return ", ".join([*words, f"over {over}" if over else "replicated on every rank"])

@@ -46,7 +46,7 @@ class Retry(Protocol):
         ...
 
 
-class Whole:
+class PlainRetry:
     """Retry of a model that is not spread over processes."""
 
     meets = False
@@ -99,12 +99,12 @@ class Stage(IntEnum):
     CONVERT = 3
     RECOMPUTE = 4
     COMPILE_BLOCKS = 5
-    SPREAD = 6
+    DISTRIBUTE = 6
     COMPILE_WHOLE = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PrepareRequest:
     """Options of `prepare()` for one model."""
 
     place: bool = True
@@ -119,7 +119,7 @@ class Transform(Protocol):
     @property
     def stage(self) -> Stage: ...
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         """Return the transformed model: the same object, or a module that wraps it."""
         ...
 
@@ -161,7 +161,7 @@ class KeepsLoopState(Protocol):
         ...
 
 
-class Spread(Transform, KeepsLoopState, Protocol):
+class DistributionTransform(Transform, KeepsLoopState, Protocol):
     """Transform that spreads a model over processes, with the operations that depend on the wrapper it uses."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

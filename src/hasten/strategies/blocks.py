@@ -48,8 +48,8 @@ def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> l
     if not found:
         present = ", ".join(sorted({type(part).__name__ for part in model.modules()}))
         raise ConfigError(
-            f"{setting} names {missing}, but {type(model).__name__} has no module of that class, so nothing would "
-            f"happen; its classes are {present}."
+            f"{setting} names {missing}, but {type(model).__name__} has no module of that class, so the setting would have no effect; "
+            f"its classes are {present}."
         )
     if missing:
         log.warning("%s names %s, which %s does not have", setting, missing, type(model).__name__)

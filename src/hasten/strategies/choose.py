@@ -19,7 +19,7 @@ from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, Spread, Strategy, Transform
+from hasten.strategies.base import Caps, DistributionTransform, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp.strategy import Replicate
@@ -36,7 +36,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
     if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
         raise ConfigError(
             f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "
-            f"{config.dynamo.backend!r} compiles it once; the compiled model would attend within each rank's part only. "
+            f"{config.dynamo.backend!r} compiles it once; the compiled model would only attend within each rank's part of a sequence. "
             "Set dynamo_backend=no, or cp_size=1."
         )
     if ctx.mesh.ep > 1:
@@ -73,7 +73,7 @@ def device_for(config: Config, topology: Topology) -> torch.device:
     """
     found = env.snapshot().get("PJRT_DEVICE") == "TPU" and config.strategy == "auto" and not config.cpu
     if found:
-        log.info("strategy=auto means xla: PJRT_DEVICE=TPU says that this machine has TPUs")
+        log.info("strategy=auto selects xla, because PJRT_DEVICE=TPU is set")
     if found or config.strategy == "xla":
         xla = import_module("hasten.strategies.engines.xla.strategy")  # an optional package
         device: torch.device = xla.start(config, topology)
@@ -98,13 +98,13 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         return _sharded(config, ctx)
     if config.strategy == "none" and not alone:
         raise ConfigError(
-            f"strategy='none' was asked for with {ctx.world.size} processes; their models would drift apart. "
+            f"strategy='none' is not supported with {ctx.world.size} processes; their models would diverge. "
             "Use strategy='ddp', or start one process."
         )
     if ctx.mesh.size(Axis.DP_SHARD) > 1:
         raise ConfigError(
-            f"strategy={config.strategy!r} keeps whole models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks "
-            "to shard them; use strategy='fsdp', or set dp_shard_size=1."
+            f"strategy={config.strategy!r} does not shard models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} requests sharding; "
+            "use strategy='fsdp', or set dp_shard_size=1."
         )
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
@@ -125,9 +125,8 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         handler = config.parallelism.tp_handler
         if config.dynamo.backend != "no" and (handler.sequence_parallel or handler.loss_parallel):
             raise ConfigError(
-                f"dynamo backend {config.dynamo.backend!r} was asked for with sequence_parallel or loss_parallel, which "
-                "exchange tokens and logits where compiled code has not been tried; set dynamo_backend=no, or leave "
-                "both options out."
+                f"dynamo backend {config.dynamo.backend!r} is not supported with sequence_parallel or loss_parallel, because compiling "
+                "their communication has not been tested; set dynamo_backend=no, or remove both options."
             )
         tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
@@ -140,12 +139,14 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
         alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
-        return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
+        return NativeStrategy("tensor", alone.TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
     # loads torch.distributed.tensor, which takes most of a second
     fsdp2 = import_module("hasten.strategies.fsdp.strategy")
-    spread: Spread = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+    distribution: DistributionTransform = fsdp2.ShardModel(
+        config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep"
+    )
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
-    return NativeStrategy("fsdp", spread, transforms, caps)
+    return NativeStrategy("fsdp", distribution, transforms, caps)
 
 
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
@@ -153,19 +154,19 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     _refuse_with_stages(config)
     if ctx.mesh.size(Axis.CP) > 1:
         raise ConfigError(
-            f"pp_size={ctx.mesh.size(Axis.PP)} was asked for with cp_size={ctx.mesh.size(Axis.CP)}; stages pass on whole "
-            "sequences, so parts of them would attend to themselves alone. Set cp_size=1 or pp_size=1."
+            f"pp_size={ctx.mesh.size(Axis.PP)} is not supported with cp_size={ctx.mesh.size(Axis.CP)}; stages exchange whole sequences, "
+            "so each part of a sequence would only attend to itself. Set cp_size=1 or pp_size=1."
         )
     sharded = ctx.mesh.size(Axis.DP_SHARD) > 1
     schedule = config.parallelism.pp_handler.schedule
     if sharded and schedule in ("interleaved_zero_bubble", "zbv_zero_bubble"):
         raise ConfigError(
-            f"schedule {schedule!r} was asked for with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; zero-bubble schedules "
-            "with sharded stages are not in this version. Use '1f1b' or 'interleaved_1f1b', or replicas instead of shards."
+            f"schedule {schedule!r} is not supported with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; zero-bubble schedules "
+            "with sharded stages are not supported in this version. Use '1f1b' or 'interleaved_1f1b', or replicas instead of shards."
         )
     mesh = WorldMesh()
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
-    within: Spread = Alone()
+    within: DistributionTransform = Alone()
     if sharded:
         fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor
         within = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
@@ -189,14 +190,14 @@ def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
     """Raise for settings that do not work with expert parallelism."""
     if config.dynamo.backend != "no":
         raise ConfigError(
-            f"dynamo backend {config.dynamo.backend!r} was asked for with ep_size={ctx.mesh.ep}; how many tokens travel is "
-            "known only while the model runs, and compiled code has not been tried with that. Set dynamo_backend=no, or "
+            f"dynamo backend {config.dynamo.backend!r} is not supported with ep_size={ctx.mesh.ep}; the number of exchanged tokens is "
+            "only known at run time, and compiling this has not been tested. Set dynamo_backend=no, or "
             "ep_size=1."
         )
     if config.strategy == "ddp" and given(config.ddp):
         raise ConfigError(
-            f"ddp.{sorted(given(config.ddp))[0]} was set with ep_size={ctx.mesh.ep}, where torch's fully_shard keeps the "
-            "copies equal and DistributedDataParallel does not take part. Leave the options of DDP out."
+            f"ddp.{sorted(given(config.ddp))[0]} was set with ep_size={ctx.mesh.ep}, where torch's fully_shard synchronizes the "
+            "replicas and DistributedDataParallel is not used. Remove the options of DDP."
         )
 
 
@@ -205,30 +206,30 @@ def _refuse_with_stages(config: Config) -> None:
     sizes = f"pp_size={config.parallelism.pp_size}"
     if config.strategy not in ("auto", "ddp", "fsdp"):
         raise ConfigError(
-            f"strategy={config.strategy!r} was asked for with {sizes}, which it cannot provide; use strategy='auto'."
+            f"strategy={config.strategy!r} is not supported with {sizes}, which it cannot provide; use strategy='auto'."
         )
     if config.dynamo.backend != "no":
         raise ConfigError(
-            f"dynamo.backend={config.dynamo.backend!r} was asked for with {sizes}; torch's compiler cannot follow a forward "
-            "that is entered and left at pipeline stages. Set dynamo_backend='no'."
+            f"dynamo.backend={config.dynamo.backend!r} is not supported with {sizes}; torch's compiler does not support a forward that "
+            "is split into pipeline stages. Set dynamo_backend='no'."
         )
     if config.mixed_precision == "fp8":
-        raise ConfigError(f"mixed_precision='fp8' is not in this version with {sizes}; use 'bf16'.")
+        raise ConfigError(f"mixed_precision='fp8' is not supported in this version with {sizes}; use 'bf16'.")
     handler = config.parallelism.tp_handler
     if handler.sequence_parallel or handler.loss_parallel:
         raise ConfigError(
-            f"sequence_parallel or loss_parallel was asked for with {sizes}, where stages pass on whole tensors; leave both "
-            "out, or set pp_size=1."
+            f"sequence_parallel or loss_parallel is not supported with {sizes}, because stages exchange whole tensors; remove both "
+            "options, or set pp_size=1."
         )
     if given(config.ddp):
         raise ConfigError(
-            f"ddp.{sorted(given(config.ddp))[0]} was set with {sizes}, where gradients are averaged once after all "
-            "micro-batches and DistributedDataParallel does not take part. Leave the options of DDP out."
+            f"ddp.{sorted(given(config.ddp))[0]} was set with {sizes}, where gradients are averaged once after all micro-batches and "
+            "DistributedDataParallel is not used. Remove the options of DDP."
         )
     if config.fsdp.state_dict_type == "FULL_STATE_DICT":
         raise ConfigError(
-            f"fsdp.state_dict_type='FULL_STATE_DICT' was asked for with {sizes}, where each stage writes its own part of a "
-            "checkpoint. Leave it out; save_model() writes whole weights."
+            f"fsdp.state_dict_type='FULL_STATE_DICT' is not supported with {sizes}, because each stage writes its part of a checkpoint. "
+            "Remove it; save_model() writes whole weights."
         )
 
 

@@ -29,7 +29,7 @@ from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
-from hasten.strategies.base import Stage, Wish, is_trainable
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.compiling import SETTLING, is_compiled, is_settling, options, uncompiled
 
@@ -43,10 +43,10 @@ class CompileAhead:
 
     stage = Stage.COMPILE_BLOCKS
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         name = type(model).__name__
         blocks = [block for _, block in repeated_blocks(model) if not is_compiled(block)]
-        if not wish.train or not is_trainable(model) or is_settling(model):
+        if not request.train or not is_trainable(model) or is_settling(model):
             return model
         if not blocks:
             log.info("performance: %s is not compiled: it has no repeated block", name)
@@ -68,10 +68,10 @@ class CompileAhead:
 def _no_compiler(device: torch.device) -> str:
     match device.type:
         case "cuda":
-            return "" if importlib.util.find_spec("triton") else "Triton, which makes kernels for it, is not installed"
+            return "" if importlib.util.find_spec("triton") else "Triton, which generates its kernels, is not installed"
         case "cpu":
             return "" if shutil.which("g++") else "there is no g++ on this machine"
-    return f"compiling ahead was not tried on {device.type}"
+    return f"compiling in advance has not been tested on {device.type}"
 
 
 def load_compiler() -> None:
@@ -79,7 +79,7 @@ def load_compiler() -> None:
     try:
         import_module("torch._inductor.compile_fx")  # takes seconds, so only a training that compiles imports it
     except Exception:  # at the end of the process the import may fail half-way; a later compilation imports it again
-        log.debug("torch's compiler was not loaded ahead", exc_info=True)
+        log.debug("torch's compiler was not loaded in advance", exc_info=True)
 
 
 class _Look:
@@ -109,12 +109,12 @@ class _Look:
         if self._first is None:
             self._first = shown
         elif self._first != shown:
-            self._give_up("shapes of its inputs change from step to step, and each would be compiled anew")
+            self._give_up("the shapes of its inputs change between steps, so each step would be recompiled")
         else:
             try:
                 self._process = _start(_without_weights(block), block, args, kwargs)
                 self._loading.start()  # the import takes seconds, which the first compiled step then saves
-                log.info("performance: a block of %s is being compiled in a process of its own; %s", self._name, _OFF)
+                log.info("performance: a block of %s is being compiled in a separate process; %s", self._name, _OFF)
             except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, OSError) as error:
                 self._give_up(f"its block cannot be copied to another process ({error})")
 
@@ -126,13 +126,13 @@ class _Look:
         self.close()
         if code:
             why = said[-1] if said else f"exit code {code}"
-            log.info("performance: %s is not compiled: compiling its block ahead failed (%s)", self._name, why)
+            log.info("performance: %s is not compiled: compiling its block in advance failed (%s)", self._name, why)
             return
         chosen = options(TorchDynamoPlugin(backend="inductor"))
         for block in self._blocks:
             block.compile(**chosen)
         log.info(
-            "performance: the %d blocks of %s are compiled from now on: their code was made in the background, results are equal "
+            "performance: the %d blocks of %s are compiled from now on: the code was generated in the background, and results are equal "
             "except for rounding; %s",
             len(self._blocks),
             self._name,

@@ -18,11 +18,11 @@ def main(argv: list[str]) -> int:
     """Compile the block in the file that the parent process wrote."""
     os.nice(10)  # lower priority than the training
     sys.path[:0] = [entry for entry in _paths(argv[0]) if entry not in sys.path]
-    told: dict[str, Any] = pickle.loads(Path(argv[0]).read_bytes())  # written by the parent process
-    device = torch.device(told["device"])
-    torch.set_float32_matmul_precision(told["tf32"])
-    torch.set_num_threads(told["threads"])
-    block: nn.Module = told["block"]
+    job: dict[str, Any] = pickle.loads(Path(argv[0]).read_bytes())  # written by the parent process
+    device = torch.device(job["device"])
+    torch.set_float32_matmul_precision(job["tf32"])
+    torch.set_num_threads(job["threads"])
+    block: nn.Module = job["block"]
     for part in block.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -30,9 +30,9 @@ def main(argv: list[str]) -> int:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
-    args, kwargs = trees.map_tensors(lambda t: _filled(t, device).requires_grad_(t.requires_grad), told["inputs"])
-    block.train().compile(**told["options"])
-    with torch.autocast(device.type, told["autocast"], enabled=told["autocast"] is not None):
+    args, kwargs = trees.map_tensors(lambda t: _filled(t, device).requires_grad_(t.requires_grad), job["inputs"])
+    block.train().compile(**job["options"])
+    with torch.autocast(device.type, job["autocast"], enabled=job["autocast"] is not None):
         out = block(*args, **kwargs)
     losses = [tensor.float().sum() for tensor in trees.tensors(out) if tensor.requires_grad]
     torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -10,7 +10,7 @@ from torch import nn
 from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.blocks import repeated_blocks
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class CompileWhole:
     def __init__(self, config: TorchDynamoPlugin) -> None:
         self._options = options(config)
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if not is_compiled(model):
             model.compile(**self._options)
         return model
@@ -44,7 +44,7 @@ class CompileBlocks:
     def __init__(self, config: TorchDynamoPlugin) -> None:
         self._options = options(config)
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         blocks = [block for _, block in repeated_blocks(model)]
         if not blocks:
             log.info("%s has no repeated block to compile by region; compiling it whole", type(model).__name__)

@@ -79,8 +79,8 @@ def _guarded(update: Callable[..., Any]) -> Callable[..., Any]:  # Any: torch le
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
         if _is_sharded(model) and not _is_sharded(self):
             raise PrepareError(
-                "an AveragedModel that prepare() was not given is updated from a sharded model; its weights are whole "
-                "and the model's are in shards, so they cannot be averaged. Create the AveragedModel before prepare() "
+                "an AveragedModel that was not passed to prepare() is updated from a sharded model; its weights are not sharded, so "
+                "they cannot be averaged. Create the AveragedModel before prepare() "
                 "and pass both in one call: model, averaged = accelerator.prepare(model, averaged)."
             )
         update(self, model)

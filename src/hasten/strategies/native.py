@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,8 +20,18 @@ from hasten.optim.window import Number, backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item, is_factory
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, Retry, Spread, Stage, Transform, Weigh, Whole, Wish
-from hasten.strategies.fsdp.own_shards import refuse_unshardable, update_own_shards
+from hasten.strategies.base import (
+    Caps,
+    DistributionTransform,
+    LoopState,
+    PlainRetry,
+    PrepareRequest,
+    Retry,
+    Stage,
+    Transform,
+    Weigh,
+)
+from hasten.strategies.sharded_updates import refuse_unshardable, update_own_shards
 from hasten.trees import Tree
 
 
@@ -48,7 +60,7 @@ class NativeStrategy:
     def __init__(
         self,
         name: str,
-        spread: Spread,
+        distribution: DistributionTransform,
         transforms: Sequence[Transform],
         caps: Caps,
         stages: RunsStages | None = None,
@@ -59,8 +71,8 @@ class NativeStrategy:
         self._stages = stages
         self._on_optimizer = on_optimizer
         self.caps = caps
-        self._spread = spread
-        self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
+        self._distribution = distribution
+        self._transforms = sorted([*transforms, distribution], key=attrgetter("stage"))
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         return nullcontext()  # prepare() shards models
@@ -72,9 +84,9 @@ class NativeStrategy:
         optimizers = bundle.of("optimizer")
         records = [OptimizerRecord.write(item.value, originals) for item in optimizers]
         for item in models:
-            wish = Wish(place=item.place, train=train)
+            request = PrepareRequest(place=item.place, train=train)
             for transform in self._transforms:
-                item.value = transform.apply(item.value, wish, ctx, precision)
+                item.value = transform.apply(item.value, request, ctx, precision)
         inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
@@ -84,15 +96,15 @@ class NativeStrategy:
                 self._on_optimizer(item.value)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._spread.no_sync(model)
+        return self._distribution.no_sync(model)
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return self._spread.retry(model, boundary)
+        return self._distribution.retry(model, boundary)
 
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         if self._stages is not None:
             raise StepError(
-                "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (pp_size > 1). Replace the "
+                "accelerator.backward() cannot reach the layers that are on other pipeline ranks (pp_size > 1). Replace the "
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
                 "loss_of takes the model and a batch and returns the loss."
             )
@@ -137,22 +149,22 @@ class NativeStrategy:
         return model
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        return self._spread.full_state_dict(model)
+        return self._distribution.full_state_dict(model)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        self._spread.mark_forward_method(model, name)
+        self._distribution.mark_forward_method(model, name)
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        return self._spread.join(models)
+        return self._distribution.join(models)
 
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return self._spread.unsettled(model)
+        return self._distribution.unsettled(model)
 
     def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        return self._spread.loop_state(model, names, open_window)
+        return self._distribution.loop_state(model, names, open_window)
 
     def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        return self._spread.restore_loop_state(model, names, state)
+        return self._distribution.restore_loop_state(model, names, state)
 
 
 def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders: bool = False) -> None:
@@ -160,31 +172,29 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
     for item in items:
         if isinstance(item.value, Placeholder) and not placeholders:
             raise PrepareError(
-                f"{type(item.value).__name__} stands for an optimizer that DeepSpeed makes from its configuration, so that nothing "
-                "would be trained here. Use strategy='deepspeed', or prepare a real optimizer."
+                f"{type(item.value).__name__} is a placeholder for an optimizer that DeepSpeed creates, so nothing would be trained "
+                "with this strategy. Use strategy='deepspeed', or prepare a real optimizer."
             )
         if not is_factory(item.value):
             continue
         trainable = [model for model in models if any(p.requires_grad for p in model.parameters())]
         if len(trainable) != 1:
             raise PrepareError(
-                f"an optimizer factory was given with {len(trainable)} trainable models, so it is not clear which "
-                "parameters it is for; prepare each model with its factory in a call of its own, or make the "
-                "optimizer yourself."
+                f"an optimizer factory was given with {len(trainable)} trainable models, so it is unclear which parameters it is for; "
+                "prepare each model with its factory in a separate call, or create the optimizer."
             )
         made: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
         item.value = made
 
 
+@dataclass(slots=True)
 class Alone:
     """Spread of a single process, which does not change models."""
 
-    stage = Stage.SPREAD
+    stage: ClassVar[Stage] = Stage.DISTRIBUTE
+    retries: bool = True
 
-    def __init__(self, retries: bool = True) -> None:
-        self._retries = retries
-
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -194,7 +204,7 @@ class Alone:
         return nullcontext()
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return Whole() if self._retries else None
+        return PlainRetry() if self.retries else None
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(model.state_dict())

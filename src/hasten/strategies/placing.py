@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from hasten.config.sections.loop import MasterWeights
 from hasten.errors import PrepareError
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import PrepareRequest, Stage
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +24,16 @@ class PlaceOnDevice:
 
     stage = Stage.PLACE
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         on_meta = [name for name, p in model.named_parameters() if p.is_meta]
         if on_meta:
             raise PrepareError(
                 f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
-                "train. Fill them first with load_checkpoint_in_model(model, folder), or shard it with "
-                "strategy='fsdp', which fills meta parameters."
+                "train. Load them first with load_checkpoint_in_model(model, folder), or use strategy='fsdp', which initializes meta "
+                "parameters."
             )
         # the code that loaded the model has already spread it over devices
-        if not wish.place or hasattr(model, "hf_device_map") or is_dispatched(model):
+        if not request.place or hasattr(model, "hf_device_map") or is_dispatched(model):
             return model
         return model.to(ctx.device)
 
@@ -39,18 +41,17 @@ class PlaceOnDevice:
         return model
 
 
+@dataclass(slots=True)
 class Convert:
     """Transform that makes the model compute in the run's precision."""
 
-    stage = Stage.CONVERT
+    stage: ClassVar[Stage] = Stage.CONVERT
+    masters: MasterWeights = "fp32"
+    _precision: Precision | None = None
 
-    def __init__(self, masters: MasterWeights = "fp32") -> None:
-        self._masters = masters
-        self._precision: Precision | None = None
-
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         self._precision = precision
-        if wish.train and self._masters == "fp32" and precision.spec != "no":
+        if request.train and self.masters == "fp32" and precision.spec != "no":
             give_masters(model)
         return precision.convert(model)
 
@@ -74,7 +75,7 @@ def give_masters(model: nn.Module) -> None:
     if changed:
         counts = " and ".join(f"{count} {str(dtype).removeprefix('torch.')}" for dtype, count in changed.items())
         log.info(
-            "%s: %s parameters are trained as float32 master weights (master_weights=keep leaves them as they are)",
+            "%s: %s parameters are trained as float32 master weights (master_weights=keep keeps their dtype)",
             type(model).__name__,
             counts,
         )

@@ -14,7 +14,7 @@ from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish, is_trainable
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 
 
 class RecomputedForward(forwarding.Forward):
@@ -47,8 +47,8 @@ class Recompute:
         self._setting = setting
         self._offload = offload
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train:
             return model
         with agree(ctx.world, f"choosing what to recompute of {type(model).__name__}"):
             blocks = self._blocks(model)
@@ -61,8 +61,8 @@ class Recompute:
         found = self._find(model)
         if not found and is_trainable(model):
             raise ConfigError(
-                f"{self._setting} asks to recompute activations, but {type(model).__name__} has no repeated block, so "
-                "nothing would be saved. Name the classes of its blocks in recompute."
+                f"{self._setting} is set, but {type(model).__name__} has no repeated block to recompute. Name the classes of its blocks "
+                "in recompute."
             )
         inside = {id(part) for block in found for part in block.modules() if part is not block}
         return [block for block in found if id(block) not in inside]

@@ -103,10 +103,10 @@ def chosen(only: str | None) -> tuple[Cell, ...]:
         return everything
     wanted = [word.strip() for word in only.split(",") if word.strip()]
     known = {word for cell in everything for word in (cell.name, cell.backend, cell.precision)}
-    if strangers := [word for word in wanted if word not in known] or ([] if wanted else [only]):
+    if unknown := [word for word in wanted if word not in known] or ([] if wanted else [only]):
         names = ", ".join(dict.fromkeys(cell.backend for cell in everything))
         raise ConfigError(
-            f"--only {strangers[0]!r} names no cell of the matrix, so nothing would be tried; name backends ({names}), precisions (fp32, "
+            f"--only {unknown[0]!r} matches no cell of the matrix; name backends ({names}), precisions (fp32, "
             "bf16, fp16) or both as in ddp-bf16."
         )
     backends = {word for word in wanted if word in {cell.backend for cell in everything}}
@@ -175,12 +175,14 @@ def run(only: str | None, as_json: bool, cpu: bool) -> int:
     host = look()
     devices = devices_of(host.device, host.num_devices, cpu)
     wanted = chosen(only)
-    told = Console(stderr=True)
+    status_console = Console(stderr=True)
     outcomes: list[CellOutcome] = []
     for number, cell in enumerate(wanted, 1):
-        outcome = _left_out(cell, devices) or _try(cell, cpu or devices is None, f"[{number}/{len(wanted)}]", told)
+        outcome = _left_out(cell, devices) or _try(
+            cell, cpu or devices is None, f"[{number}/{len(wanted)}]", status_console
+        )
         outcomes.append(outcome)
-        told.print(f"[{number}/{len(wanted)}] {cell.name}: {outcome.status}", markup=False, highlight=False)
+        status_console.print(f"[{number}/{len(wanted)}] {cell.name}: {outcome.status}", markup=False, highlight=False)
     if as_json:
         sys.stdout.write(json.dumps([outcome.row() for outcome in outcomes], indent=2) + "\n")
     else:
@@ -193,8 +195,8 @@ def _left_out(cell: Cell, devices: int | None) -> CellOutcome | None:
     return None if lacking is None else CellOutcome(cell, "left out", note=lacking)
 
 
-def _try(cell: Cell, cpu: bool, place: str, told: Console) -> CellOutcome:
-    told.print(f"{place} {cell.name}: {cell.processes} processes …", markup=False, highlight=False)
+def _try(cell: Cell, cpu: bool, place: str, status_console: Console) -> CellOutcome:
+    status_console.print(f"{place} {cell.name}: {cell.processes} processes …", markup=False, highlight=False)
     with tempfile.TemporaryDirectory(prefix="hasten-matrix-") as folder:
         out = Path(folder) / "found.json"
         words = [sys.executable, "-m", "hasten.cli.main", "launch", *cell.command(str(out), cpu)]
@@ -224,7 +226,9 @@ def _show(outcomes: Sequence[CellOutcome]) -> None:
 
 def table(outcomes: Sequence[CellOutcome]) -> Table:
     """Return a table with one row per cell, narrow enough for a terminal of 80 columns."""
-    shown = Table(title="the same training in one plain process, and here", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(
+        title="the same training in one plain process, and in this configuration", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for title, side in (
         ("backend", "left"),
         ("precision", "left"),

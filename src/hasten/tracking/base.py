@@ -118,11 +118,11 @@ class Tracker(ABC):
 
     def log_images(self, entry: ImageEntry) -> None:
         """Record images."""
-        raise TrackerError(f"the tracker {self.name!r} has no images; these were dropped.")
+        raise TrackerError(f"the tracker {self.name!r} does not support images; these were dropped.")
 
     def log_table(self, entry: TableEntry) -> None:
         """Record a table."""
-        raise TrackerError(f"the tracker {self.name!r} has no tables; this one was dropped.")
+        raise TrackerError(f"the tracker {self.name!r} does not support tables; this one was dropped.")
 
     def rewind(self, step: int) -> None:  # noqa: B027  an optional hook
         """Discard values logged after `step`, since training was rolled back to a checkpoint of this run."""

@@ -31,7 +31,7 @@ from hasten.tracking.values import (
     plain_rows,
     snapshot,
 )
-from hasten.tracking.writer import Record, Silent, Writer, WriterLane
+from hasten.tracking.writer import DummyTracker, Record, TrackerWriter, Writer
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +94,15 @@ class TrackerManager:
         """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
         self.spent: Callable[[float], None] | None = None
         """Called with the duration of each logging call on the training thread."""
-        self._names = tuple(tracker.name for tracker in trackers)
+        self.names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
-        self._lanes = [WriterLane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
-        self._shares_id = any(tracker.every_rank for tracker in trackers)
+        self._lanes: list[TrackerWriter] = []
+        self._shares_id = False
+        for tracker in trackers:
+            self.names += (tracker.name,)
+            self._shares_id |= tracker.every_rank
+            if is_main or tracker.every_rank:
+                self._lanes.append(TrackerWriter(tracker, self._notices.append))
         self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer()
@@ -127,11 +132,11 @@ class TrackerManager:
         """
         check_project(project)
         check_options("init_kwargs", init_kwargs)
-        unknown = set(init_kwargs or ()) - set(self._names)
+        unknown = set(init_kwargs or ()) - set(self.names)
         if unknown:
             raise TrackerError(
-                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self._names)}; these settings would "
-                "be lost. Use the names given to log_with."
+                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self.names)}; these settings would be ignored. Use "
+                "the names passed to log_with."
             )
         self.finish()
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -229,7 +234,7 @@ class TrackerManager:
         if dataframe is not None:
             columns, data = [str(column) for column in dataframe.columns], dataframe.values.tolist()
         if columns is None or data is None:
-            raise TrackerError(f"the table {name!r} came without content. Give columns and data, or a dataframe.")
+            raise TrackerError(f"the table {name!r} has no content. Pass columns and data, or a dataframe.")
         rows = plain_rows(name, columns, data)
         entry = TableEntry(name=name, columns=list(columns), rows=rows, step=self._next(step), time_s=time.time())
         self._post(entry, log_kwargs or {})
@@ -238,16 +243,16 @@ class TrackerManager:
         """Send everything logged so far to the trackers and wait until they have written it."""
         self._send()
         if not self._writer.drain(timeout_s):
-            self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training goes on.")
+            self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training continues.")
         self._announce()
 
     def _ready(self, action: str) -> bool:
-        if not self._names:
+        if not self.names:
             return False
         if self._run is None:
             raise TrackerError(
-                f"{action} was called before init_trackers; the values have no run to go to. "
-                "Call accelerator.init_trackers('project') once, on every rank."
+                f"{action} was called before init_trackers, so the values cannot be logged. Call accelerator.init_trackers('project') "
+                "once, on every rank."
             )
         self._start()
         self._announce()
@@ -282,7 +287,7 @@ class TrackerManager:
                     draft.values[name] = next(numbers)
         self._put(lambda lane: [draft.entry(lane.tracker.name) for draft in drafts], len(drafts))
 
-    def _put(self, records: Callable[[WriterLane], list[Record]], num: int) -> None:
+    def _put(self, records: Callable[[TrackerWriter], list[Record]], num: int) -> None:
         def writing() -> None:
             for lane in self._lanes:
                 lane.write(records(lane))
@@ -309,13 +314,13 @@ class TrackerManager:
 
         Raises: TrackerError if no tracker has this name.
         """
-        if name not in self._names:
-            raise TrackerError(f"there is no tracker {name!r}; log_with gave {list(self._names)}.")
+        if name not in self.names:
+            raise TrackerError(f"there is no tracker {name!r}; the trackers of log_with are {list(self.names)}.")
         self._start()
         for lane in self._lanes:
             if lane.tracker.name == name and (lane.open or not self._started):
                 return lane.tracker.native if unwrap else lane.tracker
-        return Silent()
+        return DummyTracker()
 
     # ---- ending and resuming
 
@@ -360,8 +365,8 @@ class TrackerManager:
             if self._logged:
                 self._warn_once(
                     "late resume",
-                    f"a checkpoint of run {state['run_id']} was loaded after run {self._run.run_id} had begun to log, "
-                    "so the curve does not continue. Call load_state before the first log.",
+                    f"a checkpoint of run {state['run_id']} was loaded after run {self._run.run_id} had started logging, so the curve "
+                    "does not continue. Call load_state before the first log.",
                 )
                 return
             run, kwargs = self._run, self._init_kwargs

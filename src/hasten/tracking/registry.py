@@ -64,7 +64,7 @@ def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
     if not isinstance(log_with, str | Tracker | Enum | Iterable):
         raise TrackerError(
             f"log_with={log_with!r} is of type {type(log_with).__name__}, so it is unclear where to log; give a name such as 'jsonl', a "
-            "hasten.Tracker, or a list of them."
+            "hasten.extending.Tracker, or a list of them."
         )
     asked = [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
     found: list[Tracker] = []
@@ -93,9 +93,7 @@ def _usable(name: str, missing: str, here: bool) -> bool:
         need(row.needs, row.spec, purpose) if here else check_installed(row.needs, row.spec, purpose)
     except MissingPackageError as error:
         if missing != "warn":
-            raise MissingPackageError(
-                f"{why}: {error}, or set missing_tracker: warn to train without it; else the run would leave no log there."
-            ) from error
+            raise MissingPackageError(f"{why}: {error}, or set missing_tracker: warn to train without it.") from error
         warnings.warn(f"{why}: {error}. This run is not logged there.", HastenWarning, stacklevel=2)
         return False
     return True
@@ -111,15 +109,15 @@ def _create(name: str) -> Tracker:
             return _checked(name, point.load()())
     known = [row.name for row in BUILTINS] + [point.name for point in entry_points(group=GROUP)]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else "Own trackers are given as instances."
-    raise TrackerError(f"there is no tracker {name!r}; known are {', '.join(known)} and 'all'. {hint}")
+    hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
+    raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known)} and 'all'. {hint}")
 
 
 def _checked(name: str, tracker: Any) -> Tracker:
     if not isinstance(tracker, Tracker):
         raise TrackerError(
-            f"the entry point {name!r} of group {GROUP!r} made a {type(tracker).__name__}, not a hasten.Tracker; "
-            "it cannot be started. Let its class derive from hasten.Tracker."
+            f"the entry point {name!r} of group {GROUP!r} made a {type(tracker).__name__}, not a hasten.extending.Tracker; "
+            "it cannot be started. Let its class derive from hasten.extending.Tracker."
         )
     return tracker
 
@@ -129,6 +127,6 @@ def _check_names(trackers: Sequence[Tracker]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated or "" in names:
         raise TrackerError(
-            f"log_with gave trackers named {names}; get_tracker and init_kwargs find a tracker by its name. "
-            "Give each one a name of its own."
+            f"log_with gave trackers named {names}; get_tracker and init_kwargs find a tracker by its name. Give each tracker a "
+            "different name."
         )

@@ -111,7 +111,7 @@ def read_run(folder: str | Path) -> RunFolder:
     files = _metrics_files(root)
     if not logs and not files:
         raise ConfigError(
-            f"{folder} holds neither {FOLDER}/ nor a metrics.jsonl, so there is nothing to report; give the project_dir of a "
+            f"{folder} contains neither {FOLDER}/ nor a metrics.jsonl, so there is nothing to report; give the project_dir of a "
             "training, or log with log_with='jsonl'."
         )
     curves: dict[str, Curve] = {}

@@ -51,15 +51,15 @@ def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
     """
     if type(values) is not dict and not isinstance(values, Mapping):
         raise ArgumentError(
-            f"{call}({values!r:.60}) got a {type(values).__name__}, and values without names have no curve to go to. Give named values, such as "
+            f"{call}({values!r:.60}) got a {type(values).__name__}, but values need names. Pass a dict, such as "
             "{'loss': 0.5}."
         )
     if step is not None and type(step) is not int:
         whole = isinstance(step, float) and step.is_integer()
         if isinstance(step, bool) or not (whole or hasattr(step, "__index__")):
             raise ArgumentError(
-                f"{call}(step={step!r:.60}) got a {type(step).__name__} that is not a whole number, so the values have no place on the curve. "
-                "Give the number of the step, or leave step out to count by itself."
+                f"{call}(step={step!r:.60}) got a {type(step).__name__} that is not an integer. Pass the number of the step, or omit "
+                "step to count calls."
             )
     if log_kwargs is not None:
         check_options("log_kwargs", log_kwargs)
@@ -69,7 +69,7 @@ def check_project(project: object) -> None:
     """Raise unless `project` is a name. Raises: TrackerError."""
     if not isinstance(project, str) or not project:
         raise TrackerError(
-            f"init_trackers({project!r:.60}) got no name of a project, by which trackers sort runs; give text, such as 'my-project'."
+            f"init_trackers({project!r:.60}) got an invalid project name; pass a non-empty string, such as 'my-project'."
         )
 
 
@@ -79,7 +79,7 @@ def check_options(name: str, options: Any) -> None:
         isinstance(options, Mapping) and all(isinstance(one, Mapping) for one in options.values())
     ):
         raise ArgumentError(
-            f"{name}={options!r:.60} does not say which tracker gets which options; write for example {name}={{'wandb': {{'entity': 'us'}}}}."
+            f"{name}={options!r:.60} does not assign options to trackers; write for example {name}={{'wandb': {{'entity': 'us'}}}}."
         )
 
 
@@ -93,7 +93,7 @@ def snapshot(name: str, value: Any) -> Scalar | Deferred:
     detach = getattr(value, "detach", None)
     if hasattr(type(value), "full_tensor"):
         raise TrackerError(
-            f"{name!r} is a distributed tensor; reading it on the main process alone would hang. "
+            f"{name!r} is a distributed tensor; reading it on the main process only would hang. "
             f"Log {name}.full_tensor(), called on every rank, instead."
         )
     if detach is not None:
@@ -159,8 +159,8 @@ def plain_rows(name: str, columns: Sequence[str], data: Sequence[Sequence[Any]])
     for row in rows:
         if len(row) != len(columns):
             raise TrackerError(
-                f"the table {name!r} has {len(columns)} columns and a row of {len(row)} cells, so it is unclear which belong together. "
-                "Give every row a cell for each column."
+                f"the table {name!r} has {len(columns)} columns and a row of {len(row)} cells, so cells cannot be assigned to columns. "
+                "Give every row one cell per column."
             )
     return rows
 

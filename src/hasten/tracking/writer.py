@@ -63,7 +63,7 @@ Record = Entry | ImageEntry | TableEntry
 Notify = Callable[[str], None]
 
 
-class WriterLane:
+class TrackerWriter:
     """Delivery of records to one tracker, which never raises."""
 
     def __init__(self, tracker: Tracker, notify: Notify) -> None:
@@ -113,11 +113,11 @@ class WriterLane:
     def _write_one(self, record: Record) -> bool:
         match record:
             case Entry():
-                return self._try("log", lambda: self.tracker.log(record), "training goes on without these values")
+                return self._try("log", lambda: self.tracker.log(record), "training continues without these values")
             case ImageEntry():
-                return self._try("log_images", lambda: self.tracker.log_images(record), "training goes on")
+                return self._try("log_images", lambda: self.tracker.log_images(record), "training continues")
             case TableEntry():
-                return self._try("log_table", lambda: self.tracker.log_table(record), "training goes on")
+                return self._try("log_table", lambda: self.tracker.log_table(record), "training continues")
 
     def _try(self, action: str, call: Callable[[], None], consequence: str) -> bool:
         try:
@@ -134,15 +134,15 @@ class WriterLane:
         return True
 
 
-class Silent:
+class DummyTracker:
     """Dummy that accepts any call and any attribute and does nothing; false in a condition."""
 
-    def __getattr__(self, name: str) -> Silent:
+    def __getattr__(self, name: str) -> DummyTracker:
         if name.startswith("__"):  # copy, pickle and inspect look for protocols; there are none
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: object, **kwargs: object) -> Silent:
+    def __call__(self, *args: object, **kwargs: object) -> DummyTracker:
         return self
 
     def __bool__(self) -> bool:

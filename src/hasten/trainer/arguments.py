@@ -39,25 +39,25 @@ _AT_LEAST: Final = MappingProxyType(
 )
 _REFUSED: Final = MappingProxyType(
     {
-        "batch_eval_metrics": "compute_metrics sees all predictions at once; leave it out",
-        "eval_accumulation_steps": "predictions move to the host after every batch; leave it out",
+        "batch_eval_metrics": "compute_metrics receives all predictions at once; remove it",
+        "eval_accumulation_steps": "predictions are moved to the host after every batch; remove it",
         "evaluation_strategy": "it is called eval_strategy",
         "fp16_full_eval": "evaluation computes in the precision of training; set fp16=True",
         "bf16_full_eval": "evaluation computes in the precision of training; set bf16=True",
-        "include_for_metrics": "compute_metrics gets predictions and label_ids; leave it out",
+        "include_for_metrics": "compute_metrics receives predictions and label_ids; remove it",
         "jit_mode_eval": "use torch_compile=True",
         "no_cuda": "it is called use_cpu",
-        "neftune_noise_alpha": "noise on embeddings is not in this version; leave it out",
-        "optim_target_modules": "give optimizers=(optimizer, scheduler) to the Trainer instead",
-        "optim_args": "give optimizers=(optimizer, scheduler) to the Trainer instead",
+        "neftune_noise_alpha": "noise on embeddings is not supported in this version; remove it",
+        "optim_target_modules": "pass optimizers=(optimizer, scheduler) to the Trainer instead",
+        "optim_args": "pass optimizers=(optimizer, scheduler) to the Trainer instead",
         "per_gpu_train_batch_size": "it is called per_device_train_batch_size",
         "per_gpu_eval_batch_size": "it is called per_device_eval_batch_size",
-        "save_safetensors": "weights are always written as safetensors; leave it out",
-        "save_only_model": "checkpoints always hold what a resume needs; use save_strategy='no' and save_model()",
-        "split_batches": "per_device_train_batch_size is the size on one process; leave it out",
-        "tpu_num_cores": "one process drives all TPU devices of a machine; leave it out",
-        "use_liger_kernel": "replacing kernels is not in this version; patch the model before you give it to the Trainer",
-        "use_mps_device": "Apple devices are found by themselves; leave it out",
+        "save_safetensors": "weights are always written as safetensors; remove it",
+        "save_only_model": "checkpoints always contain the full state; use save_strategy='no' and save_model()",
+        "split_batches": "per_device_train_batch_size is the size per process; remove it",
+        "tpu_num_cores": "one process controls all TPU devices of a machine; remove it",
+        "use_liger_kernel": "replacing kernels is not supported in this version; patch the model before you pass it to the Trainer",
+        "use_mps_device": "Apple devices are detected automatically; remove it",
     }
 )
 """Arguments of transformers that have no effect here, and their alternatives."""
@@ -92,6 +92,7 @@ class TrainingArguments:
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
     label_smoothing_factor: float = 0.0
+    ema_decay: float | None = None
     # -- precision, memory and distribution
     bf16: bool = False
     fp16: bool = False
@@ -172,12 +173,17 @@ class TrainingArguments:
         for name in ("label_smoothing_factor", "warmup_ratio"):
             if (value := getattr(self, name)) > 1:
                 raise SettingValueError(
-                    f"{name}={value!r} is above 1, and it is a part of a whole; give a number from 0 to 1."
+                    f"{name}={value!r} is above 1, but it is a fraction; give a number from 0 to 1."
                 )
+        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
+            raise SettingValueError(
+                f"ema_decay={self.ema_decay!r} is outside [0, 1): the average keeps this fraction of itself at every update; "
+                "0.999 is usual."
+            )
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise SettingValueError(
-                    f"{name}={value!r} is not a number of updates; give one from 1 up, or a part of the training between 0 and 1."
+                    f"{name}={value!r} is not a number of updates; give one from 1 up, or a fraction of the training between 0 and 1."
                 )
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise SettingValueError(
@@ -196,13 +202,18 @@ class TrainingArguments:
             raise ContradictionError("warmup_steps and warmup_ratio both set the warm-up; remove one of them.")
         if self.load_best_model_at_end or self.save_strategy == "best":
             self._check_best()
+        if self.load_best_model_at_end and self.ema_decay is not None:
+            raise ContradictionError(
+                "load_best_model_at_end=True loads the trained weights of the best checkpoint, but with ema_decay the evaluation "
+                "chose it by the averaged weights; remove one of them, and load the average with load_state()."
+            )
         if self.ignore_data_skip:
             raise ConfigError(
-                "ignore_data_skip=True would train on the same samples again after a resume; leave it out: going to the "
-                "right batch takes no time."
+                "ignore_data_skip=True would train on the same samples again after a resume; remove it: resuming at the right batch "
+                "takes no time."
             )
         if self.deepspeed and self.fsdp:
-            raise ContradictionError("deepspeed and fsdp both spread the model; remove one of them.")
+            raise ContradictionError("deepspeed and fsdp exclude each other; remove one of them.")
         check_needs(self)
 
     def _check_best(self) -> None:
@@ -216,7 +227,7 @@ class TrainingArguments:
                 return
         raise ContradictionError(
             f"{what} needs a checkpoint of each model that may be the best, but eval_strategy={self.eval_strategy!r} "
-            f"and save_strategy={self.save_strategy!r} do not meet; give both the same strategy, with save_steps a "
+            f"and save_strategy={self.save_strategy!r} do not match; give both the same strategy, with save_steps a "
             "multiple of eval_steps, or set save_strategy='best'."
         )
 

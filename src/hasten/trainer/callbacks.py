@@ -122,7 +122,7 @@ class CallbackList:
         made = callback() if isinstance(callback, type) else callback
         if not isinstance(made, TrainerCallback):
             raise ArgumentError(
-                f"a callback of type {type(made).__qualname__} was given, whose events nobody would call; derive it from "
+                f"a callback of type {type(made).__qualname__} was given, whose events would never be called; derive it from "
                 "hasten.TrainerCallback."
             )
         self.callbacks.append(made)
@@ -175,14 +175,16 @@ class EarlyStoppingCallback(TrainerCallback):
     ) -> None:
         """Raise unless there are evaluations to watch."""
         if args.eval_strategy == "no":
-            raise ConfigError("EarlyStoppingCallback sees no evaluation and would never stop; set eval_strategy.")
+            raise ConfigError(
+                "EarlyStoppingCallback would never stop the training without evaluations; set eval_strategy."
+            )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count evaluations without improvement."""
         metrics = kwargs["metrics"]
         if args.best_metric not in metrics:
             raise ConfigError(
-                f"EarlyStoppingCallback watches {args.best_metric}, which the evaluation did not give (it gave "
+                f"EarlyStoppingCallback needs the metric {args.best_metric}, which the evaluation did not return (it returned "
                 f"{', '.join(metrics)}); set metric_for_best_model to one of them."
             )
         value = float(metrics[args.best_metric])
@@ -245,7 +247,7 @@ class ProgressCallback(TrainerCallback):
             return
         self._bar.close()
         if control.should_training_stop or control.stop_reason:
-            why = control.stop_reason or "a callback asked for it (control.should_training_stop)"
+            why = control.stop_reason or "requested by a callback (control.should_training_stop)"
             self._bar.note(f"stopped at step {state.global_step}/{state.max_steps}: {why}")
         self._bar = None
 

@@ -74,8 +74,8 @@ def note_best(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
     if args.best_metric not in metrics:
         if args.load_best_model_at_end or args.save_strategy == "best":
             raise ConfigError(
-                f"the evaluation gave {', '.join(metrics)}, but not {args.best_metric}, by which the best model is to be found; "
-                "set metric_for_best_model to one of them."
+                f"the evaluation returned {', '.join(metrics)}, but not {args.best_metric}, which selects the best model; set "
+                "metric_for_best_model to one of them."
             )
         return False
     value = float(metrics[args.best_metric])
@@ -95,6 +95,11 @@ def load_best(trainer: Trainer) -> None:
 
 def save_model(trainer: Trainer, folder: str) -> str:
     """Write weights, configuration, tokenizer and arguments to a folder. Ranks: every rank."""
+    with trainer.averaged():
+        return _save_model(trainer, folder)
+
+
+def _save_model(trainer: Trainer, folder: str) -> str:
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     inner: Any = accelerator.unwrap_model(model)  # Any: models with save_pretrained share no base class here
@@ -123,7 +128,7 @@ def push_to_hub(trainer: Trainer, commit_message: str, **options: Any) -> str | 
     args, accelerator = trainer.args, trainer.accelerator
     name = args.hub_model_id or Path(args.output_dir).name
     if not name:
-        raise ConfigError(f"output_dir={args.output_dir!r} gives no name for the repository; set hub_model_id.")
+        raise ConfigError(f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id.")
     folder = save_model(trainer, args.output_dir)
     address: str | None = None
     with agree(accelerator.comm, "push_to_hub"):

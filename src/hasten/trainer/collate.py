@@ -57,7 +57,7 @@ class DataCollatorWithPadding:
         found = getattr(processing_class, "pad_token_id", None) if pad_token_id is None else pad_token_id
         if found is None:
             raise ArgumentError(
-                "DataCollatorWithPadding got neither a pad_token_id nor a tokenizer that has one, so it cannot pad; give "
+                "DataCollatorWithPadding needs a pad_token_id or a tokenizer that has one; pass "
                 "pad_token_id=…, or set tokenizer.pad_token."
             )
         self.pad_token_id = int(found)
@@ -200,7 +200,7 @@ def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no
     first = dataset[0]
     if not isinstance(first, dict) or "input_ids" not in first:
         raise DataError(
-            f"group_by_length=True needs to know how long samples are, but they have neither a column {column!r} nor "
-            "input_ids; add one of them, set length_column_name, or leave group_by_length out."
+            f"group_by_length=True needs the lengths of samples, but they have neither a column {column!r} nor "
+            "input_ids; add one of them, set length_column_name, or remove group_by_length."
         )
     return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]

@@ -61,7 +61,7 @@ def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: boo
     got = _Collected()
     num_batches = 0
     try:
-        with torch.no_grad():
+        with trainer.averaged(), torch.no_grad():
             for batch in loader:
                 _one_batch(trainer, model, batch, loader, loss_only, got)
                 num_batches += 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
-from hasten.trainer.planning import TrainingPlan
+from hasten.trainer.step_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -149,7 +149,7 @@ class TrainingLoop:
         stopping = trainer.accelerator.preempted
         self._act(stopping)
         if stopping:
-            control.stop_reason = "a signal asked for it; a checkpoint was saved"
+            control.stop_reason = "after a signal; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
             trainer.accelerator.end_training()
             raise SystemExit(PREEMPTED_EXIT_CODE)

@@ -104,7 +104,8 @@ def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
         found = f"its labels are {labels.dtype}" if labels is not None else "it has no labels under these names"
         raise ArgumentError(
             f"label_smoothing_factor smooths the class labels of a batch ({', '.join(names)}), and the batch is {kind}: {found}. "
-            "The loss would not be smoothed. Give samples as dicts with whole numbers as labels, set label_names, or leave it out."
+            "The loss would not be smoothed. Use samples that are dicts with integer labels, set label_names, or remove "
+            "label_smoothing_factor."
         )
     return labels
 
@@ -121,7 +122,8 @@ def logits_in(outputs: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise ArgumentError(
             f"label_smoothing_factor needs the model's logits, and it returned a {type(outputs).__qualname__} without them, so the "
-            "smoothed loss cannot be computed; return a dict with 'logits' (or a tuple of loss and logits), or leave it out."
+            "smoothed loss cannot be computed; return a dict with 'logits' (or a tuple of loss and logits), or remove "
+            "label_smoothing_factor."
         )
     return found
 
@@ -133,6 +135,6 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: boo
     if logits.shape[:-1].numel() != labels.numel():
         raise ArgumentError(
             f"label_smoothing_factor needs logits of shape (*labels, classes), but labels are {tuple(labels.shape)} and logits "
-            f"{tuple(logits.shape)}; they do not belong together. Move the classes to the last dimension, or override compute_loss."
+            f"{tuple(logits.shape)}; the shapes do not match. Move the classes to the last dimension, or override compute_loss."
         )
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)

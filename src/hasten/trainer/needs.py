@@ -38,7 +38,7 @@ _NEEDS: Final[Sequence[_Need]] = (
     _Need(
         ("gradient_checkpointing_kwargs",),
         lambda args: args.gradient_checkpointing,
-        "nothing is recomputed without gradient_checkpointing=True",
+        "it needs gradient_checkpointing=True",
         "set gradient_checkpointing=True, or remove it",
     ),
     _Need(
@@ -50,7 +50,7 @@ _NEEDS: Final[Sequence[_Need]] = (
     _Need(
         ("length_column_name",),
         lambda args: args.group_by_length,
-        "lengths are read with group_by_length=True only",
+        "it is only used with group_by_length=True",
         "set group_by_length=True, or remove it",
     ),
     _Need(
@@ -116,8 +116,8 @@ def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler
     for made, names, what in ((optimizer, _OPTIMIZER, "an optimizer"), (scheduler, _SCHEDULE, "a scheduler")):
         if made is not None and (wrong := _given(args, names)):
             raise ContradictionError(
-                f"{wrong} would have no effect: optimizers=(…) holds {what} of your own, which is used as it is; set this "
-                "where you make it, or leave it out of optimizers."
+                f"{wrong} would have no effect: optimizers=(…) contains {what}, which is used unchanged; set this when you create it, "
+                "or remove it from optimizers."
             )
 
 

@@ -99,8 +99,8 @@ def get_scheduler(
     options = dict(scheduler_specific_kwargs or {})
     if name not in SCHEDULES:
         raise SettingValueError(
-            f"lr_scheduler_type={name!r} is not a schedule hasten has; give one of {', '.join(SCHEDULES)}, or a scheduler "
-            "of your own in optimizers=(optimizer, scheduler)."
+            f"lr_scheduler_type={name!r} is unknown; give one of {', '.join(SCHEDULES)}, or a custom scheduler in "
+            "optimizers=(optimizer, scheduler)."
         )
     shape = SCHEDULES[name]
     takes = shape.__code__.co_varnames[3 : shape.__code__.co_argcount]
@@ -142,7 +142,6 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
     }
     if args.optim not in makers:
         raise SettingValueError(
-            f"optim={args.optim!r} is not an optimizer hasten has; give one of {', '.join(makers)}, or an optimizer of "
-            "your own in optimizers=(optimizer, scheduler)."
+            f"optim={args.optim!r} is unknown; give one of {', '.join(makers)}, or a custom optimizer in optimizers=(optimizer, scheduler)."
         )
     return makers[args.optim]()

@@ -44,8 +44,8 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         if args.gradient_checkpointing_kwargs:
             raise ConfigError(
-                f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: {type(model).__name__} has no "
-                "method gradient_checkpointing_enable that would take it, and hasten recomputes its blocks instead; remove it."
+                f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: {type(model).__name__} has "
+                "no method gradient_checkpointing_enable, and hasten recomputes its blocks instead; remove it."
             )
         found["recompute"] = _recompute(model)
     if handlers := _handlers(args):
@@ -90,8 +90,8 @@ def _recompute(model: nn.Module) -> tuple[str, ...]:
     names = {type(block).__name__ for _, block in repeated_blocks(model)}
     if not names:
         raise ConfigError(
-            f"gradient_checkpointing=True: {type(model).__name__} has no repeated block to recompute, so nothing would be "
-            "saved; leave it out, or launch with recompute set to the classes of its blocks."
+            f"gradient_checkpointing=True: {type(model).__name__} has no repeated block to recompute, so it would have no effect; "
+            "remove it, or launch with recompute set to the classes of its blocks."
         )
     return tuple(sorted(names))
 

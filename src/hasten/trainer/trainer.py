@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.batch_size import find_executable_batch_size
+from hasten.optim.ema import EMA
 from hasten.runtime.seeding import set_seed
 from hasten.trainer import checkpoints
 from hasten.trainer import checkpoints as publish
@@ -43,10 +45,10 @@ from hasten.trainer.loss import (
     smoothed_loss,
 )
 from hasten.trainer.needs import check_given_optimizers
-from hasten.trainer.planning import TrainingPlan, plan_training
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
+from hasten.trainer.step_plan import TrainingPlan, plan_training
 
 # Any in this file: datasets, batches, outputs and tokenizers of any type.
 
@@ -102,6 +104,7 @@ class Trainer:
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         self.wrapped_model: Any = None
+        self.ema: EMA | None = None
         self._evaluated_model: nn.Module | None = None
         self.train_loader: Any = None
         self._batch_size = args.per_device_train_batch_size
@@ -115,8 +118,8 @@ class Trainer:
         made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
         if made.saving.memory is not None:
             raise ConfigError(
-                f"checkpoint_in_memory={made.config.checkpoint_in_memory} is for loops of your own: the Trainer completes its state (sums of "
-                "losses, callbacks) only when it saves, and a copy would lack that. Leave it out, and set save_steps."
+                f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
+                "callbacks) is only complete when it saves. Remove it, and set save_steps."
             )
         return made
 
@@ -163,11 +166,13 @@ class Trainer:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training data before it is prepared. Override it to read data differently."""
         if self.train_dataset is None:
-            raise ArgumentError("train() has no data: the Trainer was made without a train_dataset; give it one.")
+            raise ArgumentError(
+                "train() needs a train_dataset, but the Trainer was created without one; pass train_dataset=."
+            )
         options: dict[str, Any] = {"drop_last": self.args.dataloader_drop_last}
         if isinstance(self.train_dataset, IterableDataset):
             if self.args.group_by_length:
-                raise ConfigError("group_by_length=True needs a dataset with a length, not a stream; leave it out.")
+                raise ConfigError("group_by_length=True needs a dataset with a length, not a stream; remove it.")
         elif self.args.group_by_length:
             lengths = lengths_of(self.train_dataset, self.args.length_column_name)
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -205,8 +210,8 @@ class Trainer:
 
         if any(self._given_optimizers):
             raise ConfigError(
-                "auto_find_batch_size=True begins again with a new optimizer when memory runs out, but one was given in "
-                "optimizers, whose state cannot be taken back; leave one of them out, or override "
+                "auto_find_batch_size=True restarts with a new optimizer when memory runs out, but an optimizer was passed in "
+                "optimizers, whose state cannot be reset; remove one of them, or override "
                 "create_optimizer_and_scheduler."
             )
         search: Callable[[], TrainOutput] = find_executable_batch_size(
@@ -223,6 +228,7 @@ class Trainer:
             self.model = self.accelerator.unwrap_model(self.wrapped_model)
         self.optimizer, self.lr_scheduler = self._given_optimizers
         self.wrapped_model = self.train_loader = None
+        self.ema = None
         self.accelerator.free_memory()
         self.accelerator = self._make_accelerator(gradient_accumulation_steps=steps)
         self.accelerator.register_for_checkpointing(self.state)
@@ -273,6 +279,8 @@ class Trainer:
         self.wrapped_model, self.optimizer, self.lr_scheduler = accelerator.prepare(
             self.model, self.optimizer, self.lr_scheduler
         )
+        if args.ema_decay is not None:
+            self.ema = accelerator.ema(self.wrapped_model, args.ema_decay)
         return plan
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -306,6 +314,10 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     # -- evaluation -----------------------------------------------------------------------------------------------
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which the model holds the moving average of its weights, if `ema_decay` is set."""
+        return nullcontext() if self.ema is None else self.ema.swapped()
+
     def model_for_evaluation(self) -> nn.Module:
         """Return the prepared model: the trained one, or before a training one prepared for evaluation only."""
         if self.wrapped_model is not None:
@@ -324,7 +336,7 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ArgumentError(
-                "there is no data to evaluate on: the Trainer was made without an eval_dataset; give one of them."
+                "evaluate() needs an eval_dataset, but the Trainer was created without one; pass eval_dataset=."
             )
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}

@@ -284,8 +284,8 @@ def snapshot(
     """
     if kind_of(device).lazy:
         raise DeviceError(
-            f"memory_snapshot() cannot look into {device}: operations run there as whole programs, and tensors have no memory that torch "
-            "can see. Use the device's own profiler (torch_xla.debug.profiler)."
+            f"memory_snapshot() does not support {device}: torch has no information about memory on lazy devices. Use the device's "
+            "profiler (torch_xla.debug.profiler)."
         )
     report = measure("on request", models, optimizers, device)
     picture = save(report, folder, rank)

@@ -112,7 +112,7 @@ def test_a_model_without_a_loss_is_named_as_the_cause(samples: Any, reason: str)
     ("slip", "meant"),
     [
         ({"gradient_acumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"gradient_acumulation": {"num_steps": 2}}, "gradient_accumulation"),
+        ({"gradient_acumulation": {"num_steps": 2}}, "gradient_accumulation_plugin"),
         ({"gradient_acumulation_plugin": GradientAccumulationPlugin(num_steps=2)}, "gradient_accumulation_plugin"),
         ({"projet_dir": "runs"}, "project_dir"),
         ({"projet_config": {"project_dir": "runs"}}, "project_config"),

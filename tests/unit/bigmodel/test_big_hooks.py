@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import hasten
+from hasten import bigmodel
 from hasten.bigmodel.dispatch import CpuOffload
 from hasten.errors import PrepareError
 from hasten.modules.hooks import hook_of
@@ -43,17 +43,17 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 def test_hooks_bring_weights_and_take_them_away(buffers: bool, preload: list[str] | None) -> None:
     model, reference = build(), build()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()} if preload is None else None
-    hasten.attach_align_device_hook(
+    bigmodel.attach_align_device_hook(
         model, "cpu", offload=True, weights_map=weights, offload_buffers=buffers, preload_module_classes=preload
     )
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.norm.running_mean is not None
     assert model.norm.running_mean.is_meta == buffers
-    assert hasten.has_offloaded_params(model if preload else model.first)
+    assert bigmodel.has_offloaded_params(model if preload else model.first)
     for _ in range(2):
         assert torch.equal(model(X)["y"], reference(X)["y"])
     assert all(parameter.is_meta for parameter in model.parameters())
-    hasten.remove_hook_from_submodules(model)
+    bigmodel.remove_hook_from_submodules(model)
     assert torch.equal(model(X)["y"], reference(X)["y"])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -62,38 +62,38 @@ def test_blocks_get_their_own_devices() -> None:
     model, reference = build(), build()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     places = {"first": "cpu", "norm": "cpu", "last": "cpu"}
-    hasten.attach_align_device_hook_on_blocks(model, places, {"last": True}, weights_map=weights)
+    bigmodel.attach_align_device_hook_on_blocks(model, places, {"last": True}, weights_map=weights)
     assert model.last.weight.is_meta
     assert not model.first.weight.is_meta
     assert torch.equal(model(X)["y"], reference(X)["y"])
     hook = hook_of(model)
-    assert isinstance(hook, hasten.AlignDevicesHook)
+    assert isinstance(hook, bigmodel.AlignDevicesHook)
     assert hook.io_same_device
-    hasten.remove_hook_from_submodules(model)
+    bigmodel.remove_hook_from_submodules(model)
     assert hook_of(model) is None
 
 
 def test_offloaded_weights_change_inside_the_block_that_aligns_them() -> None:
     for attach in (
-        lambda m: hasten.attach_align_device_hook(m, "cpu", offload=True),
-        lambda m: hasten.cpu_offload(m, "cpu"),
+        lambda m: bigmodel.attach_align_device_hook(m, "cpu", offload=True),
+        lambda m: bigmodel.cpu_offload(m, "cpu"),
         lambda m: m,
     ):
         model, reference = build(), build()
         model(X)
         attach(model)
         model(X)
-        with torch.no_grad(), hasten.align_module_device(model.last, "cpu"):
+        with torch.no_grad(), bigmodel.align_module_device(model.last, "cpu"):
             model.last.weight.data += 1
             reference.last.weight.data += 1
         assert torch.equal(model(X)["y"], reference(X)["y"])
-        hasten.remove_hook_from_submodules(model)
+        bigmodel.remove_hook_from_submodules(model)
 
 
 def test_models_take_turns() -> None:
     first, second = build(), build()
-    first, handle = hasten.cpu_offload_with_hook(first, "cpu")  # type: ignore[assignment]
-    second, last = hasten.cpu_offload_with_hook(second, "cpu", prev_module_hook=handle)  # type: ignore[assignment]
+    first, handle = bigmodel.cpu_offload_with_hook(first, "cpu")  # type: ignore[assignment]
+    second, last = bigmodel.cpu_offload_with_hook(second, "cpu", prev_module_hook=handle)  # type: ignore[assignment]
     reference = build()
     assert torch.equal(second(first(X)["y"].new_tensor(X.tolist()))["y"], reference(X)["y"])
     hook = last.hook
@@ -123,7 +123,7 @@ def test_the_model_before_is_sent_back_when_the_next_one_is_called() -> None:
 
 def test_layers_are_kept_small_and_computed_large() -> None:
     model, reference = build(), build()
-    hasten.attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern="last")
+    bigmodel.attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern="last")
     assert model.first.weight.dtype is torch.float8_e4m3fn
     assert model.last.weight.dtype is model.norm.weight.dtype is torch.float32
     small = reference.first.weight.detach().to(torch.float8_e4m3fn).float()
@@ -136,16 +136,16 @@ def test_layers_are_kept_small_and_computed_large() -> None:
 
 def test_single_tensors_are_set() -> None:
     model = build()
-    hasten.set_module_tensor_to_device(model, "first.weight", "meta")
+    bigmodel.set_module_tensor_to_device(model, "first.weight", "meta")
     assert model.first.weight.is_meta
-    with pytest.raises(PrepareError, match="give `value`"):
-        hasten.set_module_tensor_to_device(model, "first.weight", "cpu")
+    with pytest.raises(PrepareError, match="pass `value`"):
+        bigmodel.set_module_tensor_to_device(model, "first.weight", "cpu")
     with pytest.raises(PrepareError, match="has shape"):
-        hasten.set_module_tensor_to_device(model, "first.weight", "cpu", torch.zeros(2, 2))
+        bigmodel.set_module_tensor_to_device(model, "first.weight", "cpu", torch.zeros(2, 2))
     with pytest.raises(PrepareError, match="no parameter or buffer"):
-        hasten.set_module_tensor_to_device(model, "first.wight", "cpu")
-    hasten.set_module_tensor_to_device(model, "first.weight", "cpu", torch.ones(6, 4), dtype="float16")
+        bigmodel.set_module_tensor_to_device(model, "first.wight", "cpu")
+    bigmodel.set_module_tensor_to_device(model, "first.weight", "cpu", torch.ones(6, 4), dtype="float16")
     assert model.first.weight.dtype is torch.float16
     assert isinstance(model.first.weight, nn.Parameter)
-    hasten.set_module_tensor_to_device(model, "norm.running_mean", "cpu", torch.ones(6))
+    bigmodel.set_module_tensor_to_device(model, "norm.running_mean", "cpu", torch.ones(6))
     assert "running_mean" in model.norm._buffers

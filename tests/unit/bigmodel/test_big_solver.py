@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hasten.bigmodel.solver import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
+from hasten.bigmodel.placement_plan import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
 from hasten.errors import ConfigError
 
 
@@ -137,5 +137,5 @@ def test_low_first_leaves_the_first_device_what_the_others_cannot_hold() -> None
 
 
 def test_what_is_missing_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"no place for 8 bytes .* largest, b, takes 8 bytes"):
+    with pytest.raises(ConfigError, match=r"8 bytes of it do not fit .* largest, b, takes 8 bytes"):
         place([Atom(("a",), 4), Atom(("b",), 8)], [Device("cpu", 5)])

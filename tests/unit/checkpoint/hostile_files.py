@@ -37,9 +37,9 @@ from hasten.comm.local import LocalComm
 from hasten.errors import HastenError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import FullPrecision
+from hasten.state.previous_state import PreviousState
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import Randomness, RunParts, collect
-from hasten.state.undo import Undo
 
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -66,7 +66,7 @@ class Objects:
         return tensors + [v.clone() for s in self.optimizers[0].state.values() for v in s.values()]
 
 
-def parts_of(objects: Objects) -> RunParts:
+def parts_of(objects: Any) -> RunParts:  # Any: unprepared objects, in place of prepared ones
     return RunParts(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
 
 
@@ -391,7 +391,7 @@ def attempt(root: Path, objects: Objects) -> str:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "planning changed the model"
             del plan
             other = Objects()
-            with Undo() as undo, agreeing(LocalComm(), "loading") as together:
+            with PreviousState() as undo, agreeing(LocalComm(), "loading") as together:
                 plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply(together, undo)
         return "loaded"
     except HastenError as error:

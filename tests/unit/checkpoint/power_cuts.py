@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from hasten.checkpoint.base import Component, StateTree
-from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.format.manifest import Manifest, read_manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.local_draft import draft_of, read_manifest
+from hasten.checkpoint.store.folder_replacement import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import newest, number_of, numbered
 from hasten.checkpoint.store.retention import Retention
@@ -111,9 +111,9 @@ class DeadlyDisk(Disk):
     def link(self, old: Path, new: Path) -> None:
         self._turn(lambda: Disk.link(self, old, new))
 
-    def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
+    def put_lock(self, draft: Path, path: Path, flocked: bytes, plain: bytes) -> int:
         made: list[int] = []
-        self._turn(lambda: made.append(Disk.put_lock(self, draft, path, content)))
+        self._turn(lambda: made.append(Disk.put_lock(self, draft, path, flocked, plain)))
         return made[0]
 
 

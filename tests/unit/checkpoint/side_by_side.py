@@ -24,8 +24,7 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locks import LocalLocks
-from hasten.checkpoint.store.writer_lock import take
+from hasten.checkpoint.store.locks import LocalLocks, acquire
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError
@@ -57,13 +56,13 @@ def undisturbed(root: Path, name: str) -> int | None:
     """The same, while nobody may write there."""
     while True:
         try:
-            claim = take(LocalLocks(root / name, Disk()), name, name)
+            lock = acquire(LocalLocks(root / name, Disk()), name, name)
         except CheckpointBusyError:
             continue
         try:
             return number_in(root, name)
         finally:
-            claim.release()
+            lock.release()
 
 
 class Worker:

@@ -56,7 +56,7 @@ def test_two_machines_may_be_lost_unless_one_kept_the_other(count: int) -> None:
         beside = neighbour(a, count) == b or neighbour(b, count) == a
         assert (newest_common(held, layout) is None) == beside
         if beside:
-            assert "nobody holds what machine" in why_none(held, layout) or count == 2
+            assert "no machine holds the state that machine" in why_none(held, layout) or count == 2
 
 
 def test_a_copy_that_is_not_everywhere_does_not_count() -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hasten.checkpoint import filling
-from hasten.checkpoint.filling import run_copies
+from hasten.checkpoint import reshard
 from hasten.checkpoint.format.formats import (
     Piece,
     encode_safetensors,
@@ -24,8 +23,8 @@ from hasten.checkpoint.format.formats import (
     read_safetensors,
 )
 from hasten.checkpoint.format.packing import pack
-from hasten.checkpoint.reshard import Copy, plan_copies
-from hasten.checkpoint.store.disk import BlobWriter, Disk
+from hasten.checkpoint.reshard import Copy, plan_copies, run_copies
+from hasten.checkpoint.store.disk import Disk, write_files
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 SHAPES = ((3,), (1,), (70_000,), (2, 5), (), (1000, 7), (300, 301), (1,), (9, 9, 9))
@@ -41,19 +40,19 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 def stored(folder: Path, values: dict[str, Tensor], kind: str) -> dict[str, Piece]:
     if kind == "safetensors":
-        BlobWriter(Disk()).write(folder, {"f.safetensors": encode_safetensors(values)})
+        write_files(folder, {"f.safetensors": encode_safetensors(values)}, Disk())
         return dict(read_safetensors(folder / "f.safetensors").pieces)
     data, named = pack(values | {f"s{i}": torch.tensor(float(i)) for i in range(80)})
     blob, beside = encode_with_sidecar(named, data)
     assert beside is not None, "many tensors have a layout file"
-    BlobWriter(Disk()).write(folder, {"f.bin": blob, "f.json": beside})
+    write_files(folder, {"f.bin": blob, "f.json": beside}, Disk())
     return dict(read_by_sidecar(folder / "f.bin", folder / "f.json").pieces)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.exhaustive), 1000, 65_536, 16 * 1024**2])
 def test_tensors_of_all_sizes_come_back(tmp_path: Path, kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(reshard, "CHUNK_BYTES", chunk)
     for seed in range(3):
         folder = tmp_path / f"{seed}"
         folder.mkdir()
@@ -80,7 +79,7 @@ def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
 
 
 def test_many_small_copies_and_large_ones_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(reshard, "CHUNK_BYTES", 1000)
     values = {f"{i}": torch.randn(size) for i, size in enumerate([1, 300, 1, 1, 250, 900, 2])}
     live = {name: torch.zeros_like(value) for name, value in values.items()}
     copies = [Copy(live[name], value) for name, value in values.items()]
@@ -116,7 +115,7 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path, monke
     def failing(fd: int, views: Sequence[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(filling, "read_all", failing)
+    monkeypatch.setattr(reshard, "read_all", failing)
     weight = torch.nn.Parameter(torch.randn(5000))
     loss = (weight * weight).sum()
     with pytest.raises(CheckpointError, match=r"f\.safetensors: cannot be read any more .*Input/output error"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hasten.checkpoint.base import Component, Slice
-from hasten.checkpoint.format.layout import Sizes, hub_index, plan_component
+from hasten.checkpoint.writer import Sizes, hub_index, plan_component
 
 
 def tensors(n: int, size: int = 10) -> dict[str, torch.Tensor | Slice]:

@@ -25,19 +25,22 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore, same_family
 from hasten.checkpoint.store.locate import number_of, numbered
-from hasten.checkpoint.store.locks import LocalLocks, hidden, parse_hidden, tag_of
-from hasten.checkpoint.store.remote_store import RemoteStore
-from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.store.writer_lock import (
+from hasten.checkpoint.store.locks import (
     Liveness,
+    LocalLocks,
+    LockTimeouts,
     Owner,
-    Patience,
+    acquire,
     decode_owner,
     encode_owner,
+    hidden,
     liveness,
-    take,
+    parse_hidden,
+    tag_of,
     this_process,
 )
+from hasten.checkpoint.store.remote_store import RemoteStore
+from hasten.checkpoint.store.retention import Retention
 from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError
@@ -58,12 +61,12 @@ def names_in(folder: Path) -> list[str]:
 @pytest.fixture(params=["local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
     """An empty store of either kind, with little patience."""
-    patience = Patience(beat_s=0.05, stale_s=1.0)
+    timeouts = LockTimeouts(beat_s=0.05, stale_s=1.0)
     if request.param == "local":
-        yield LocalStore(tmp_path / "run", patience=patience)
+        yield LocalStore(tmp_path / "run", timeouts=timeouts)
         return
     fsspec = pytest.importorskip("fsspec")
-    yield RemoteStore("memory://owners/run", patience=patience)
+    yield RemoteStore("memory://owners/run", timeouts=timeouts)
     if fsspec.filesystem("memory").exists("/owners"):
         fsspec.filesystem("memory").rm("/owners", recursive=True)
 
@@ -167,12 +170,12 @@ def test_an_abandoned_draft_does_not_lock_its_own_process_out(store: CheckpointS
     assert store.complete("best")
 
 
-def test_a_forked_copy_does_not_release_the_claim(tmp_path: Path) -> None:
+def test_a_forked_copy_does_not_release_the_lock(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     draft = store.begin("best")
     pid = os.fork()
     if pid == 0:
-        draft._claim = None  # as if the copy went out of scope
+        draft._lock = None  # as if the copy went out of scope
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     with pytest.raises(CheckpointBusyError):
@@ -459,8 +462,8 @@ def test_names_too_long_for_hidden_entries_are_shortened(tmp_path: Path) -> None
 
 
 def _two(locks: LocalLocks, name: str) -> None:
-    first = take(locks, name, name)
+    first = acquire(locks, name, name)
     try:
-        take(locks, name, name)
+        acquire(locks, name, name)
     finally:
         first.release()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 from hasten.checkpoint.store.locate import next_number, number_of, numbered
-from hasten.checkpoint.store.retention import Kept, Retention, best, expired
+from hasten.checkpoint.store.retention import CommittedCheckpoint, Retention, best, expired
 
 
-def made(n: int, start: int = 0) -> list[Kept]:
-    return [Kept(numbered(i), i, {"loss": float((i * 7) % 5)}) for i in range(start, start + n)]
+def made(n: int, start: int = 0) -> list[CommittedCheckpoint]:
+    return [CommittedCheckpoint(numbered(i), i, {"loss": float((i * 7) % 5)}) for i in range(start, start + n)]
 
 
 def test_laws_over_all_small_policies() -> None:
@@ -30,9 +30,14 @@ def test_laws_over_all_small_policies() -> None:
 
 
 def test_best_prefers_the_newer_of_equals_and_skips_nan() -> None:
-    there = [Kept("a", 0, {"x": 1.0}), Kept("b", 1, {"x": 1.0}), Kept("c", 2, {"x": float("nan")}), Kept("d", 3)]
+    there = [
+        CommittedCheckpoint("a", 0, {"x": 1.0}),
+        CommittedCheckpoint("b", 1, {"x": 1.0}),
+        CommittedCheckpoint("c", 2, {"x": float("nan")}),
+        CommittedCheckpoint("d", 3),
+    ]
     assert best(there, Retention(1, 1, "x")) == ["b"]
-    assert best([*there, Kept("e", 4, {"x": 3.0})], Retention(1, 1, "x", "max")) == ["e"]
+    assert best([*there, CommittedCheckpoint("e", 4, {"x": 3.0})], Retention(1, 1, "x", "max")) == ["e"]
 
 
 def test_numbers_never_come_twice() -> None:

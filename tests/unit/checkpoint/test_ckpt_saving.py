@@ -19,7 +19,7 @@ from hasten.checkpoint import reader
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import newest
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
-from hasten.state.preemption import told_by
+from hasten.state.preemption import stop_reason
 
 
 class Tied(nn.Module):
@@ -279,7 +279,7 @@ for how in sys.argv[2:]:
 
 
 def test_who_told_the_run_to_stop_is_said_in_words() -> None:
-    said = [told_by(number, 3) for number in (-1, signal.SIGTERM)]
+    said = [stop_reason(number, 3) for number in (-1, signal.SIGTERM)]
     assert said == [f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")]
 
 
@@ -306,10 +306,10 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
     accelerator, model, _ = make(tmp_path)
     accelerator.save_state(tmp_path / "out")
     before = {key: value.clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
-    sound = reader.check_sound
+    sound = reader.verify_files
 
-    def then_exchanged(folder: Path, files: Any, chunk_bytes: int) -> None:
-        sound(folder, files, chunk_bytes)
+    def then_exchanged(folder: Path, files: Any, chunk_bytes: int) -> list[str]:
+        problems = sound(folder, files, chunk_bytes)
         path = folder / "model.safetensors"
         raw = path.read_bytes()[:-4] + b"\0\0\0\0"
         if way == "replaced":
@@ -317,8 +317,9 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
             (folder / "other").rename(path)
         else:
             path.write_bytes(raw)
+        return problems
 
-    monkeypatch.setattr(reader, "check_sound", then_exchanged)
+    monkeypatch.setattr(reader, "verify_files", then_exchanged)
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: was replaced or changed"):
         accelerator.load_state(tmp_path / "out")
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())

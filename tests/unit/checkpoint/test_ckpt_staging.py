@@ -52,7 +52,7 @@ def test_one_copy_of_tied_memory() -> None:
 def test_a_save_given_up_leaves_nothing_behind() -> None:
     staging = HostStaging()
     staging.begin([torch.randn(1000)])
-    staging.abandon()
+    staging.discard()
     value = torch.randn(10)
     staged = staging.end({"a": blob_of(value)})
     assert content(staged["a"]) == value.numpy().tobytes()

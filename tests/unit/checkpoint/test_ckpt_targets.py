@@ -294,7 +294,7 @@ def test_a_users_file_in_the_way_is_an_error_that_changes_nothing(tmp_path: Path
     (tmp_path / "out" / users).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / users).write_text("keep")
     before = names_in(tmp_path)
-    with pytest.raises(CheckpointError, match=r"is in the way of .*Move it, or save into another folder"):
+    with pytest.raises(CheckpointError, match=r"conflicts with .*Move it, or save into another folder"):
         save(tmp_path, "out", 2.0, hook=hooked(hooks, 2.0))
     assert names_in(tmp_path) == before
     assert value_of(tmp_path, "out") == 1.0

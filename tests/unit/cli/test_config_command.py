@@ -36,7 +36,7 @@ def test_default_writes_once(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert config.cpu == (examine().device == "cpu")
     assert f"Written to {path}" in capsys.readouterr().out
     assert main(["config", "default"]) == 2
-    assert "exists and would be lost; give --force" in capsys.readouterr().err
+    assert "already exists; pass --force" in capsys.readouterr().err
     assert main(["config", "default", "--force"]) == 0
     assert resolve(file=files.read(path).entries).config.gradient_accumulation.num_steps == 1
 
@@ -98,7 +98,7 @@ def test_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good.write_text("mixed_precision: bf16\n")
     bad.write_text("mixed_precision: bf61\nlaunhc: {}\n")
     assert main(["config", "check", str(good)]) == 0
-    assert capsys.readouterr().out == f"{good}: right (ours, 1 settings)\n"
+    assert capsys.readouterr().out == f"{good}: valid (ours, 1 settings)\n"
     assert main(["config", "check", str(bad)]) == 2
     message = capsys.readouterr().err
     assert message.startswith("hasten config: 2 settings are wrong:")
@@ -116,7 +116,7 @@ def test_unknown_config_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_wizard_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 2
-    assert "needs a terminal" in capsys.readouterr().err
+    assert "needs an interactive terminal" in capsys.readouterr().err
 
 
 def test_write_basic_config(home: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +125,7 @@ def test_write_basic_config(home: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert resolve(file=files.read(path).entries).config.mixed_precision == "bf16"
     with caplog.at_level(logging.WARNING):
         assert hasten.write_basic_config() is False
-    assert "exists and is kept" in caplog.text
+    assert "exists and was not changed" in caplog.text
     assert hasten.write_basic_config(save_location=home / "other.yaml") == home / "other.yaml"
 
 

@@ -28,7 +28,8 @@ SECRETS = (
 TRAINING = """
 import sys
 import torch
-from hasten import Accelerator, Tracker
+from hasten import Accelerator
+from hasten.extending import Tracker
 
 class Service(Tracker):
     name = "service"

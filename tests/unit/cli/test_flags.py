@@ -123,7 +123,7 @@ def test_help_marks_what_every_value_is_refused_for() -> None:
     for info in SETTABLE:
         other = not info.default if isinstance(info.default, bool) else "another"
         refused = bool(absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", info.name))}))
-        assert ("[not in this version]" in str(shown[info.path])) == refused, info.name
+        assert ("[not supported in this version]" in str(shown[info.path])) == refused, info.name
 
 
 def test_the_package_runs_as_the_command() -> None:

@@ -37,7 +37,7 @@ def test_predict_refuses_another_kind_of_file_before_it_starts(
 @pytest.mark.parametrize("result", [None, 3])
 def test_a_function_that_returns_no_list_is_told_so(result: int | None) -> None:
     with pytest.raises(
-        DataError, match="came back instead of results; return a list with one result per row"
+        DataError, match="was returned instead of results; return a list with one result per row"
     ) as caught:
         one_batch(lambda rows: result, [{"text": "a"}], range(1))  # type: ignore[arg-type, return-value]
     assert caught.value.__notes__ == ["while predicting rows 0 to 0"]

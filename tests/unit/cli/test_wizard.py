@@ -165,7 +165,7 @@ def test_terminal_run_with_fsdp(tmp_path: Path) -> None:
         answer(child, "How many machines?", ENTER)
         answer(child, "How many processes?", "\x7f2" + ENTER)
         answer(child, "Mixed precision?", DOWN + ENTER)
-        answer(child, "How is the model spread", DOWN + DOWN + UP + ENTER)
+        answer(child, "How is the model distributed", DOWN + DOWN + UP + ENTER)
         answer(child, "When are gathered parameters freed?", DOWN + ENTER)
         answer(child, "What is sharded as one unit?", DOWN + ENTER)
         answer(child, "Class names of the blocks", "Block, Head" + ENTER)

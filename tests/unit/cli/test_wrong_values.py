@@ -78,7 +78,7 @@ def test_what_no_machine_holds_is_refused_at_once(
     flag: str, rest: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", "--cpu", f"--{flag}=1000000000", *rest, "train.py"]) == 2
-    assert "cannot hold them" in capsys.readouterr().err
+    assert "is too small" in capsys.readouterr().err
 
 
 def test_a_job_that_cannot_be_submitted_leaves_no_script(

@@ -1,26 +1,101 @@
-"""The Accelerator's typed keyword arguments are the settings of the schema, no more and no fewer."""
+"""The Accelerator's keyword arguments: each setting has one name in code, a type and a description."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import typing
+from pathlib import Path
+from typing import Any, cast
 
-from hasten import Accelerator
+import pytest
+
+from hasten import Accelerator, TrustSettings
 from hasten.config.base import Section
-from hasten.config.keywords import Keywords
-from hasten.config.layers import ARGUMENTS
+from hasten.config.files import read
+from hasten.config.layers import ARGUMENTS, HANDLERS, MOVED, arguments, from_code
+from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.config.schema import section_at
+from hasten.errors import ConfigError, UnknownSettingError
+
+KEYWORDS = {name: one for name, one in inspect.signature(Accelerator).parameters.items() if name != "unknown"}
 
 
-def test_every_setting_is_a_keyword() -> None:
-    listed = set(inspect.signature(Accelerator).parameters) - {"settings", "context", "kwargs_handlers"}
-    assert listed.isdisjoint(Keywords.__annotations__)
-    assert listed | set(Keywords.__annotations__) == set(Config.__dataclass_fields__) | set(ARGUMENTS)
+def test_every_setting_has_one_keyword() -> None:
+    assert set(KEYWORDS) == {*arguments(), "context"}
+    assert len(KEYWORDS) < 40
+    assert not MOVED & KEYWORDS.keys()
+    sections = [ARGUMENTS.get(name, (name,)) for name in KEYWORDS if section_at(ARGUMENTS.get(name, (name,)))]
+    assert len(sections) == len(set(sections)), "a section under two names"
+    reached = {path[0] for path in (*sections, *HANDLERS.values())} | {"launch"}  # the launcher's own settings
+    assert {name for name in Config.__dataclass_fields__ if section_at((name,))} == reached
 
 
 def test_a_section_is_typed_as_its_class() -> None:
-    for name, hint in typing.get_type_hints(Keywords).items():
+    hints = typing.get_type_hints(Accelerator.__init__)
+    for name in KEYWORDS:
         section = section_at(ARGUMENTS.get(name, (name,)))
-        classes = {kind for kind in typing.get_args(hint) if isinstance(kind, type) and issubclass(kind, Section)}
+        classes = {
+            kind for kind in typing.get_args(hints[name]) if isinstance(kind, type) and issubclass(kind, Section)
+        }
         assert classes == ({section} if section else set()), name
+
+
+def test_every_keyword_is_described() -> None:
+    text = inspect.getdoc(Accelerator) or ""
+    described = re.findall(r"^    (\w+): \S", text, re.MULTILINE)
+    assert described == [*KEYWORDS, "unknown"], "in the order of the signature"
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_a_name_of_files_names_its_spelling_in_code(name: str) -> None:
+    with pytest.raises(UnknownSettingError, match=rf"Accelerator\({name}=.*is not an argument.*; write ") as caught:
+        Accelerator(**cast(Any, {name: {}}))
+    if found := re.search(r"write (\w+)=", str(caught.value)):
+        assert found[1] in KEYWORDS
+
+
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    [
+        ("fsdp", "fsdp_plugin=FullyShardedDataParallelPlugin(...)"),
+        ("ddp", "kwargs_handlers=[DistributedDataParallelKwargs(...)]"),
+        ("numbers_spike", "trust=TrustSettings(numbers_spike=...)"),
+        ("launch", "a flag of `hasten launch`"),
+    ],
+)
+def test_spellings_in_code(name: str, spelling: str) -> None:
+    with pytest.raises(UnknownSettingError) as caught:
+        from_code({name: "off"})
+    assert spelling in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("off", ("off", "off", "off")),
+        ("report", ("report", "report", "report")),
+        ({"stall": "report"}, ("report", "stop", "report")),
+        (TrustSettings(numbers="stop"), ("abort", "stop", "stop")),
+    ],
+)
+def test_trust_is_a_word_a_mapping_or_its_class(value: Any, found: tuple[str, str, str]) -> None:
+    trust = resolve(code={"trust": value}).config.trust
+    assert (trust.stall, trust.divergence, trust.numbers) == found
+
+
+def test_a_word_that_one_check_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trust.*expected one of abort, report, off"):
+        resolve(code={"trust": "stop"})
+    with pytest.raises(ConfigError, match="3 settings are wrong"):
+        resolve(code={"trust": "on"})
+
+
+def test_trust_in_a_file_and_in_variables(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("schema: 1\ntrust: off\n")
+    trust = resolve(file=read(tmp_path / "a.yaml").entries, env={"HASTEN_TRUST_NUMBERS": "skip"}).config.trust
+    assert (trust.stall, trust.divergence, trust.numbers) == ("off", "off", "skip")
+    (tmp_path / "b.yaml").write_text("schema: 1\nstall: off\n")
+    with pytest.raises(ConfigError, match=r"b.yaml:2: unknown setting 'stall'.*belongs under 'trust.stall'"):
+        read(tmp_path / "b.yaml")

@@ -132,7 +132,7 @@ def test_handlers_find_their_sections() -> None:
 
 
 def test_code_arguments() -> None:
-    config = resolve(code={"log_with": ["wandb", object()], "cpu": None, "fsdp": {"cpu_offload": True}}).config
+    config = resolve(code={"log_with": ["wandb", object()], "cpu": None, "fsdp_plugin": {"cpu_offload": True}}).config
     assert config.tracking.log_with == ("wandb",)
     assert config.fsdp.cpu_offload
     with pytest.raises(UnknownSettingError, match="did you mean 'mixed_precision'"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hasten.testing.loaders import CountingStream, global_order, prepared, seen
+from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 
 class Faulty(Dataset[int]):

@@ -14,7 +14,7 @@ from hasten.data.loader import Loader
 from hasten.errors import DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.mesh_plan import MeshSpec
-from hasten.testing.loaders import CountingStream, global_order, prepared, seen
+from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 
 class Squares(Dataset[int]):

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hasten.errors import ConfigError, DataError, PrepareError
-from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 DATA = list(range(23))
 Build = Callable[[], DataLoader[Any]]
@@ -157,7 +157,7 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_twice() -> None:
     wrong: Any = DistributedSampler(DATA, num_replicas=2, rank=0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="num_replicas=3, rank=1"):
         prepared(DataLoader(DATA, sampler=wrong), 1, 3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Leave the sampler out"):
+    with pytest.raises(ConfigError, match="Remove the sampler"):
         prepared(DataLoader(DATA, sampler=wrong), 0, 2, dispatch_batches=True)  # type: ignore[arg-type]
 
 
@@ -187,7 +187,7 @@ def test_batches_of_varying_size_can_be_split() -> None:
     check_even(shares)
     assert sorted(global_order(shares)) == DATA
     assert [len(row.values) for row in shares[0]] == [2, 1, 2, 1, 2, 1, 2, 1, 2]
-    with pytest.raises(DataError, match="Make batches of at least 2 rows"):
+    with pytest.raises(DataError, match="Use batches of at least 2 rows"):
         shares_of(build, 2, split_batches=True, even_batches=False)
 
 

@@ -20,14 +20,14 @@ from torch.utils.data import (
 )
 
 from hasten.comm.local import LocalComm
+from hasten.data.batch_plan import find, plan_rows
 from hasten.data.iterable import Cutting
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.data.plan import find, plan_rows
 from hasten.data.position import Position
 from hasten.data.readers import BatchReader
 from hasten.data.stream import StreamSource
 from hasten.errors import DataError
-from hasten.testing.loaders import CountingStream, global_order, prepared, seen
+from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 
 class Buckets:
@@ -240,7 +240,7 @@ def test_an_order_of_torchs_that_cannot_be_drawn_again_is_refused() -> None:
     next(batches), next(batches)
     again = prepared(noisy("lazy"), order="torch")
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    with pytest.raises(DataError, match="Lazy drew another order for epoch 0"):
+    with pytest.raises(DataError, match="Lazy drew a different order for epoch 0"):
         next(iter(again))
 
 

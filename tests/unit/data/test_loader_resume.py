@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import ConfigError, DataError
-from hasten.testing.loaders import CountingStream, global_order, prepared, seen
+from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 DATA = list(range(21))
 WORLDS = ((1, 1), (2, 2), (2, 4), (4, 2))  # before and after a crash

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hasten.data.plan import LoaderPlan, cut, plan_batches, plan_rows
+from hasten.data.batch_plan import LoaderPlan, cut, plan_batches, plan_rows
 from hasten.errors import ConfigError
 
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from hasten import trees
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data import build, prefetch
+from hasten.data.batch_plan import Padding
 from hasten.data.loader import plain_move
-from hasten.data.plan import Padding
-from hasten.data.prefetch import InLine, LookAhead, OneAhead, Prefetch, Queue, Slot
+from hasten.data.prefetch import InLine, LookAhead, Prefetch, Queue, Slot
 from hasten.data.source import Item
-from hasten.testing.loaders import prepared
+from tests.support.loaders import prepared
 
 
 class Movable:
@@ -170,25 +170,6 @@ def test_a_mapping_without_a_to_of_its_own_is_moved_all_the_same() -> None:
     moved = trees.to_device(UserDict({"x": torch.ones(2), "n": 3}), "meta")
     assert moved["x"].device.type == "meta"
     assert moved["n"] == 3
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 5])
-def test_one_ahead_reads_one_further_and_knows_the_last(length: int) -> None:
-    read: list[int] = []
-
-    def batches() -> Any:
-        for number in range(length):
-            read.append(number)
-            yield torch.tensor([number]), None, False, number
-
-    for device in (None, torch.device("cpu")):
-        read.clear()
-        seen = []
-        for batch, _, last, mark in OneAhead(device)(batches()):
-            seen.append((int(batch), last))
-            assert mark == int(batch)
-            assert len(read) == min(int(batch) + 2, length)
-        assert seen == [(number, number == length - 1) for number in range(length)]
 
 
 def test_a_queue_gives_batches_in_order_and_opens_no_lane_for_small_ones() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hasten.data.memory import Memory
 from hasten.errors import DataError
-from hasten.testing.loaders import prepared, seen
+from tests.support.loaders import prepared, seen
 
 # Any in this file: generators of many kinds.
 SIZE: Final = 13
@@ -159,7 +159,7 @@ def test_a_memory_that_cannot_be_found_is_refused() -> None:
     seen(first, limit=3)
     second = build()
     second.load_state_dict(first.state_dict())
-    with pytest.raises(DataError, match="drew another order"):
+    with pytest.raises(DataError, match="drew a different order"):
         seen(second)
 
 

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from hasten.data.plan import Shuffle, derive_seed
+from hasten.data.batch_plan import Shuffle, derive_seed
 
 
 def test_every_size_up_to_2000_is_a_permutation() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, SequentialSampler
 
 from hasten.errors import ConfigError
-from hasten.testing.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
 
 
 class Sized(CountingStream):

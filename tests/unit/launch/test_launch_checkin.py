@@ -94,7 +94,7 @@ def test_all_see_all_at_every_size() -> None:
 def test_two_machines_with_one_rank_are_told_to_all() -> None:
     for got in meet([0, 1, 1], 3):
         assert isinstance(got, str)
-        assert "both say they are machine 1 of 3" in got
+        assert "both claim to be machine 1 of 3" in got
         assert "h1 (10.0.0.1)" in got
         assert "h2 (10.0.0.2)" in got
         assert "Correct --machine_rank" in got
@@ -118,7 +118,7 @@ def test_a_changed_setting_is_named_by_itself() -> None:
     left = report(0, config="a", settings={"mixed_precision": "'bf16'", "strategy": "'ddp'"})
     right = report(1, config="b", settings={"strategy": "'ddp'"})
     assert disagreements([left, right]) == ["the setting mixed_precision: 'bf16' on h0; its default on h1"]
-    with pytest.raises(LaunchError, match=r"do not run the same thing(.|\n)*--check_in warn"):
+    with pytest.raises(LaunchError, match=r"the machines differ(.|\n)*--check_in warn"):
         check_agreement([left, right])
 
 
@@ -128,7 +128,7 @@ def test_an_absent_package_is_a_difference() -> None:
 
 def test_the_number_asked_for_is_checked() -> None:
     check_agreement([report(0), report(1)], expected_world_size=2)
-    with pytest.raises(LaunchError, match=r"num_processes=3 was asked .* bring 2 \(1 on h0, 1 on h1\)"):
+    with pytest.raises(LaunchError, match=r"num_processes=3 is the total .* start 2 \(1 on h0, 1 on h1\)"):
         check_agreement([report(0), report(1)], expected_world_size=3)
 
 

@@ -73,7 +73,7 @@ def test_equal_ends_share_a_line() -> None:
 
 def test_a_lost_machine_is_named_first() -> None:
     text = render_failure([failed(0, GLOO_LOST)], lost=["machine 1 (host-b)"])
-    assert text.startswith("machine 1 (host-b) does not answer any more")
+    assert text.startswith("machine 1 (host-b) no longer responds")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_signals_are_named() -> None:
 
 def test_a_preempted_run_is_told_apart_from_a_failure() -> None:
     preempted = Failure(0, "h", PREEMPTED_EXIT_CODE, 0.0, pid=1, summary="", traceback="")
-    assert "told to stop" in (hint_for(preempted) or "")
+    assert "saved a checkpoint and stopped" in (hint_for(preempted) or "")
 
 
 def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch import mpi
+from hasten.launch import external
 from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.shape import JobShape, decide, worker_argv
 
@@ -123,18 +123,20 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         (17, LaunchConfig(num_processes=17)),
         (10**9, LaunchConfig(processes_per_machine=10**9)),
     ):
-        with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB cannot hold them.* Ask for at most 16"):
+        with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB is too small.* Request at most 16"):
             decide(LaunchRequest(Config(launch=launch), Target("train.py")), host)
     assert (
         decide(LaunchRequest(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes
         == 16
     )
-    with pytest.raises(ConfigError, match="cannot hold them"):
-        mpi.plan(LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())
+    with pytest.raises(ConfigError, match="is too small"):
+        external.plan_mpi(
+            LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, external.Mpi()
+        )
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_ids=0,99 names devices, but no usable accelerator.*leave gpu_ids out"):
+    with pytest.raises(ConfigError, match=r"gpu_ids=0,99 names devices, but no usable accelerator.*remove gpu_ids"):
         shape({"gpu_ids": (0, 99)})
     for wrong in ((0, 99), (-1,)):
         with pytest.raises(ConfigError, match="has 2 devices"):

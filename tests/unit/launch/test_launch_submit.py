@@ -84,7 +84,7 @@ def test_a_signal_to_the_shell_alone_reaches_the_step(tmp_path: Path, which: str
 
 
 def test_no_requeue_is_an_option() -> None:
-    config = resolve(code={"launch": {"submit_options": {"requeue": False}}})
+    config = resolve(code={"launch.submit_options": {"requeue": False}})
     request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config))
     (script,) = plan_submit(request, Host(name="login"), (), "/job").files
     assert "requeue" not in script.text

@@ -64,7 +64,7 @@ def test_one_vm_of_several_would_wait_for_the_others(script: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("answer", "code", "words"),
-    [(endpoints(1), 0, "big has 1 host"), ("{}", 0, "could not tell"), ("ERROR: denied", 1, "could not tell")],
+    [(endpoints(1), 0, "big has 1 host"), ("{}", 0, "did not report"), ("ERROR: denied", 1, "did not report")],
 )
 def test_one_host_and_an_unknown_number_go_on(script: str, tmp_path: Path, answer: str, code: int, words: str) -> None:
     gcloud(tmp_path, answer, code)

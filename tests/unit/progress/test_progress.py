@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten
 from hasten.errors import ConfigError
 from hasten.progress import text
-from hasten.progress.bar import Progress, Surroundings
+from hasten.progress.bar import BarContext, Progress
 from hasten.progress.display import LineDisplay, NoDisplay, NotebookDisplay, TerminalDisplay, choose_display
 from hasten.progress.meter import Meter, MeterReading
 from hasten.progress.scalars import LateScalars, fetch_scalars
-from hasten.progress.straggler import Pulse, StragglerWatch, find_straggler
+from hasten.progress.straggler import BackwardTimer, StragglerWatch, find_straggler
 from hasten.runtime.topology import Topology
 
 
@@ -53,7 +53,7 @@ def batches(num: int, rows: int = 4) -> Iterator[dict[str, torch.Tensor]]:
 
 def test_every_item_passes_through_and_is_counted() -> None:
     sheet = Sheet()
-    bar = Progress(list(batches(5)), here=Surroundings(display=sheet, replicas=2), desc="train")
+    bar = Progress(list(batches(5)), here=BarContext(display=sheet, replicas=2), desc="train")
     assert len(bar) == 5
     for batch in bar:
         assert batch["labels"].shape == (4,)
@@ -68,7 +68,7 @@ def test_every_item_passes_through_and_is_counted() -> None:
 
 def test_a_stream_has_no_total_and_no_eta() -> None:
     sheet = Sheet()
-    bar = Progress(batches(3), here=Surroundings(display=sheet))
+    bar = Progress(batches(3), here=BarContext(display=sheet))
     assert sum(1 for _ in bar) == 3
     assert sheet.readings[-1].total is None
     assert sheet.readings[-1].eta_s is None
@@ -86,28 +86,28 @@ def test_break_and_exceptions_close_the_bar_and_the_source() -> None:
             closed.append(True)
 
     sheet = Sheet()
-    for item in Progress(source(), here=Surroundings(display=sheet)):
+    for item in Progress(source(), here=BarContext(display=sheet)):
         if item == 2:
             break
     assert (closed, sheet.closed) == ([True], 1)
     with pytest.raises(RuntimeError, match="mine"):  # noqa: PT012  the loop is what is tested
-        for _ in Progress(source(), here=Surroundings(display=sheet)):
+        for _ in Progress(source(), here=BarContext(display=sheet)):
             raise RuntimeError("mine")
     assert (closed, sheet.closed) == ([True, True], 2)
 
 
 def test_counting_by_hand() -> None:
     sheet = Sheet()
-    with Progress[int](here=Surroundings(display=sheet), total=10) as bar:
+    with Progress[int](here=BarContext(display=sheet), total=10) as bar:
         bar.update(4, samples=8)
     assert (sheet.readings[-1].step, sheet.closed) == (4, 1)
-    with pytest.raises(ConfigError, match="nothing to iterate"):
+    with pytest.raises(ConfigError, match="no iterable to iterate"):
         next(iter(bar))
 
 
 def test_other_processes_show_nothing() -> None:
     sheet = Sheet()
-    bar = Progress(range(3), here=Surroundings(display=sheet, is_main=False))
+    bar = Progress(range(3), here=BarContext(display=sheet, is_main=False))
     for _ in bar:
         bar.show(loss=1.0)
     assert sheet.readings == []
@@ -118,7 +118,7 @@ def test_a_file_gets_plain_lines() -> None:
     file = io.StringIO()
     display = choose_display(Console(file=file), every_s=0.0)
     assert isinstance(display, LineDisplay)
-    bar = Progress(list(batches(2)), here=Surroundings(display=display), desc="epoch 1")
+    bar = Progress(list(batches(2)), here=BarContext(display=display), desc="epoch 1")
     for _ in bar:
         bar.show(loss=0.25)
     lines = file.getvalue().splitlines()
@@ -132,7 +132,7 @@ def test_a_terminal_gets_one_bar_and_prints_stay_above() -> None:
     console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
     display = choose_display(console, every_s=0.0)
     assert isinstance(display, TerminalDisplay)
-    bar = Progress(list(batches(3)), here=Surroundings(display=display), desc="train")
+    bar = Progress(list(batches(3)), here=BarContext(display=display), desc="train")
     for index, _ in enumerate(bar):
         console.print(f"note {index}", highlight=False)
         bar.show(loss=0.25)
@@ -146,9 +146,9 @@ def test_a_terminal_gets_one_bar_and_prints_stay_above() -> None:
 def test_bars_nest_in_a_terminal() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
-    outer = Progress(range(2), here=Surroundings(display=TerminalDisplay(console, 0.0)), desc="epochs")
+    outer = Progress(range(2), here=BarContext(display=TerminalDisplay(console, 0.0)), desc="epochs")
     for _ in outer:
-        inner = Progress(range(2), here=Surroundings(display=TerminalDisplay(console, 0.0)), desc="steps")
+        inner = Progress(range(2), here=BarContext(display=TerminalDisplay(console, 0.0)), desc="steps")
         for _ in inner:
             pass
     assert "epochs" in file.getvalue()
@@ -164,7 +164,7 @@ def test_a_notebook_cell_is_updated_in_place() -> None:
 
     display = NotebookDisplay(every_s=0.0)
     display._handle = Handle()
-    bar = Progress(range(2), here=Surroundings(display=display), desc="<train>")
+    bar = Progress(range(2), here=BarContext(display=display), desc="<train>")
     for _ in bar:
         bar.show(loss=0.5)
     content = published[-1][0]
@@ -223,12 +223,12 @@ def test_the_straggler_is_the_one_clearly_slower_rank() -> None:
     found = find_straggler({0: 0.010, 1: 0.030, 2: 0.011})
     assert found is not None
     assert found.rank == 1
-    assert "rank 1 holds up the rest: 30 ms" in str(found)
+    assert "rank 1 is slower than the others: 30 ms" in str(found)
 
 
 def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
     now = [0.0]
-    pulse = Pulse(torch.device("cpu"), clock=lambda: now[0])
+    pulse = BackwardTimer(torch.device("cpu"), clock=lambda: now[0])
     for wait in (1.0, 3.0):
         pulse.asked()
         now[0] += wait
@@ -256,7 +256,7 @@ def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
     board, far = Board(), 1e12
     for rank, pace in ((2, 0.05), (1, 0.01), (0, 0.01)):
         now = [0.0]
-        pulse = Pulse(torch.device("cpu"), clock=lambda now=now: now[0])  # type: ignore[misc]
+        pulse = BackwardTimer(torch.device("cpu"), clock=lambda now=now: now[0])  # type: ignore[misc]
         pulse.asked()
         now[0] = pace
         pulse.reached()
@@ -306,13 +306,13 @@ def test_the_bars_of_an_accelerator_share_one_console(monkeypatch: pytest.Monkey
 
 def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
     notes = Board()
-    watch, pulse = StragglerWatch(notes, 0, 2, every_s=0.0), Pulse(torch.device("cpu"))
+    watch, pulse = StragglerWatch(notes, 0, 2, every_s=0.0), BackwardTimer(torch.device("cpu"))
     outer, inner = Sheet(), Sheet()
     notes.post("pace/1", "5.0")
-    for _ in Progress(range(1), here=Surroundings(display=outer, watch=watch)):
-        for _ in Progress(range(2), here=Surroundings(display=inner, pulse=pulse, watch=watch)):
+    for _ in Progress(range(1), here=BarContext(display=outer, watch=watch)):
+        for _ in Progress(range(2), here=BarContext(display=inner, pulse=pulse, watch=watch)):
             pulse.reached()
-    assert inner.readings[-1].hint.startswith("rank 1 holds up the rest")
+    assert inner.readings[-1].hint.startswith("rank 1 is slower than the others")
     assert outer.readings[-1].hint == ""
 
 
@@ -343,7 +343,7 @@ def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
     resumed.load_state_dict(state)
     sheets = [Sheet(), Sheet()]
     for sheet in sheets:
-        assert sum(1 for _ in Progress(resumed, here=Surroundings(display=sheet))) == 20 - 7 * (sheet is sheets[0])
+        assert sum(1 for _ in Progress(resumed, here=BarContext(display=sheet))) == 20 - 7 * (sheet is sheets[0])
     first, second = (sheet.readings for sheet in sheets)
     assert [(first[0].step, first[0].total), (first[-1].step, first[-1].total)] == [(8, 20), (20, 20)]
     assert (second[0].step, second[-1].step) == (1, 20)
@@ -352,7 +352,7 @@ def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
 
 def test_steps_done_before_are_given_by_hand() -> None:
     sheet = Sheet()
-    with Progress[Any](here=Surroundings(display=sheet), total=10, initial=4) as bar:
+    with Progress[Any](here=BarContext(display=sheet), total=10, initial=4) as bar:
         bar.update()
     assert [reading.step for reading in sheet.readings] == [5, 5]
     assert sheet.readings[-1].steps_per_s * sheet.readings[-1].elapsed_s == pytest.approx(1)
@@ -379,7 +379,7 @@ def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
 def test_notes_of_a_file_are_not_for_displays_in_place() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
-    with Progress[Any](here=Surroundings(display=TerminalDisplay(console, 0.0)), total=2) as bar:
+    with Progress[Any](here=BarContext(display=TerminalDisplay(console, 0.0)), total=2) as bar:
         bar.note("[always]")
         bar.note("in files", unless_in_place=True)
     assert "[always]" in file.getvalue()

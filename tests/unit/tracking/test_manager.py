@@ -16,7 +16,7 @@ import torch
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.manager import TrackerManager
-from hasten.tracking.writer import Silent
+from hasten.tracking.writer import DummyTracker
 
 
 class ListTracker(Tracker):
@@ -162,7 +162,7 @@ def test_only_the_main_process_logs_and_others_get_a_silent_stand_in() -> None:
     manager.init("project")
     manager.log({"loss": 1.0})
     stand_in = manager.get("list", unwrap=True)
-    assert isinstance(stand_in, Silent)
+    assert isinstance(stand_in, DummyTracker)
     assert not stand_in.config.update({"a": 1})
     manager.finish()
     assert tracker.run is None
@@ -246,7 +246,7 @@ def test_log_before_init_is_an_error_and_without_trackers_nothing() -> None:
 
 def test_unknown_names_are_errors() -> None:
     manager = TrackerManager([ListTracker()])
-    with pytest.raises(TrackerError, match="names given to log_with"):
+    with pytest.raises(TrackerError, match="names passed to log_with"):
         manager.init("project", init_kwargs={"lst": {}})
     with pytest.raises(TrackerError, match="no tracker"):
         manager.get("lst")

@@ -43,7 +43,7 @@ def test_a_misspelt_name_is_told_the_nearest() -> None:
 
 
 def test_two_trackers_of_one_name_are_refused() -> None:
-    with pytest.raises(TrackerError, match="name of its own"):
+    with pytest.raises(TrackerError, match="a different name"):
         build(["jsonl", JsonlTracker()])
 
 

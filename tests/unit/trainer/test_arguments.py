@@ -14,10 +14,11 @@ from torch import nn
 import hasten
 from hasten import TrainingArguments
 from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
-from hasten.testing.toys import Scored, TinyLM
+from hasten.testing.toys import TinyLM
 from hasten.trainer.arguments import _REFUSED
-from hasten.trainer.planning import plan_training
 from hasten.trainer.settings import accelerator_settings
+from hasten.trainer.step_plan import plan_training
+from tests.support.toys import Scored
 
 ROOM = Path(hasten.__file__).parent / "trainer"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from hasten.testing.toys import Scored
+from tests.support.toys import Scored
 
 pytest.importorskip("huggingface_hub")
 HERE: Final = Path(__file__).parent
@@ -21,7 +21,8 @@ SCRIPT: Final = """
 import sys
 import torch
 from hasten import Trainer, TrainingArguments
-from hasten.testing.toys import Rows, Scored, seeded
+from hasten.testing.toys import seeded
+from tests.support.toys import Rows, Scored
 
 args = TrainingArguments(
     sys.argv[1], max_steps=4, save_steps=2, push_to_hub=True, hub_model_id="someone/tiny", hub_token="hf_secret",

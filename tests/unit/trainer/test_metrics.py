@@ -9,8 +9,8 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score
 
-from hasten import EvalPrediction, causal_lm_metrics, classification_metrics, token_classification_metrics
 from hasten.errors import DataError
+from hasten.trainer import EvalPrediction, causal_lm_metrics, classification_metrics, token_classification_metrics
 
 
 @pytest.mark.parametrize("classes", [2, 3, 7])

@@ -14,19 +14,13 @@ from datasets import Dataset as HubDataset
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from hasten import (
-    PREEMPTED_EXIT_CODE,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    read_metrics,
-)
+from hasten import PREEMPTED_EXIT_CODE, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, read_metrics
 from hasten.errors import ArgumentError, ConfigError, ContradictionError
-from hasten.testing.toys import Rows, Scored, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.trainer import default_data_collator
 from hasten.trainer.callbacks import EVENTS
 from hasten.trainer.settings import accelerator_settings
+from tests.support.toys import Rows, Scored
 
 
 def make(
@@ -210,7 +204,7 @@ def test_smoothing_that_cannot_act_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"without them, .*return a dict with 'logits'"):
         make(tmp_path, model=Asks("loss"), label_smoothing_factor=0.2).train()
     pairs = [(Rows()[i]["x"], Rows()[i]["label"]) for i in range(8)]
-    with pytest.raises(ArgumentError, match=r"the batch is a list: it has no labels.*Give samples as dicts"):
+    with pytest.raises(ArgumentError, match=r"the batch is a list: it has no labels.*Use samples that are dicts"):
         make(tmp_path, data=pairs, label_smoothing_factor=0.2).train()
     numbers = [{"x": Rows()[i]["x"], "labels": 0.5} for i in range(8)]
     with pytest.raises(ArgumentError, match=r"its labels are torch\.float"):
@@ -244,7 +238,7 @@ def test_settings_of_an_optimizer_given_ready_made_are_refused(tmp_path: Path) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = TrainingArguments(str(tmp_path), learning_rate=1e-2)
     with pytest.raises(
-        ContradictionError, match=r"learning_rate=0\.01 would have no effect.*set this where you make it"
+        ContradictionError, match=r"learning_rate=0\.01 would have no effect.*set this when you create it"
     ):
         Trainer(model, args, train_dataset=Rows(), optimizers=(optimizer, None))
     Trainer(
@@ -283,7 +277,7 @@ def test_the_end_that_a_callback_asked_for_is_named(tmp_path: Path, capsys: pyte
             control.should_training_stop = True
 
     make(tmp_path, [Enough()], disable_tqdm=False).train()
-    assert "stopped at step 1/5: a callback asked for it" in capsys.readouterr().err.splitlines()[-1]
+    assert "stopped at step 1/5: requested by a callback" in capsys.readouterr().err.splitlines()[-1]
     make(tmp_path, disable_tqdm=False).train()
     assert "stopped" not in capsys.readouterr().err
 

@@ -1,5 +1,5 @@
 """File formats of a checkpoint: manifest, safetensors and torch files, checksums.
 
 Start with `manifest.py` (the table of contents of a checkpoint) and `formats.py` (reading and writing both tensor formats).
-`layout.py` assigns tensors to files, `packing.py` turns nested state into JSON plus tensors.
+`packing.py` turns nested state into JSON plus tensors.
 """

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from hasten.checkpoint.base import Blob, Json, Slice, local_data
+from hasten.checkpoint.format.manifest import FORGED, open_outside, read_outside, size_of
 from hasten.checkpoint.format.packing import from_native, to_native
-from hasten.checkpoint.store.outside_files import FORGED, open_outside, read_outside, size_of
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from hasten.runtime.devices import kind_of
 
@@ -57,7 +58,8 @@ class MappedFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        self._identity = _identity(path.stat())
+        found = path.stat()
+        self._identity = found.st_dev, found.st_ino
         storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
 
@@ -72,14 +74,11 @@ class MappedFile:
             fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError:  # the mapping stays valid, and reports a broken disk itself
             return None
-        if _identity(os.fstat(fd)) == self._identity:
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) == self._identity:
             return fd
         os.close(fd)
         return None
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def dense(tensor: Tensor, key: str) -> Tensor:
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if kind_of(tensor.device).lazy:
+    if tensor.device.type != "cpu" and kind_of(tensor.device).lazy:
         tensor = tensor.cpu()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -124,10 +123,10 @@ def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for key, value in tensors.items():
-        data = local_data(value)
+        data = value.data if isinstance(value, Slice) else value
         if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
             continue
-        if kind_of(data.device).lazy:  # no address to compare; tied tensors are then written twice
+        if data.device.type != "cpu" and kind_of(data.device).lazy:  # no addresses: tied tensors are written twice
             continue
         where = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
         if (earlier := first.setdefault(where, key)) != key:
@@ -140,29 +139,33 @@ def encode_safetensors(
 ) -> Blob:
     """Return one safetensors file: every tensor once (tied names are recorded), `data` in its metadata."""
     aliases = tied(tensors)
-    own = {key: value for key, value in tensors.items() if key not in aliases}
-    # Sorting by element size keeps every tensor aligned without padding, which the format forbids.
-    order = sorted(own, key=lambda key: (-local_data(own[key]).element_size(), key))
-    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
-    ours: dict[str, Any] = {}
-    if aliases:
-        ours["aliases"] = aliases
-    if data is not None:
-        ours["data"] = data
-    slices = {key: [list(v.shape), list(v.offset)] for key, v in own.items() if isinstance(v, Slice)}
-    if slices:
-        ours["slices"] = slices
-    if ours:
-        header[_METADATA][_OURS] = json.dumps(ours, allow_nan=False, separators=(",", ":"))
-    segments: list[bytes | Tensor] = []
-    at = 0
-    for key in order:
-        tensor = dense(local_data(own[key]), key)
+    order: list[tuple[int, str, Tensor]] = []
+    slices: dict[str, list[list[int]]] = {}
+    for key, value in tensors.items():
+        if key in aliases:
+            continue
+        if isinstance(value, Slice):
+            slices[key], value = [list(value.shape), list(value.offset)], value.data
+        tensor = dense(value, key)
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{key} has dtype {tensor.dtype}, which safetensors cannot hold. Convert it, or save with "
                 "safe_serialization=False."
             )
+        order.append((-tensor.element_size(), key, tensor))
+    # Sorting by element size keeps every tensor aligned without padding, which the format forbids.
+    order.sort(key=itemgetter(0, 1))
+    ours: dict[str, Any] = {"aliases": aliases} if aliases else {}
+    if data is not None:
+        ours["data"] = data
+    if slices:
+        ours["slices"] = slices
+    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    if ours:
+        header[_METADATA][_OURS] = json.dumps(ours, allow_nan=False, separators=(",", ":"))
+    segments: list[bytes | Tensor] = []
+    at = 0
+    for _, key, tensor in order:
         size = tensor.numel() * tensor.element_size()
         header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
@@ -195,40 +198,54 @@ def _read_safetensors(path: Path) -> TensorFile:
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"header length {length} in a file of {size} bytes")
         header = json.loads(head.read(length))
-    metadata = header.pop(_METADATA, {})
-    ours = json.loads(metadata.get(_OURS, "{}"))
-    file = MappedFile(path, size)
-    slices = ours.get("slices", {})
-    pieces, at = {}, 8 + length
-    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        tensor, at = _entry(file.data, key, entry, 8 + length, at)
-        shape, offset = slices.get(key, (list(tensor.shape), [0] * tensor.dim()))
-        pieces[key] = Piece(tensor, dims(shape), dims(offset), file)
-        check_piece(key, pieces[key])
-    if at != size:
-        raise ValueError(f"{size - at} bytes after the last tensor")
-    aliases = {str(alias): str(name) for alias, name in ours.get("aliases", {}).items()}
-    for alias, name in aliases.items():
+    ours = json.loads(header.pop(_METADATA, {}).get(_OURS, "{}"))
+    file, base = MappedFile(path, size), 8 + length
+    slices, ends, entries = ours.get("slices", {}), base, []
+    for key, entry in header.items():
+        first, last = entry["data_offsets"]
+        entries.append((int(first), int(last), key, entry))
+    pieces = {}
+    for first, last, key, entry in sorted(entries, key=itemgetter(0, 1)):
+        if base + first != ends:
+            raise ValueError(f"{key!r} begins at byte {base + first} instead of {ends}")
+        pieces[key] = _piece(file, key, entry["dtype"], entry["shape"], base + first, slices.get(key))
+        ends = base + last
+        tensor = pieces[key].data
+        if last - first != tensor.numel() * tensor.element_size():
+            raise ValueError(f"{key!r} of shape {list(tensor.shape)} has {last - first} bytes")
+    if ends != size:
+        raise ValueError(f"{size - ends} bytes after the last tensor")
+    aliases = {}
+    for alias, name in ours.get("aliases", {}).items():
         if name not in pieces or alias in pieces:
             raise ValueError(f"alias {alias!r} of {name!r}, which is not in the file")
+        aliases[str(alias)] = str(name)
     return TensorFile(pieces, aliases, ours.get("data"))
 
 
-def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) -> tuple[Tensor, int]:
-    dtype, shape = DTYPES[entry["dtype"]], dims(entry["shape"])
-    start, end = (base + int(offset) for offset in entry["data_offsets"])
-    if start != at or end - start != math.prod(shape) * dtype.itemsize or end > raw.numel():
-        raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
-    piece = raw[start:end]
+def _piece(
+    file: MappedFile, key: str, name: str, dims: Any, start: int, position: tuple[Any, Any] | None = None
+) -> Piece:
+    """Return a tensor of a mapped file; `position` is the shape of the global tensor and the offset in it."""
+    dtype, shape = DTYPES[name], checked_shape(dims)
+    end = start + math.prod(shape) * dtype.itemsize
+    if start < 0 or end > file.data.numel():
+        raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {file.data.numel()}")
+    part = file.data[start:end]
     if start % dtype.itemsize:  # other tools may write unaligned tensors
-        piece = piece.clone()
-    return piece.view(dtype).reshape(shape), end
+        part = part.clone()
+    data = part.view(dtype).reshape(shape)
+    if position is None:
+        return Piece(data, shape, (0,) * len(shape), file)
+    piece = Piece(data, checked_shape(position[0]), checked_shape(position[1]), file)
+    check_piece(key, piece)
+    return piece
 
 
-def dims(values: Any) -> tuple[int, ...]:
+def checked_shape(values: Any) -> tuple[int, ...]:
     """Return the shape stored in a file. Raises: ValueError if it is not a shape."""
     shape = tuple(values)
-    if any(type(value) is not int or not 0 <= value < 2**62 for value in shape):
+    if shape and ({*map(type, shape)} != {int} or min(shape) < 0 or max(shape) >= 2**62):
         raise ValueError(f"{values!r} is not a shape")
     return shape
 
@@ -257,6 +274,7 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
     owned: list[Tensor] = []
     blanks: dict[str, Tensor | Slice] = {}
     by_memory: dict[str, Tensor] = {}
+    starts: dict[str, int] = {}
     aliases = tied(tensors)
     for key, value in tensors.items():
         if isinstance(value, Slice):
@@ -267,32 +285,30 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
         tensor = dense(value, key)
         blanks[key] = by_memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
         owned.append(tensor)
-    order = {id(blank): n for n, blank in enumerate(by_memory.values())}
-    nested: Any = dict(blanks) if data is None else to_native(data, blanks)
+    nested: Any = blanks if data is None else to_native(data, blanks)
     archive: Any = _BlankArchive()  # Any: it implements the methods of a file that torch.save calls
     with skip_data():
         torch.save(nested, archive)
-    blob, begins = archive.fill(owned, [order[id(blank)] for blank in _storages(nested)])
-    return blob, {key: begins[order[id(blank)]] for key, blank in blanks.items()}
+    order = dict(zip(map(id, by_memory.values()), range(len(by_memory)), strict=True))
+    found: dict[int, None] = {}
+    _find_storages(nested, found)
+    blob, begins = archive.fill(owned, list(map(order.__getitem__, found)))
+    for key, blank in blanks.items():
+        starts[key] = begins[order[id(blank)]]
+    return blob, starts
 
 
-def _storages(value: Any) -> list[Tensor]:
-    """Return the tensors of a nested value in the order in which pickle meets their storages."""
-    found: dict[int, Tensor] = {}
-
-    def visit(item: Any) -> None:
-        if isinstance(item, Tensor):
-            found.setdefault(id(item), item)
-        elif isinstance(item, dict):
-            for key, inner in item.items():
-                visit(key)
-                visit(inner)
-        elif isinstance(item, (list, tuple, set)):
-            for inner in item:
-                visit(inner)
-
-    visit(value)
-    return list(found.values())
+def _find_storages(value: Any, found: dict[int, None]) -> None:
+    """Add the ids of the tensors of a nested value in the order in which pickle meets their storages."""
+    if isinstance(value, Tensor):
+        found.setdefault(id(value))
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _find_storages(key, found)
+            _find_storages(inner, found)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            _find_storages(inner, found)
 
 
 class _BlankArchive:
@@ -326,18 +342,22 @@ class _BlankArchive:
     def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
         """Return the file with the tensors in their reserved space, and their offsets; `order` is the archive order."""
         begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
-        tensors = iter([index for index in order if owned[index].numel()])
+        tensors = iter(order)
         for part in self._parts:
-            if isinstance(part, int):
-                index = next(tensors)
-                room, wanted = part, owned[index].numel() * owned[index].element_size()
-                assert room == wanted, f"torch left {room} bytes for a tensor of {wanted}"
-                segments.append(owned[index])
-                begins[index] = at
-            else:
+            if isinstance(part, bytearray):
                 segments.append(bytes(part))
-            at += part if isinstance(part, int) else len(part)
-        assert next(tensors, None) is None, "torch left room for every tensor"
+                at += len(part)
+                continue
+            index = next(tensors)
+            while not owned[index].numel():
+                index = next(tensors)
+            size = owned[index].numel() * owned[index].element_size()
+            assert part == size, f"torch left {part} bytes for a tensor of {size}"
+            segments.append(owned[index])
+            begins[index] = at
+            at += size
+        for index in tensors:
+            assert not owned[index].numel(), "torch left space for every tensor"
         return Blob(segments, self._size), begins
 
 
@@ -349,13 +369,17 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     try:
         value = load_torch(path, allow_pickle)
         data, tensors = from_native(value)
-        pieces = {key: Piece(t, tuple(t.shape), (0,) * t.dim()) for key, t in tensors.items() if isinstance(t, Tensor)}
+        pieces, flat = {}, isinstance(value, dict)
+        for key, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                pieces[key] = Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        for key, tensor in value.items() if isinstance(value, dict) else ():
+            flat = flat and type(key) is str and isinstance(tensor, Tensor)
     except FORGED as error:
         raise CorruptCheckpointError(
             f"{path}: not a valid torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
             "another checkpoint."
         ) from error
-    flat = isinstance(value, dict) and all(type(k) is str and isinstance(v, Tensor) for k, v in value.items())
     return TensorFile(pieces, {}, None if flat else data)
 
 
@@ -374,8 +398,8 @@ def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved
         if begins != _ZIP and not begins.startswith(pickle.PROTO) and "GLOBAL" not in str(error):
             raise _no_torch_file(path, error) from error  # text, an image, ...: not a pickle either
         raise UnsafeCheckpointError(
-            f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "
-            f"whoever wrote the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
+            f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code from "
+            f"the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
             "allow_pickle=True."
         ) from error
     except FORGED as error:
@@ -418,8 +442,10 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def encode_with_sidecar(tensors: Mapping[str, Tensor | Slice], data: Json) -> tuple[Blob, Blob | None]:
     """Return a torch file, and a sidecar if the file has enough tensors to need one."""
     blob, begins = lay_out_torch(tensors, data)
+    if len(tensors) < WORTH_IT:
+        return blob, None
     kinds = {key: local_data(tensor) for key, tensor in tensors.items()}
-    if len(tensors) < WORTH_IT or any(tensor.dtype not in DTYPE_NAMES for tensor in kinds.values()):
+    if any(tensor.dtype not in DTYPE_NAMES for tensor in kinds.values()):
         return blob, None
     places = {key: (DTYPE_NAMES[kinds[key].dtype], tuple(kinds[key].shape), begins[key]) for key in tensors}
     raw = msgspec.json.encode(Sidecar(blob.size, places, data))
@@ -443,14 +469,3 @@ def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
             f"{sidecar}: does not describe {path.name} ({type(error).__name__}: {error}). Nothing was loaded; use "
             "another checkpoint."
         ) from error
-
-
-def _piece(file: MappedFile, key: str, name: str, shape: tuple[int, ...], start: int) -> Piece:
-    raw, dtype, shape = file.data, DTYPES[name], dims(shape)
-    end = start + math.prod(shape) * dtype.itemsize
-    if start < 0 or end > raw.numel():
-        raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
-    part = raw[start:end]
-    if start % dtype.itemsize:  # files written by hasten are aligned
-        part = part.clone()
-    return Piece(part.view(dtype).reshape(shape), shape, (0,) * len(shape), file)

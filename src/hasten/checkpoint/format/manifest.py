@@ -1,26 +1,44 @@
-"""The manifest: the table of contents of a complete checkpoint, strictly decoded and validated; checksums of chunks."""
+"""The manifest: a checkpoint's table of contents, strictly validated; safe opening of the files that it lists."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import stat
+import struct
 import zlib
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal, Protocol
+from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
-import numpy as np
 import xxhash
 
-from hasten.errors import CheckpointVersionError, CorruptCheckpointError, UnsafeCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    CheckpointVersionError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 4
-READ_VERSIONS = (3, 4)
-"""Readable format versions. Format 3 has column checksums of 8 hex digits, format 4 XXH3 checksums of 16."""
 MAX_MANIFEST_BYTES = 256 * 1024**2
 _LAST_SECOND = 253_000_000_000.0
 """Latest accepted time stamp, in seconds since 1970: shortly before the year 10000, the end of `datetime`."""
 CHUNK_BYTES = 16 * 1024**2
 """Checksums are taken over chunks of this size, so that many threads can write and verify one file."""
+MAX_TABLE_BYTES: Final = 1024**3
+"""Upper limit of a manifest, index or table; those of a model over ten thousand ranks have some 100 MB."""
+FORGED: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OSError),
+    *(RuntimeError, TypeError, ValueError, pickle.PickleError, struct.error),
+)
+"""Errors that readers of structured files raise for invalid content."""
+_FORBIDDEN: Final = frozenset('\\:*?"<>|').union(map(chr, range(32)), chr(127))
+"""Characters that some operating system does not allow in file names."""
+_KINDS: Final = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,11 +80,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def num_bytes(self) -> int:
         """Size of all files together."""
-        return sum(file.size for file in self.files)
+        return sum(map(attrgetter("size"), self.files))
 
     def files_of(self, component: str, rank: int | None = None) -> list[FileRecord]:
         """Return the files of a component, in order; of one rank if given."""
-        return [f for f in self.files if f.component == component and (rank is None or f.rank == rank)]
+        found = []
+        for file in self.files:
+            if file.component == component and (rank is None or file.rank == rank):
+                found.append(file)
+        return found
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,10 +120,10 @@ def decode(raw: bytes, where: str) -> Manifest:
                 "trusted. Load another checkpoint."
             )
         version = msgspec.json.decode(body, type=_Version).version
-        if version not in READ_VERSIONS:
+        if version != FORMAT_VERSION:
             raise CheckpointVersionError(
-                f"{where}: written in checkpoint format {version}; this version of hasten reads formats "
-                f"{' and '.join(map(str, READ_VERSIONS))}. Load it with the version of hasten that wrote it."
+                f"{where}: written in checkpoint format {version}; this version of hasten reads format {FORMAT_VERSION}. "
+                "Load it with the version of hasten that wrote it."
             )
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -114,7 +136,7 @@ def decode(raw: bytes, where: str) -> Manifest:
 
 
 def _check(manifest: Manifest, where: str) -> None:
-    problem = _problem(manifest)
+    problem = _problem(manifest) or _missing_files(manifest)
     if problem:
         raise CorruptCheckpointError(
             f"{where}: {problem}; the manifest contradicts itself, so nothing of it can be trusted. "
@@ -129,9 +151,9 @@ def _problem(manifest: Manifest) -> str | None:
         return f"world_size={manifest.world_size} and chunk_bytes={manifest.chunk_bytes} must be positive"
     if not 0 <= manifest.created_s < _LAST_SECOND:
         return f"created_s={manifest.created_s} is no time of this era"
-    if any(value is not None and value < 0 for value in (manifest.step, manifest.number)):
+    if (manifest.step or 0) < 0 or (manifest.number or 0) < 0:
         return f"step={manifest.step} and number={manifest.number} must not be negative"
-    if any(not 0 <= rank < manifest.world_size for rank in manifest.ranks):
+    if manifest.ranks and not 0 <= min(manifest.ranks) <= max(manifest.ranks) < manifest.world_size:
         return f"ranks {list(manifest.ranks)} do not fit world_size={manifest.world_size}"
     names: set[str] = set()
     for file in manifest.files:
@@ -145,7 +167,7 @@ def _problem(manifest: Manifest) -> str | None:
             return f"file {file.name!r} belongs to the unknown component {file.component!r}"
         if file.rank is not None and not 0 <= file.rank < manifest.world_size:
             return f"file {file.name!r} belongs to rank {file.rank} of {manifest.world_size}"
-    return _missing_files(manifest)
+    return None
 
 
 def _missing_files(manifest: Manifest) -> str | None:
@@ -154,7 +176,7 @@ def _missing_files(manifest: Manifest) -> str | None:
             if not manifest.files_of(name):
                 return f"component {name!r} has no file"
             continue
-        held = {file.rank for file in manifest.files_of(name)}
+        held = set(map(attrgetter("rank"), manifest.files_of(name)))
         absent = sorted(set(manifest.ranks) - held)
         if absent:
             return f"component {name!r} has no file of ranks {absent}"
@@ -171,15 +193,14 @@ def safe_name(name: str, where: str) -> str:
         not name
         or len(name) > 1024
         or name.startswith("/")
-        or any(char in name for char in '\\:*?"<>|')
-        or any(ord(char) < 32 or ord(char) == 127 for char in name)
-        or any(part in ("..", ".") for part in name.split("/"))
+        or not _FORBIDDEN.isdisjoint(name)
+        or not {"..", "."}.isdisjoint(name.split("/"))
         or "/".join(parts) != name
     )
     if bad:
         raise UnsafeCheckpointError(
             f"{where}: the manifest names the file {name[:120]!r}, which may lie outside the checkpoint's folder. "
-            "Nothing was read. Do not use this checkpoint: somebody has edited it."
+            "Nothing was read. Do not use this checkpoint: it was edited."
         )
     return name
 
@@ -193,7 +214,7 @@ def inside(folder: Path, name: str) -> Path:
     roots = [folder.resolve()]
     if folder.parent.name == "snapshots":  # the Hub's cache: files of a snapshot are links to shared files
         roots.append((folder.parent.parent / "blobs").resolve())
-    if not any(path.resolve().is_relative_to(root) for root in roots):
+    if not any(map(path.resolve().is_relative_to, roots)):
         raise UnsafeCheckpointError(
             f"{path} is a link that leads out of the checkpoint, to {path.resolve()}. Nothing was read. "
             "Copy the file into the checkpoint's folder if it really belongs there."
@@ -201,88 +222,82 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-_WORDS: Final = 1021  # per row; a prime, so that data shifted by sectors or pages changes columns
-_ROWS: Final = 17  # odd, so that a bit stuck in a whole column does not cancel out
-BLOCK_BYTES: Final = _ROWS * _WORDS * 8
-"""Format 3 splits a chunk into blocks of rows of 64-bit words."""
-_COLUMN_DIGITS: Final = 8
 Bytes = bytes | bytearray | memoryview
 
 
-class Summing(Protocol):
-    """Protocol of an incremental checksum."""
+def checksum(chunk: Bytes) -> str:
+    """Return the 64-bit XXH3 of a chunk as 16 hex digits.
 
-    def update(self, piece: Bytes) -> None:
-        """Add bytes, any number. Long pieces are best: threads wait for each other between calls."""
-        ...
-
-    def digest(self) -> str:
-        """Return the checksum as hex digits."""
-        ...
-
-
-class Checksum:
-    """The 64-bit XXH3 of one chunk, computed incrementally.
-
-    It detects every kind of damage equally, at the speed of memory. Like a CRC it guards against damage, not against
-    deliberate forgery.
+    Like a CRC it detects damage of every kind, and does not protect against deliberate forgery.
     """
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def update(self, piece: Bytes) -> None:
-        self._state.update(piece)
-
-    def digest(self) -> str:
-        """Return the checksum as 16 hex digits."""
-        return self._state.hexdigest()
+    return xxhash.xxh3_64_hexdigest(chunk)
 
 
-class ColumnChecksum:
-    """The checksum of format 3, which is read and no longer written.
+def size_of(path: Path, most_bytes: int | None = None) -> int:
+    """Return the size of a file that other code is about to open by its path.
 
-    In every block each column of words is summed; a CRC-32 over these sums, in order, is the checksum. A changed bit
-    changes a column; bytes that are lost, shifted or swapped land in other columns or other blocks. Undetected are
-    changes that cancel out within one column of a block, such as two words swapped a multiple of 8168 bytes apart.
+    Raises: OSError when it does not exist; UnsafeCheckpointError for a pipe, socket, device or folder, which could
+    block the reader or never end; CorruptCheckpointError above `most_bytes`.
     """
-
-    def __init__(self) -> None:
-        self._crc = 0
-        self._begun = b""  # bytes of an incomplete block
-
-    def update(self, piece: Bytes) -> None:
-        """Add bytes, any number. Long pieces are best: threads wait for each other between calls."""
-        view = memoryview(piece).cast("B")
-        if self._begun:
-            missing = BLOCK_BYTES - len(self._begun)
-            self._begun, view = self._begun + bytes(view[:missing]), view[missing:]
-            if len(self._begun) < BLOCK_BYTES:
-                return
-            self._add(self._begun)
-        whole = view.nbytes // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._add(view[:whole])
-        self._begun = bytes(view[whole:])
-
-    def _add(self, blocks: Bytes) -> None:
-        sums = np.add.reduce(np.frombuffer(blocks, np.uint64).reshape(-1, _ROWS, _WORDS), axis=1)
-        self._crc = zlib.crc32(sums.data, self._crc)
-
-    def digest(self) -> str:
-        """Return the checksum as 8 hex digits; nothing can be added afterwards."""
-        if self._begun:
-            self.update(bytes(BLOCK_BYTES - len(self._begun)))
-        return f"{self._crc:08x}"
+    return _checked(path, path.stat(), most_bytes)
 
 
-def summing_like(known: str) -> type[Checksum | ColumnChecksum]:
-    """Return the checksum class that produced `known`, judged by its length."""
-    return ColumnChecksum if len(known) == _COLUMN_DIGITS else Checksum
+def open_outside(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading without ever waiting for a writer.
+
+    Raises: as `size_of`.
+    """
+    _checked(path, path.stat(), most_bytes)  # opening a device may already act on it
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags)
+    try:
+        _checked(path, os.fstat(descriptor), most_bytes)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
-def checksum(chunk: Bytes, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
-    """Return the checksum of a chunk in memory."""
-    total: Summing = kind()
-    total.update(chunk)
-    return total.digest()
+def read_outside(path: Path, most_bytes: int = MAX_TABLE_BYTES) -> bytes:
+    """Read a whole file of at most `most_bytes`.
+
+    Raises: as `size_of`.
+    """
+    with open_outside(path, most_bytes) as file:
+        return file.read(most_bytes)
+
+
+def _checked(path: Path, found: os.stat_result, most_bytes: int | None) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((words for test, words in _KINDS if test(found.st_mode)), "a device")
+        raise UnsafeCheckpointError(
+            f"{path} is {kind} instead of a file, and reading it could block or never end. Nothing was read. Do not use "
+            "this folder unless you know why it is there."
+        )
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise CorruptCheckpointError(
+            f"{path} has {found.st_size} bytes, more than the {most_bytes} such a file can have; it was not read, since it would "
+            "fill the memory. Use another copy of the checkpoint."
+        )
+    return found.st_size
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """Return the manifest in a file; None when it is missing or unreadable."""
+    try:
+        return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+    except (OSError, CheckpointError):
+        return None
+
+
+def absent(folder: Path, files: Iterable[FileRecord]) -> list[str]:
+    """Return the names of files that are not in the folder with their size."""
+    names = []
+    for file in files:
+        try:
+            found: int | None = (folder / file.name).stat().st_size
+        except OSError:
+            found = None
+        if found != file.size:
+            names.append(file.name)
+    return names

@@ -6,7 +6,8 @@ import base64
 import collections
 import datetime as dt
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from itertools import repeat
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,89 +22,87 @@ from hasten.errors import CheckpointError, CorruptCheckpointError
 TAG = "$"  # a JSON object with this key represents a value that JSON does not have
 
 
-class _Packer:
-    """Collector of the tensors of one tree; `keep_tags` leaves dicts that are tagged already unchanged."""
-
-    def __init__(self, keep_tags: bool = False) -> None:
-        self._keep_tags = keep_tags
-        self.tensors: dict[str, Tensor | Slice] = {}
-
-    def pack(self, value: Any, path: str) -> Json:  # Any: the user's state
-        if value is None or isinstance(value, (bool, str)):
-            return value if not isinstance(value, str) else str(value)
-        if isinstance(value, (Tensor, Slice)):
-            return {TAG: "tensor", "key": self._keep(value, path)}
-        if type(value) is int:
-            return value
-        if type(value) is float:
-            return _number(value)
-        if isinstance(value, Mapping):
-            return self._mapping(value, path)
-        return self._sequence(value, path)
-
-    def _keep(self, value: Tensor | Slice, path: str) -> str:
-        key, n = path, 0
-        while key in self.tensors:
-            n += 1
-            key = f"{path}#{n}"
-        self.tensors[key] = value
-        return key
-
-    def _mapping(self, value: Mapping[Any, Any], path: str) -> Json:
-        if type(value) is dict or type(value).__name__ in ("mappingproxy",):
-            if all(type(key) is str for key in value) and (self._keep_tags or TAG not in value):
-                return {key: self.pack(item, _join(path, key)) for key, item in value.items()}
-            return {TAG: "dict", "of": self._pairs(value, path)}
-        for kind, cls in (("ordered", collections.OrderedDict), ("counter", collections.Counter)):
-            if type(value) is cls:
-                return {TAG: kind, "of": self._pairs(value, path)}
-        raise _unsupported(value, path)
-
-    def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Json]:
-        return [[self.pack(key, f"{path}/key"), self.pack(item, _join(path, str(key)))] for key, item in value.items()]
-
-    def _items(self, value: Iterable[Any], path: str) -> list[Json]:
-        return [self.pack(item, _join(path, str(i))) for i, item in enumerate(value)]
-
-    def _sequence(self, value: Any, path: str) -> Json:
-        kind = type(value)
-        if kind is list:
-            return self._items(value, path)
-        if kind in (tuple, torch.Size):
-            return {TAG: "tuple" if kind is tuple else "size", "of": self._items(value, path)}
-        if kind in (set, frozenset):
-            return {TAG: kind.__name__, "of": self._items(sorted(value, key=repr), path)}
-        if kind is collections.deque:
-            return {TAG: "deque", "of": self._items(value, path), "maxlen": value.maxlen}
-        return self._scalar(value, path)
-
-    def _scalar(self, value: Any, path: str) -> Json:
-        if isinstance(value, (bytes, bytearray)):
-            return {TAG: "bytes", "of": base64.b64encode(value).decode()}
-        if isinstance(value, complex):
-            return {TAG: "complex", "of": [_number(value.real), _number(value.imag)]}
-        if isinstance(value, (torch.dtype, torch.device)):
-            return {TAG: type(value).__name__, "of": str(value).removeprefix("torch.")}
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-            array = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
-            kind = "ndarray" if isinstance(value, np.ndarray) else "npscalar"
-            return {TAG: kind, "key": self._keep(array, path)}
-        if isinstance(value, dt.datetime):
-            return {TAG: "datetime", "of": value.isoformat()}
-        if isinstance(value, dt.timedelta):
-            return {TAG: "timedelta", "of": _number(value.total_seconds())}
-        if isinstance(value, PurePath):
-            return {TAG: "path", "of": str(value)}
-        raise _unsupported(value, path)
-
-
-def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:
+def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:  # Any: the user's state
     """Return JSON that describes the value, and the tensors in it by name.
 
     Raises: CheckpointError naming the path of a value that cannot be stored without pickle.
     """
-    packer = _Packer()
-    return packer.pack(value, path), packer.tensors
+    tensors: dict[str, Tensor | Slice] = {}
+    return _pack(value, path, tensors, keep_tags=False), tensors
+
+
+def _pack(value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool) -> Json:
+    """Return JSON for a value and add its tensors; `keep_tags` leaves dicts that are tagged already unchanged."""
+    kind = type(value)
+    if value is None or kind is int or isinstance(value, bool):
+        return value  # type: ignore[no-any-return]  # one of three JSON types
+    if isinstance(value, str):
+        return str(value)
+    if kind is float:
+        return _number(value)
+    if isinstance(value, (Tensor, Slice)):
+        return {TAG: "tensor", "key": _add(value, path, tensors)}
+    inner = f"{path}/" if path else ""
+    if kind in (list, tuple):
+        items: list[Json] = []
+        for index, item in enumerate(value):
+            items.append(_pack(item, f"{inner}{index}", tensors, keep_tags))
+        return items if kind is list else {TAG: "tuple", "of": items}
+    if kind is dict and {*map(type, value)} <= {str} and (keep_tags or TAG not in value):
+        made: dict[str, Json] = {}
+        for key, item in value.items():
+            made[key] = _pack(item, inner + key, tensors, keep_tags)
+        return made
+    return _pack_tagged(value, path, tensors, keep_tags)
+
+
+def _pack_tagged(value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool) -> Json:
+    """Return tagged JSON for a value of a type that JSON does not have."""
+    kind, inner = type(value), f"{path}/" if path else ""
+    if kind is MappingProxyType:
+        return _pack(dict(value), path, tensors, keep_tags)
+    if kind in _MAPPINGS:
+        pairs: list[Json] = [
+            [_pack(key, f"{path}/key", tensors, keep_tags), _pack(item, f"{inner}{key}", tensors, keep_tags)]
+            for key, item in value.items()
+        ]
+        return {TAG: _MAPPINGS[kind], "of": pairs}
+    if kind in (torch.Size, set, frozenset, collections.deque):
+        values = sorted(value, key=repr) if kind in (set, frozenset) else value
+        of: list[Json] = [_pack(item, f"{inner}{i}", tensors, keep_tags) for i, item in enumerate(values)]
+        tagged: dict[str, Json] = {TAG: kind.__name__.lower(), "of": of}
+        return {**tagged, "maxlen": value.maxlen} if kind is collections.deque else tagged
+    return _pack_scalar(value, path, tensors)
+
+
+def _add(value: Tensor | Slice, path: str, tensors: dict[str, Tensor | Slice]) -> str:
+    """Add a tensor under its path, made unique, and return its key."""
+    key, n = path, 0
+    while key in tensors:
+        n += 1
+        key = f"{path}#{n}"
+    tensors[key] = value
+    return key
+
+
+def _pack_scalar(value: Any, path: str, tensors: dict[str, Tensor | Slice]) -> Json:
+    if isinstance(value, (bytes, bytearray)):
+        return {TAG: "bytes", "of": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {TAG: "complex", "of": [_number(value.real), _number(value.imag)]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {TAG: type(value).__name__, "of": str(value).removeprefix("torch.")}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
+        kind = "ndarray" if isinstance(value, np.ndarray) else "npscalar"
+        return {TAG: kind, "key": _add(array, path, tensors)}
+    if isinstance(value, dt.datetime):
+        return {TAG: "datetime", "of": value.isoformat()}
+    if isinstance(value, dt.timedelta):
+        return {TAG: "timedelta", "of": _number(value.total_seconds())}
+    if isinstance(value, PurePath):
+        return {TAG: "path", "of": str(value)}
+    raise _unsupported(value, path)
 
 
 def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: the user's state
@@ -123,15 +122,17 @@ def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: th
 def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     """Return the value in types that torch's restricted loader can read; other types stay tagged dicts."""
     if isinstance(data, list):
-        return [to_native(item, tensors) for item in data]
+        return list(map(to_native, data, repeat(tensors)))
     if not isinstance(data, dict):
         return data
     kind = data.get(TAG)
+    if kind == "tensor" and isinstance(data["key"], str):
+        return tensors[data["key"]]
     if kind in ("ndarray", "npscalar"):
         return {TAG: kind, "key": tensors[str(data["key"])]}
     confusable = kind == "dict" and any(pair[0] == TAG for pair in _pairs_of(data))
     if kind is None or confusable or kind in ("deque", "frozenset", "datetime", "timedelta", "path"):
-        return {key: to_native(item, tensors) for key, item in data.items()}
+        return dict(zip(data, map(to_native, data.values(), repeat(tensors)), strict=True))
     if "of" in data and kind in _BUILDERS:
         return _BUILDERS[str(kind)](to_native(data["of"], tensors))
     return _unpack(data, tensors)
@@ -139,31 +140,34 @@ def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
 
 def from_native(value: Any) -> tuple[Json, dict[str, Tensor | Slice]]:
     """Return JSON and tensors for a value made by `to_native`, or for state that other tools saved."""
-    packer = _Packer(keep_tags=True)
-    return packer.pack(value, ""), packer.tensors
+    tensors: dict[str, Tensor | Slice] = {}
+    return _pack(value, "", tensors, keep_tags=True), tensors
 
 
 def _unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     if isinstance(data, list):
-        return [_unpack(item, tensors) for item in data]
+        return list(map(_unpack, data, repeat(tensors)))
     if not isinstance(data, dict):
         return data
     if TAG not in data:
-        return {key: _unpack(item, tensors) for key, item in data.items()}
+        return dict(zip(data, map(_unpack, data.values(), repeat(tensors)), strict=True))
     kind = data[TAG]
     if kind in ("tensor", "ndarray", "npscalar"):
         key = data["key"]
-        return _tensor_value(str(kind), _unpack(key, tensors) if isinstance(key, dict) else tensors[str(key)])
+        value = _unpack(key, tensors) if isinstance(key, dict) else tensors[str(key)]
+        return value if kind == "tensor" else _array(str(kind), value)
     if kind in _READERS:
         return _READERS[str(kind)](data["of"])
-    items = _unpack(_as_list(data["of"]), tensors)
+    if not isinstance(data["of"], list):
+        raise TypeError(f"expected a list, found {type(data['of']).__name__}")
+    items = _unpack(data["of"], tensors)
     if kind == "deque":
         return collections.deque(items, maxlen=_as_maxlen(data["maxlen"]))
     return _BUILDERS[str(kind)](items)
 
 
-def _tensor_value(kind: str, value: Tensor | Slice) -> Any:
-    if kind == "tensor" or isinstance(value, Slice):
+def _array(kind: str, value: Tensor | Slice) -> Any:
+    if isinstance(value, Slice):
         return value
     array = value.detach().cpu().numpy()
     return array if kind == "ndarray" else array.reshape(-1)[0]
@@ -213,6 +217,9 @@ _READERS: Final = MappingProxyType[str, Callable[[Any], Any]](  # Any: checked b
         "path": lambda text: Path(str(text)),
     }
 )
+_MAPPINGS: Final = MappingProxyType[type, str](
+    {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
+)
 _BUILDERS: Final = MappingProxyType[str, Callable[[Any], Any]](
     {
         "tuple": tuple,
@@ -224,10 +231,6 @@ _BUILDERS: Final = MappingProxyType[str, Callable[[Any], Any]](
         "counter": lambda pairs: collections.Counter(dict(pairs)),
     }
 )
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}/{key}" if path else key
 
 
 def _unsupported(value: Any, path: str) -> CheckpointError:

@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hasten.checkpoint.format.formats import dims
-from hasten.checkpoint.format.manifest import inside
-from hasten.checkpoint.store.outside_files import FORGED, MAX_TABLE_BYTES, open_outside, size_of
+from hasten.checkpoint.format.formats import checked_shape
+from hasten.checkpoint.format.manifest import FORGED, MAX_TABLE_BYTES, inside, open_outside, size_of
 from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, UnsafeCheckpointError
 
 # Any in this file: pickled values, and arguments of torch's methods.
@@ -106,7 +105,7 @@ def check_table(table: Any, folder: Path) -> None:
         _expect(info.relative_path, str, f"the file of {index.fqn}")
         if info.relative_path not in sizes:
             sizes[info.relative_path] = size_of(inside(folder, info.relative_path))
-        dims((info.offset, info.length))
+        checked_shape((info.offset, info.length))
         if info.offset + info.length > sizes[info.relative_path]:
             raise ValueError(
                 f"{index.fqn} ends after its file {info.relative_path} of {sizes[info.relative_path]} bytes"
@@ -124,10 +123,10 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: Mapping[Metad
     _expect(entry.properties, TensorProperties, f"the properties of {name}")
     _expect(entry.properties.dtype, torch.dtype, f"the dtype of {name}")
     _expect(entry.chunks, list, f"the chunks of {name}")
-    shape, filled = dims(entry.size), 0
+    shape, filled = checked_shape(entry.size), 0
     for chunk in entry.chunks:
         _expect(chunk, ChunkStorageMetadata, f"a chunk of {name}")
-        offset, extent = dims(chunk.offsets), dims(chunk.sizes)
+        offset, extent = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
         fits = len(offset) == len(extent) == len(shape)
         if not fits or any(a + n > total for a, n, total in zip(offset, extent, shape, strict=True)):
             raise ValueError(f"a chunk of {list(extent)} at {list(offset)} does not fit into {name} of {list(shape)}")

@@ -6,32 +6,24 @@ import bisect
 import ctypes
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.format.manifest import (
-    BLOCK_BYTES,
-    CHUNK_BYTES,
-    Checksum,
-    ColumnChecksum,
-    FileRecord,
-    Summing,
-    checksum,
-)
-from hasten.checkpoint.store.outside_files import open_outside
+from hasten.checkpoint.format.manifest import CHUNK_BYTES, FileRecord, checksum, open_outside
 from hasten.errors import CheckpointError
 from hasten.runtime.devices import kind_of
 
@@ -58,14 +50,19 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return True if the tensor is contiguous memory with its values unmodified, so that it can be copied as bytes."""
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.is_contiguous()
-    return dense and not (tensor.is_conj() or tensor.is_neg() or kind_of(tensor.device).lazy)
+    kind = tensor.device.type
+    dense = tensor.layout is torch.strided and kind != "meta" and tensor.is_contiguous()
+    return dense and not (tensor.is_conj() or tensor.is_neg() or (kind != "cpu" and kind_of(tensor.device).lazy))
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
     """Return the accelerators with streams that hold any of the tensors; empty when all are on the host."""
-    found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu")
-    return [device for device in found if not kind_of(device).lazy]
+    found: list[torch.device] = []
+    for tensor in tensors:
+        device = tensor.device
+        if device.type != "cpu" and device not in found and not kind_of(device).lazy:
+            found.append(device)
+    return found
 
 
 def worker_pool(threads: int, devices: Sequence[torch.device], name: str) -> ThreadPoolExecutor:
@@ -90,30 +87,15 @@ def _own_stream(device: torch.device) -> None:
 class HostBuffer(threading.local):
     """One buffer per thread for copying tensors chunk by chunk; page-locked if a device is involved."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._buffer: Tensor | None = None
 
-    def take(self, size: int, pinned: bool) -> Tensor:
+    def take(self, size: int) -> Tensor:
         """Return the first `size` bytes of this thread's buffer."""
-        if self._buffer is None or self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
         return self._buffer[:size]
-
-    def to_host(self, parts: Sequence[bytes | Tensor]) -> memoryview:
-        """Copy the parts one after another into this thread's buffer and return it."""
-        sizes = [len(part) if isinstance(part, bytes) else part.numel() for part in parts]
-        devices = devices_of(part for part in parts if isinstance(part, Tensor))
-        buffer, at = self.take(sum(sizes), bool(devices)), 0
-        for part, size in zip(parts, sizes, strict=True):
-            if isinstance(part, bytes):
-                byte_view(buffer)[at : at + size] = part
-            elif part.device.type == "cpu":
-                copy_bytes(buffer[at : at + size], part)
-            else:
-                buffer[at : at + size].copy_(part, non_blocking=True)
-            at += size
-        finish_copies(devices)
-        return byte_view(buffer)
 
 
 SUM_BYTES = 2 * 1024**2
@@ -188,40 +170,24 @@ class Disk:
         """Create a hard link to a file."""
         os.link(old, new, follow_symlinks=False)
 
-    def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
-        """Return a descriptor of a new lock file, which appears after it is written and, if supported, locked."""
+    def put_lock(self, draft: Path, path: Path, flocked: bytes, plain: bytes) -> int:
+        """Return a descriptor of a new lock file, which appears after it is written.
+
+        Its content is `flocked` if the file system granted an flock on it, else `plain`.
+        """
         fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
-            os.write(fd, content(_flock(fd)))
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # no flock here: heartbeats are used instead
+                flocked = plain
+            os.write(fd, flocked)
             draft.rename(path)
         except BaseException:
             os.close(fd)
             draft.unlink(missing_ok=True)
             raise
         return fd
-
-
-def _flock(fd: int) -> bool:
-    """Return True if the file system granted the lock."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # no flock here: heartbeats are used instead
-        return False
-    return True
-
-
-def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> list[bytes | Tensor]:
-    """Return the pieces of the segments that make up bytes start..stop of the file."""
-    parts: list[bytes | Tensor] = []
-    index = max(bisect.bisect_right(starts, start) - 1, 0)
-    while index < len(blob.segments) and starts[index] < stop:
-        segment, base = blob.segments[index], starts[index]
-        length = len(segment) if isinstance(segment, bytes) else segment.numel() * segment.element_size()
-        low, high = max(start - base, 0), min(stop - base, length)
-        if low < high:
-            parts.append(segment[low:high] if isinstance(segment, bytes) else as_bytes(segment)[low:high])
-        index += 1
-    return parts
 
 
 def segment_starts(blob: Blob) -> list[int]:
@@ -234,19 +200,38 @@ def segment_starts(blob: Blob) -> list[int]:
     return starts
 
 
-def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
-    """Return the parts in host memory: large host tensors are used directly, all others are copied to the buffer."""
-    scattered = [part for part in parts if not _stays(part)]
-    gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
+def host_views(blob: Blob, start: int, stop: int, starts: Sequence[int], buffer: HostBuffer) -> list[memoryview]:
+    """Return bytes start..stop of the file in host memory: large host tensors themselves, all others in the buffer."""
     views: list[memoryview] = []
-    at = 0
-    for in_place, run in itertools.groupby(parts, _stays):
-        if in_place:
-            views += [byte_view(part) for part in run if isinstance(part, Tensor)]
+    staged: Tensor | None = None
+    copied = used = 0  # bytes in the buffer, and those that a view covers already
+    devices: list[torch.device] = []
+    for index in range(max(bisect.bisect_right(starts, start) - 1, 0), len(starts)):
+        if starts[index] >= stop:
+            break
+        segment, low, high = blob.segments[index], max(start - starts[index], 0), stop - starts[index]
+        part = segment[low:high] if isinstance(segment, bytes) else as_bytes(segment)[low:high]
+        size = len(part)
+        if isinstance(part, Tensor) and part.device.type == "cpu" and size >= _OWN_WRITE_BYTES:
+            if staged is not None and copied > used:
+                views.append(memoryview(staged.numpy().data)[used:copied])
+                used = copied
+            views.append(memoryview(part.numpy().data))
+            continue
+        staged = buffer.take(stop - start) if staged is None else staged
+        target = staged[copied : copied + size]
+        copied += size
+        if isinstance(part, bytes):
+            memoryview(target.numpy().data)[:] = part
+        elif part.device.type == "cpu":
+            np.copyto(target.numpy(), part.numpy())  # on this thread only; torch would use all cores from every thread
         else:
-            size = sum(len(part) for part in run)
-            views.append(gathered[at : at + size])
-            at += size
+            target.copy_(part, non_blocking=True)
+            devices.append(part.device)
+    if devices:
+        finish_copies(set(devices))
+    if staged is not None and copied > used:
+        views.append(memoryview(staged.numpy().data)[used:copied])
     return views
 
 
@@ -277,116 +262,90 @@ def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]
         yield piece
 
 
-def _stays(part: bytes | Tensor) -> bool:
-    """Return True if a part is large enough for a separate write."""
-    return isinstance(part, Tensor) and part.device.type == "cpu" and part.numel() >= _OWN_WRITE_BYTES
+def write_files(
+    folder: Path, files: Mapping[str, Blob], disk: Disk, threads: int | None = None
+) -> dict[str, FileRecord]:
+    """Write files chunk by chunk on several threads, and return their records with checksums.
+
+    The files are complete and on the disk when this returns.
+    """
+    chunks: list[tuple[int, str, Blob, list[int]]] = []
+    tensors: list[Tensor] = []
+    for name, blob in files.items():
+        starts = segment_starts(blob)
+        tensors += filter(torch.is_tensor, blob.segments)
+        for index in range(-(-blob.size // CHUNK_BYTES)):
+            chunks.append((index, name, blob, starts))
+    chunks.sort(key=itemgetter(0))  # round-robin over the files, because the system locks a file during a write
+    devices = devices_of(tensors)
+    buffer, opened, sums = HostBuffer(bool(devices)), dict[str, int](), dict[str, list[str]]()
+
+    def write(chunk: tuple[int, str, Blob, list[int]]) -> str:
+        return _write_chunk(disk, opened[chunk[1]], chunk, buffer)
+
+    try:
+        for name in files:
+            opened[name] = disk.create(folder / name)
+        with worker_pool(threads or default_threads(), devices, "hasten-write") as pool:
+            for (_, name, _, _), digest in zip(chunks, pool.map(write, chunks), strict=True):
+                sums.setdefault(name, []).append(digest)
+            list(pool.map(disk.sync, opened.values()))
+    finally:
+        for fd in opened.values():
+            disk.close(fd)
+    records = {}
+    for name, blob in files.items():
+        records[name] = FileRecord(name=name, size=blob.size, sums=tuple(sums.get(name, ())))
+    return records
 
 
-class BlobWriter:
-    """Writer of files, chunk by chunk on several threads, computing checksums along the way."""
-
-    def __init__(self, disk: Disk, threads: int | None = None) -> None:
-        self._disk = disk
-        self._threads = threads or default_threads()
-
-    def write(self, folder: Path, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Write and sync files; they are complete and on the disk when this returns."""
-        buffer = HostBuffer()
-        opened: dict[str, int] = {}
-        try:
-            for name in files:
-                opened[name] = self._disk.create(folder / name)
-            segments = (segment for blob in files.values() for segment in blob.segments)
-            devices = devices_of(segment for segment in segments if isinstance(segment, Tensor))
-            with worker_pool(self._threads, devices, "hasten-write") as pool:
-                jobs = self._jobs(files, opened, buffer)
-                sums = dict(pool.map(lambda job: job(), jobs))
-                list(pool.map(self._disk.sync, opened.values()))
-        finally:
-            for fd in opened.values():
-                self._disk.close(fd)
-        return {
-            name: FileRecord(
-                name=name,
-                size=blob.size,
-                sums=tuple(sums[name, i] for i in range(-(-blob.size // CHUNK_BYTES))),
-            )
-            for name, blob in files.items()
-        }
-
-    def _jobs(
-        self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: HostBuffer
-    ) -> list[Callable[[], tuple[tuple[str, int], str]]]:
-        """Return one job per chunk, round-robin over the files, because the system locks a file during a write."""
-        numbered = []
-        for name, blob in files.items():
-            starts = segment_starts(blob)
-            for index in range(-(-blob.size // CHUNK_BYTES)):
-                numbered.append((index, name, blob, starts))
-        numbered.sort(key=lambda item: item[0])
-
-        def job(index: int, name: str, blob: Blob, starts: list[int]) -> Callable[[], tuple[tuple[str, int], str]]:
-            return lambda: ((name, index), self._chunk(opened[name], blob, starts, index, buffer))
-
-        return [job(*item) for item in numbered]
-
-    def _chunk(self, fd: int, blob: Blob, starts: Sequence[int], index: int, buffer: HostBuffer) -> str:
-        start = index * CHUNK_BYTES
-        stop = min(start + CHUNK_BYTES, blob.size)
-        total, at = Checksum(), start
-        for summed in pieces(host_views(chunk_parts(blob, start, stop, starts), buffer), SUM_BYTES):
-            for view in summed:
-                total.update(view)
-            for written in pieces(summed, WRITE_BYTES):
-                at += self._write_all(fd, written, at)
+def _write_chunk(disk: Disk, fd: int, chunk: tuple[int, str, Blob, list[int]], buffer: HostBuffer) -> str:
+    """Write one chunk of a file and return its checksum."""
+    index, _, blob, starts = chunk
+    at = start = index * CHUNK_BYTES
+    stop = min(start + CHUNK_BYTES, blob.size)
+    total = xxhash.xxh3_64()
+    for summed in pieces(host_views(blob, start, stop, starts, buffer), SUM_BYTES):
+        for view in summed:
+            total.update(view)
+        for views in pieces(summed, WRITE_BYTES):
+            end = at + sum(map(len, views))
+            while at < end:
+                written = disk.write_at(fd, views, at)
+                at += written
+                if at < end:
+                    views = skip(views, written)
+    if stop - start == CHUNK_BYTES:
         start_writeback(fd, start, stop - start)
-        return total.digest()
-
-    def _write_all(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        done = 0
-        while views:
-            written = self._disk.write_at(fd, views, offset + done)
-            done, views = done + written, skip(views, written)
-        return done
+    return total.hexdigest()
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
     """Ask Linux to start writing these bytes to disk now, so that the final sync has little left to do."""
-    if sys.platform == "linux" and length >= CHUNK_BYTES:
+    if sys.platform == "linux":
         call = getattr(ctypes.CDLL(None), "sync_file_range", None)
         if call is not None:  # a hint only, so a failure is harmless
             call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _START_WRITEBACK)
 
 
-class ChunkReader(threading.local):
-    """Reader that computes checksums of files, through one small buffer per thread that stays in the cache."""
-
-    def __init__(self) -> None:
-        # not a bytearray: zeroing it would hold the interpreter lock
-        self._view = memoryview(np.empty(16 * BLOCK_BYTES, np.uint8).data)
-
-    def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
-        """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot read them."""
-        with open_outside(path) as file:
-            found = _checksum_mapped(file.fileno(), start, stop, kind)
-            return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
-
-    def _checksum_read(self, fd: int, start: int, stop: int, total: Summing) -> str:
-        at = start
-        while at < stop:
-            wanted = min(len(self._view), stop - at)
-            count = read_all(fd, [self._view[:wanted]], at)
-            total.update(self._view[:count])
-            at += wanted
-        return total.digest()
+def file_checksum(path: Path, start: int, stop: int) -> str:
+    """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot read them."""
+    with open_outside(path) as file:
+        fd = file.fileno()
+        if stop - start >= SUM_BYTES and (found := _checksum_mapped(fd, start, stop)) is not None:
+            return found
+        total = xxhash.xxh3_64()
+        for at in range(start, stop, SUM_BYTES):
+            total.update(os.pread(fd, min(SUM_BYTES, stop - at), at))
+        return total.hexdigest()
 
 
-def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | ColumnChecksum]) -> str | None:
+def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
     """Return the checksum without copying the bytes; None where the system or the disk does not support it.
 
     The kernel is asked to load the pages first: a disk error is then a return code instead of a signal.
     """
-    if sys.platform != "linux" or stop - start < SUM_BYTES or start % mmap.ALLOCATIONGRANULARITY:
+    if sys.platform != "linux" or start % mmap.ALLOCATIONGRANULARITY:
         return None
     try:
         view = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)
@@ -396,7 +355,7 @@ def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | Colum
     populated: int = ctypes.CDLL(None).madvise(
         ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)), _POPULATE_READ
     )
-    return checksum(memoryview(words), kind) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
+    return checksum(memoryview(words)) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
 
 
 def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -406,7 +365,8 @@ def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
         count = os.preadv(fd, views, offset + done)
         if not count:
             break
-        done, views = done + count, skip(views, count)
+        done += count
+        views = skip(views, count) if count < sum(map(len, views)) else []
     return done
 
 
@@ -414,7 +374,7 @@ def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> Che
     """Return the error for a failed write; if there is no space left, the error names the disk."""
     if error.errno not in FULL:
         return CheckpointError(
-            f"{what} could not be written to {folder}: {error}. Nothing was saved, and what was there before stays. Give a folder that can "
+            f"{what} could not be written to {folder}: {error}. Nothing was saved, and earlier files are unchanged. Give a folder that can "
             "be written to."
         )
     mount = folder.resolve()
@@ -424,11 +384,11 @@ def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> Che
         usage = shutil.disk_usage(folder)
         room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
     except OSError:  # the folder was removed, or the file system does not report free space
-        room = "how much is free cannot be found out"
+        room = "the free space is unknown"
     needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     why = "allows no larger file (ulimit -f)" if error.errno == errno.EFBIG else "is full"
     return CheckpointError(
         f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: "
-        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and what was there before stays. Delete old checkpoints "
-        "(total_limit does it by itself), or save to another disk."
+        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and earlier files are unchanged. Delete old checkpoints "
+        "(total_limit does so automatically), or save to another disk."
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.remote_store import RemoteStore, is_url
+from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.comm.agreement import Agreement
 from hasten.errors import ArgumentError, CheckpointError, ConfigError, IncompleteCheckpointError
 
@@ -57,6 +57,12 @@ def check_local(path: str | os.PathLike[str], what: str) -> Path:
 
 log = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def is_url(place: str) -> bool:
+    """Return True if `place` is a URL rather than a path."""
+    scheme, mark, _ = place.partition("://")
+    return bool(mark) and len(scheme) > 1
 
 
 def open_store(place: str | Path) -> CheckpointStore:
@@ -107,7 +113,7 @@ def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
     return store, name
 
 
-def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
+def newer_incomplete(store: CheckpointStore, chosen: str) -> list[str]:
     """Return numbered checkpoints newer than `chosen` that are incomplete (after a crash or a copy), oldest first."""
     names = set(store.names())
     root = Path(store.address)
@@ -118,9 +124,9 @@ def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
     return [name for _, name in newer if not store.complete(name)]
 
 
-def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
+def warn_of_incomplete(store: CheckpointStore, chosen: str) -> None:
     """Log a warning that names the newer, incomplete checkpoints that are skipped."""
-    if skipped := passed_over(store, chosen):
+    if skipped := newer_incomplete(store, chosen):
         log.warning(
             "using %s in %s and skipping newer ones: %s (no manifest, or not all files, as after a crash or a copy "
             "that did not end)",
@@ -203,7 +209,7 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
                 "ranks see different newest checkpoints (%s); %s is loaded, which all have", sorted(set(seen)), name
             )
     if is_main:
-        tell_passed_over(store, name)
+        warn_of_incomplete(store, name)
     return name
 
 

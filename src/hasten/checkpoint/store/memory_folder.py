@@ -14,7 +14,7 @@ from hasten.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifes
 from hasten.checkpoint.reader import verify_files
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import number_of, numbered
-from hasten.checkpoint.store.writer_lock import this_process
+from hasten.checkpoint.store.locks import this_process
 from hasten.errors import CheckpointError, ConfigError
 
 
@@ -82,7 +82,7 @@ def why_none(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> str:
         )
     newest = max(copy.step for copy in fitting)
     lost = [i for i, ranks in enumerate(machines) if not any(c.ranks == ranks and c.step == newest for c in fitting)]
-    return f"nobody holds what machine {', '.join(map(str, lost))} had after update {newest}"
+    return f"no machine holds the state that machine {', '.join(map(str, lost))} had after update {newest}"
 
 
 _ARRIVING: Final = ".arriving"
@@ -95,7 +95,7 @@ class MemoryFolder:
     root: Path
 
     @classmethod
-    def claimed(cls, root: Path) -> MemoryFolder:
+    def of_this_process(cls, root: Path) -> MemoryFolder:
         """Return the folder of this process's n-th Accelerator, the n-th on every rank and after every restart."""
         here = this_process()
         for number in range(1 << 10):
@@ -177,8 +177,8 @@ class MemoryFolder:
             elif not file.size:
                 path.touch(mode=0o600)
         yield manifest
-        came = [file for file in manifest.files if file not in alike]
-        if problems := verify_files(draft, came, manifest.chunk_bytes):
+        received = [file for file in manifest.files if file not in alike]
+        if problems := verify_files(draft, received, manifest.chunk_bytes):
             raise CheckpointError(
                 f"the copy of the state of ranks {list(copy.ranks)} arrived damaged ({'; '.join(problems[:3])}), so it could not be used "
                 "after a failure. Look for a faulty network card or memory on both machines."

@@ -18,9 +18,10 @@ from hasten.checkpoint.format.manifest import (
     FileRecord,
     Manifest,
     decode,
+    read_outside,
+    size_of,
 )
-from hasten.checkpoint.store.disk import ChunkReader
-from hasten.checkpoint.store.outside_files import read_outside, size_of
+from hasten.checkpoint.store.disk import file_checksum
 from hasten.errors import CheckpointError, CheckpointVersionError, ConfigError
 
 WEIGHTS: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -113,9 +114,8 @@ def check_export(folder: Path, manifest: Manifest) -> None:
 def _is_same(path: Path, file: FileRecord) -> bool:
     if size_of(path) != file.size:
         return False
-    reader = ChunkReader()
     spans = ((at, min(at + CHUNK_BYTES, file.size)) for at in range(0, file.size, CHUNK_BYTES))
-    return all(reader.checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
+    return all(file_checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
 
 
 def holding(folder: Path) -> Holding | None:

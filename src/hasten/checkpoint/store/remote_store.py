@@ -6,18 +6,21 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+import xxhash
+
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    Checksum,
     FileRecord,
     Manifest,
     decode,
@@ -25,11 +28,25 @@ from hasten.checkpoint.format.manifest import (
     inside,
     safe_name,
 )
-from hasten.checkpoint.store.disk import HostBuffer, chunk_parts, default_threads, host_views, segment_starts
-from hasten.checkpoint.store.local_draft import check_hooked, described
-from hasten.checkpoint.store.local_store import is_automatic, same_family
-from hasten.checkpoint.store.locks import RemoteLocks
-from hasten.checkpoint.store.writer_lock import Claim, Owner, Patience, dead, take
+from hasten.checkpoint.store.disk import HostBuffer, default_threads, devices_of, host_views, segment_starts
+from hasten.checkpoint.store.local_store import check_hooked, described, is_automatic, same_family
+from hasten.checkpoint.store.locks import (
+    FoundLock,
+    Hidden,
+    Liveness,
+    LockTimeouts,
+    Owner,
+    WriterLock,
+    acquire,
+    decode_owner,
+    encode_owner,
+    hidden,
+    is_dead,
+    liveness,
+    parse_hidden,
+    tag_of,
+    this_process,
+)
 from hasten.errors import CheckpointBusyError, CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 
@@ -40,23 +57,17 @@ _OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss
 """Object stores have no folders; making one there could accidentally create a bucket."""
 
 
-def is_url(place: str) -> bool:
-    """Return True if `place` is a URL rather than a path."""
-    scheme, mark, _ = place.partition("://")
-    return bool(mark) and len(scheme) > 1
-
-
 class RemoteDraft:
     """A checkpoint being uploaded; a second save under one name uploads next to the first and replaces its manifest.
 
-    The process that started the draft holds the `claim`; processes that join it have none.
+    The process that started the draft holds the `lock`; processes that join it have none.
     """
 
-    def __init__(self, store: RemoteStore, name: str, token: str, claim: Claim | None = None) -> None:
+    def __init__(self, store: RemoteStore, name: str, token: str, lock: WriterLock | None = None) -> None:
         self._store = store
         self._name = name
         self._token = token
-        self._claim = claim
+        self._lock = lock
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -93,15 +104,15 @@ class RemoteDraft:
         return records
 
     def _upload(self, file: str, blob: Blob) -> FileRecord:
-        buffer, starts, sums = HostBuffer(), segment_starts(blob), []
+        devices = devices_of([segment for segment in blob.segments if not isinstance(segment, bytes)])
+        buffer, starts, sums = HostBuffer(bool(devices)), segment_starts(blob), []
         with self._store.fs.open(self._path(file), "wb") as out:
             for start in range(0, blob.size, CHUNK_BYTES):
-                parts = chunk_parts(blob, start, min(start + CHUNK_BYTES, blob.size), starts)
-                total = Checksum()
-                for view in host_views(parts, buffer):
+                total = xxhash.xxh3_64()
+                for view in host_views(blob, start, min(start + CHUNK_BYTES, blob.size), starts, buffer):
                     total.update(view)
                     out.write(view)
-                sums.append(total.digest())
+                sums.append(total.hexdigest())
         return FileRecord(name=self._placed(file), size=blob.size, sums=tuple(sums))
 
     def _hooked(self, files: Mapping[str, Blob]) -> dict[str, Path]:
@@ -120,15 +131,15 @@ class RemoteDraft:
         self._store.fs.put_file(str(path), self._path(file))
         return record
 
-    def adopt(self, known: Sequence[str]) -> list[FileRecord]:
+    def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
         """Return an empty list: every rank's `put` has uploaded the files of its hooks."""
         return []
 
     def commit(self, manifest: Manifest) -> None:
         """Upload the manifest, which makes the checkpoint visible."""
         self._check_arrived(manifest)
-        if self._claim is not None:
-            self._claim.check(f"{self._store.address}/{self._name}")
+        if self._lock is not None:
+            self._lock.check(f"{self._store.address}/{self._name}")
         path = self._store.join_path(self._name, MANIFEST_NAME)
         before, previous = self._store.listed_files(self._name), self._store.raw_manifest(self._name)
         self._store.fs.pipe_file(path, encode(manifest))
@@ -159,14 +170,14 @@ class RemoteDraft:
             self._scratch = None
 
     def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def abort(self) -> None:
         """Remove the uploaded files, unless another process owns the checkpoint by now."""
         self._drop_scratch()
         try:
-            if self._claim is None or self._claim.held():
+            if self._lock is None or self._lock.held():
                 prefix = self._token.partition(":")[2]  # empty if the folder was empty when the draft was started
                 self._store.sweep(self._name, re.compile(re.escape(prefix) + "/") if prefix else None)
         finally:
@@ -180,14 +191,14 @@ class RemoteStore:
         self,
         url: str,
         *,
-        patience: Patience | None = None,
+        timeouts: LockTimeouts | None = None,
         here: Owner | None = None,
         **options: Any,  # Any: options of the file system (keys, endpoints)
     ) -> None:
         fsspec = need("fsspec", why=f"checkpoints at {url}")
         self.fs, self._root = fsspec.core.url_to_fs(url.rstrip("/"), **options)
         self._url = url.rstrip("/")
-        self._patience = patience
+        self._timeouts = timeouts
         self._here = here
 
     @property
@@ -212,50 +223,50 @@ class RemoteStore:
         try:
             if self._has_folders():
                 self.fs.makedirs(self.join_path(name), exist_ok=True)
-            claim = take(self._locks(), name, f"{self._url}/{name}")
+            lock = acquire(self._locks(), name, f"{self._url}/{name}")
             try:
                 self.sweep(name, None if is_automatic(name) else _VERSION)
                 self._clear_dead(name)
                 taken = bool(self.sizes(name))
             except BaseException:
-                claim.release()
+                lock.release()
                 raise
         except OSError as error:
             raise CheckpointError(
                 f"cannot start the checkpoint {name!r} at {self._url}: {error}. Nothing was changed. Check the URL and "
                 "the credentials of the storage service."
             ) from error
-        return RemoteDraft(self, name, f"{claim.token}:v-{claim.token}" if taken else f"{claim.token}:", claim)
+        return RemoteDraft(self, name, f"{lock.token}:v-{lock.token}" if taken else f"{lock.token}:", lock)
 
     def _locks(self) -> RemoteLocks:
-        return RemoteLocks(self.fs, self._root, self._patience, self._here)
+        return RemoteLocks(self.fs, self._root, self._timeouts, self._here)
 
     def _has_folders(self) -> bool:
         return not _OBJECTS.intersection((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
 
     def _clear_dead(self, name: str) -> None:
         """Remove leftovers of dead processes, for this checkpoint and for others numbered like it."""
-        locks, claimed = self._locks(), set[str]()
+        locks, locked = self._locks(), set[str]()
         for entry in locks.entries():
             lock = locks.lock_at(entry.tag, entry.token) if same_family(name, entry.tag) else None
-            if lock is not None and dead(locks, entry.tag, lock):
+            if lock is not None and is_dead(locks, entry.tag, lock):
                 locks.remove(entry.tag, entry.token)
             else:
-                claimed.add(entry.tag)
+                locked.add(entry.tag)
         for other in self._folders():
-            unowned = other != name and same_family(name, other) and other not in claimed
+            unowned = other != name and same_family(name, other) and other not in locked
             if unowned and not self.fs.exists(self.join_path(other, MANIFEST_NAME)):
-                self._sweep_claimed(other)
+                self._sweep_unlocked(other)
 
-    def _sweep_claimed(self, name: str) -> None:
+    def _sweep_unlocked(self, name: str) -> None:
         try:
-            claim = take(self._locks(), name, f"{self._url}/{name}")
+            lock = acquire(self._locks(), name, f"{self._url}/{name}")
         except CheckpointBusyError:  # another process has just started to write it
             return
         try:
             self.sweep(name)
         finally:
-            claim.release()
+            lock.release()
 
     def join(self, name: str, token: str) -> RemoteDraft:
         """Return the draft that main started: a URL is visible to every process."""
@@ -371,11 +382,87 @@ class RemoteStore:
 
         Raises: CheckpointBusyError when another process writes it.
         """
-        claim = take(self._locks(), name, f"{self._url}/{name}")
+        lock = acquire(self._locks(), name, f"{self._url}/{name}")
         try:
             self.remove(name, [MANIFEST_NAME])
             self.remove(name, list(self.sizes(name)))
             if self.fs.exists(self.join_path(name)):
                 self.fs.rm(self.join_path(name), recursive=True)
         finally:
-            claim.release()
+            lock.release()
+
+
+class RemoteLocks:
+    """Lock files under one URL."""
+
+    def __init__(
+        self,
+        fs: Any,  # Any: an fsspec file system, which has no types
+        root: str,
+        timeouts: LockTimeouts | None = None,
+        here: Owner | None = None,
+    ) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/")
+        self.timeouts = timeouts or LockTimeouts()
+        self.here = here or this_process()
+
+    def _path(self, name: str, token: str) -> str:
+        return f"{self._root}/{hidden('lock', name, token)}"
+
+    def create(self, name: str, token: str) -> WriterLock:
+        """Create a lock of this process."""
+        fs, path, beats = self._fs, self._path(name, token), iter(range(1, 2**62))
+        owner = self.here
+        fs.pipe_file(path, encode_owner(owner))
+
+        def exists() -> bool:
+            fs.invalidate_cache()
+            return bool(fs.exists(path))
+
+        def renew() -> bool:
+            if not exists():  # considered dead by another process: writing it again would make two owners
+                return False
+            fs.pipe_file(path, encode_owner(msgspec.structs.replace(owner, beat=next(beats), beat_s=time.time())))
+            return True
+
+        def remove() -> None:
+            if exists():
+                fs.rm_file(path)
+
+        return WriterLock(token, exists, remove, renew)
+
+    def entries(self) -> list[Hidden]:
+        """Return all locks under the URL, from one listing."""
+        self._fs.invalidate_cache()
+        try:
+            names = [str(entry["name"]).rpartition("/")[2] for entry in self._fs.ls(self._root, detail=True)]
+        except FileNotFoundError:
+            return []
+        return [entry for entry in map(parse_hidden, names) if entry is not None and entry.what == "lock"]
+
+    def found(self, name: str, own: str = "") -> list[FoundLock]:
+        """Return all locks of a checkpoint, except the one with the token `own`."""
+        tag = tag_of(name)
+        tokens = [entry.token for entry in self.entries() if entry.tag == tag and entry.token != own]
+        locks = (self.lock_at(name, token) for token in tokens)
+        return [lock for lock in locks if lock is not None]
+
+    def lock_at(self, name: str, token: str) -> FoundLock | None:
+        """Return the lock of one save; None when it does not exist."""
+        try:
+            owner = decode_owner(self._fs.cat_file(self._path(name, token)))
+        except FileNotFoundError:
+            return None
+        return FoundLock(token, owner, (owner.beat_s, owner.beat))
+
+    def liveness(self, name: str, lock: FoundLock) -> Liveness:
+        """Return the liveness of the owner, which is unknown unless it is a process of this machine."""
+        return liveness(lock.owner, self.here)
+
+    def remove(self, name: str, token: str) -> None:
+        """Delete the lock of a dead owner."""
+        try:
+            self._fs.rm_file(self._path(name, token))
+        except FileNotFoundError:  # another process deleted it first
+            return

@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CommittedCheckpoint:
     """Name, number and metrics of a committed checkpoint."""
 
     name: str
@@ -27,7 +27,7 @@ class Retention:
     keep_every: int | None = None
 
 
-def expired(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
+def expired(checkpoints: Sequence[CommittedCheckpoint], policy: Retention) -> list[str]:
     """Return the names to delete, oldest first. The newest is never deleted; without `total_limit` none is."""
     if policy.total_limit is None:
         return []
@@ -39,7 +39,7 @@ def expired(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
     return [item.name for item in ordered if item.name not in keep]
 
 
-def best(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
+def best(checkpoints: Sequence[CommittedCheckpoint], policy: Retention) -> list[str]:
     """Return the names of the best checkpoints by the metric, best first; of two equal ones the newer is better."""
     if policy.keep_best is None or policy.best_metric is None:
         return []

@@ -23,12 +23,11 @@ from hasten.errors import LaunchError
 from hasten.launch import failure as verdict
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
-from hasten.launch.elastic import ending
 from hasten.launch.elastic.handler import elastic_handler
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
 from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
 from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
-from hasten.launch.peers import PeerMachineFailed, Peers
+from hasten.launch.peers import COLLECT_S, PeerMachineFailed, Peers, agreed_exit_code, with_others, within
 from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 from hasten.runtime import env as environment
 from hasten.runtime import launcher_files
@@ -90,15 +89,15 @@ class MachineSupervisor:
         return restarts_left
 
     def _told_elsewhere(self) -> bool:
-        peers, told = self._handler.peers, [False]
+        peers, signalled = self._handler.peers, [False]
         if peers is None or not all(f.code == PREEMPTED for f in self.failures if not f.stopped):
             return False
 
         def ask() -> None:
-            told[0] = peers.stopping()
+            signalled[0] = peers.stopping()
 
-        ending.within(ending.COLLECT_S, ask)
-        return told[0]
+        within(COLLECT_S, ask)
+        return signalled[0]
 
     def stopping(self, number: signal.Signals) -> int:
         """Notify the other machines, and return the seconds that the processes may take to save and exit."""
@@ -106,7 +105,7 @@ class MachineSupervisor:
             return SHUTDOWN_S
         self._guard.hold()
         if (peers := self._handler.peers) is not None:
-            ending.within(1.0, peers.say_stopping)
+            within(1.0, peers.say_stopping)
         return math.ceil(self._supervision.stop_grace_s)
 
     def finished(self) -> bool:
@@ -151,7 +150,7 @@ class _Run:
             return self._tell_failure([*supervisor.failures, *error.failures], handler.peers)
         except (LaunchError, RendezvousError, DistError) as error:
             self.guard.hold()
-            self._fail(f"{error}" if isinstance(error, LaunchError) else f"the machines could not meet: {error}")
+            self._fail(f"{error}" if isinstance(error, LaunchError) else f"the rendezvous failed: {error}")
             if supervisor.failures:
                 self.say(render_failure(supervisor.failures, python=sys.executable))
             return 1
@@ -166,7 +165,7 @@ class _Run:
         verdict.leave(words)
 
     def _tell_failure(self, failures: Sequence[Failure], peers: Peers | None) -> int:
-        failures, silent = ending.with_others([*failures, *self._left_early()], peers)
+        failures, silent = with_others([*failures, *self._left_early()], peers)
         self.say(render_failure(failures, python=sys.executable, full=self.plan.supervision.debug, lost=silent))
         first = first_failure(failures)
         verdict.leave(verdict.failure_words(first, many_machines=peers is not None and len(peers.hosts) > 1))
@@ -184,7 +183,7 @@ class _Run:
         name = signal.Signals(number).name
         codes = [end.code for end in self.agent.ends()] if self.agent is not None else []
         if self.agent is not None and codes == [PREEMPTED] * self.agent.num_started:
-            self.say(f"{name}: all processes of this machine have saved and ended; start again to go on")
+            self.say(f"{name}: all processes of this machine have saved and exited; restart the job to continue")
             return PREEMPTED
         self.say(f"{name}: all processes of this machine were ended")
         return 128 + number
@@ -195,7 +194,7 @@ class _Run:
             return code
         self.guard.settle(code)
         peers = self.handler.peers if self.handler is not None else None
-        code = ending.agreed_exit_code(peers, code, saving_s=self.plan.supervision.stop_grace_s)
+        code = agreed_exit_code(peers, code, saving_s=self.plan.supervision.stop_grace_s)
         self.guard.settle(code)
         return code
 

@@ -110,8 +110,8 @@ def check_state(state: bytes) -> None:
         _StateReader(io.BytesIO(state)).load()
     except Exception as error:  # malicious bytes can raise any exception
         raise RendezvousStateError(
-            f"the state of the rendezvous in the store was not written by a launcher ({error}), so it was not loaded: another "
-            f"program uses this job's port. Choose another --main_process_port, and keep it away from other users."
+            f"the state of the rendezvous in the store was not written by a launcher ({error}), so it was not loaded: another program "
+            "uses this job's port. Choose another --main_process_port, and restrict access to it."
         ) from error
 
 
@@ -148,7 +148,7 @@ def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
                 f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
                 f"Choose another with --main_process_port."
             ) from error
-        words = "this machine cannot serve the meeting at" if hosts else "no machine answers at"
+        words = "this machine cannot host the rendezvous at" if hosts else "no machine responds at"
         raise LaunchError(
             f"{words} {meeting.address}:{meeting.port} ({str(error).strip().splitlines()[0][:200]}). Start the job on the machine "
             f"that has this address, and check --main_process_ip, --main_process_port and the firewall."

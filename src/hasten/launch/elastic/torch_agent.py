@@ -107,8 +107,8 @@ class TorchAgent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S) -> None:
-        told = isinstance(sys.exception(), SignalException)
-        seconds = self._supervisor.stopping(death_sig) if told else SHUTDOWN_S
+        signalled = isinstance(sys.exception(), SignalException)
+        seconds = self._supervisor.stopping(death_sig) if signalled else SHUTDOWN_S
         if self._pcontext is not None:
             self._pcontext.close(death_sig, seconds)  # torch<2.12: _shutdown() does not accept a timeout
         super()._shutdown(death_sig)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.ops import Rotation, all_parts, summed_part
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 _TILE: Final = 512
 """Number of queries whose scores are in memory at a time if no fused kernel can be used."""
@@ -143,7 +143,7 @@ Exchange = Literal["gather", "ring"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SequenceGroup:
     """Process group that shares a sequence, with the sequence's layout and the exchange of keys and values."""
 
     group: dist.ProcessGroup
@@ -152,14 +152,14 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class AttentionCall:
     """Mask and scale of an attention call."""
 
     causal: bool
     scale: float
 
 
-def blockwise(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, manner: Manner) -> Tensor:
+def blockwise(query: Tensor, key: Tensor, value: Tensor, sharing: SequenceGroup, manner: AttentionCall) -> Tensor:
     """Compute attention of this rank's queries over the keys of all ranks, one block of scores at a time. Ranks: the group.
 
     Tensors are (batch, heads, length, width); keys and values may have fewer heads, each shared by several query heads.
@@ -172,7 +172,9 @@ class _Blockwise(torch.autograd.Function):
     # Any: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, manner: Manner) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sharing: SequenceGroup, manner: AttentionCall
+    ) -> Tensor:
         ctx.sharing, ctx.manner = sharing, manner
         rank, layout = sharing.group.rank(), sharing.layout
         made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -253,7 +255,7 @@ def _joined(chunks: Sequence[Tensor], dim: int = -2) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), dim)
 
 
-def _block(query: Tensor, key: Tensor, value: Tensor, place: _BlockPlace, manner: Manner) -> AttentionBlock:
+def _block(query: Tensor, key: Tensor, value: Tensor, place: _BlockPlace, manner: AttentionCall) -> AttentionBlock:
     query, key, value = query[..., place.rows, :], key[..., place.columns, :], value[..., place.columns, :]
     repeats = query.shape[-3] // key.shape[-3]
     if repeats > 1:
@@ -273,7 +275,7 @@ def _fold_heads(grad: Tensor, heads: int) -> Tensor:
     return grad.view(*grad.shape[:-3], heads, -1, *grad.shape[-2:]).sum(-3)
 
 
-def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _visits(key: Tensor, value: Tensor, sharing: SequenceGroup) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the keys and values of every rank, this rank's first, then those of the ranks before it."""
     group = sharing.group
     rank, size = group.rank(), group.size()
@@ -293,7 +295,7 @@ def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int,
 class _Returning:
     """Gradients of keys and values that are sent back to the ranks that hold them."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: SequenceGroup) -> None:
         self._sharing = sharing
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._moving: Rotation | None = None

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import IGNORED
 from hasten.strategies.context.ops import held_part
 from hasten.strategies.context.probe import check_labels, check_positions
 from hasten.strategies.context.sdpa import SequenceAttention
-from hasten.strategies.context.transformers import NAME
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+SPANNING_ATTENTION: Final = "sdpa_over_sequence_parts"
+"""Name of an attention function of transformers that spans the shards of all ranks itself, outside a block too."""
 _LABELS: Final = ("labels", "targets", "target", "y")
 """Arguments from which a user's model may compute its loss."""
 _SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
@@ -32,7 +33,7 @@ _WRITE: Final = (
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenBlock:
     """State of a running `context_parallel()` block: the buffers before sharding, and the attention inside the block."""
 
     layout: SequenceLayout
@@ -57,7 +58,7 @@ class Opened:
 class CallHook:
     """Forward pre-hook of a prepared model; copies of the model share it."""
 
-    def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], Opened | None]) -> None:
+    def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], OpenBlock | None]) -> None:
         self._inner = inner
         self._trainable = trainable
         self._ranks = ranks
@@ -66,8 +67,8 @@ class CallHook:
         self._base: Any = inside() if callable(inside) else inner
         self._signature = inspect.signature(inner.forward)
         self._accepts = inspect.signature(self._base.forward).parameters
-        told = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
-        self._causal = bool(told) and all(told)
+        flags = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
+        self._causal = bool(flags) and all(flags)
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> CallHook:
@@ -101,22 +102,22 @@ class CallHook:
                 bound.arguments.setdefault(more or name, {})[name] = value
         return bound.args, bound.kwargs
 
-    def _check_labels(self, model: nn.Module, block: Opened, given: dict[str, Any]) -> None:
+    def _check_labels(self, model: nn.Module, block: OpenBlock, given: dict[str, Any]) -> None:
         parameters = self._signature.parameters.values()
         if all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
             for name in _LABELS:
                 check_labels(model, self._inner, (), given, block, name)
 
     def _refuse_outside(self, model: nn.Module) -> None:
-        spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == NAME
+        spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == SPANNING_ATTENTION
         if self._trainable and model.training and torch.is_grad_enabled() and not spanned:
             raise StepError(
                 f"{type(self._inner).__name__} was called for training outside accelerator.context_parallel(), although "
-                f"cp_size={self._ranks}: each of {self._ranks} ranks would compute whole sequences, and nothing would be split. "
+                f"cp_size={self._ranks}: each of {self._ranks} ranks would compute whole sequences. "
                 f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
             )
 
-    def _told(self, block: Opened, given: Mapping[str, Any]) -> bool:
+    def _told(self, block: OpenBlock, given: Mapping[str, Any]) -> bool:
         """Return whether an argument holds the positions of the sequence, or is not one of the buffers.
 
         An argument that is no buffer may be positions that the caller computed inside the block.
@@ -126,7 +127,7 @@ class CallHook:
         known = [places.get(id(tensor)) for tensor in tensors]
         return None in known or any(block.counting()[number] for number in known if number is not None)
 
-    def _completed(self, block: Opened, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _completed(self, block: OpenBlock, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments to change, with their new values."""
         changed: dict[str, Any] = {}
         sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
@@ -146,15 +147,14 @@ class CallHook:
             self._complete_mask(block, mask, self._labels_of(block, given, labels), changed)
         return changed
 
-    def _refuse_wholes(self, block: Opened, given: Mapping[str, Any], length: int) -> None:
+    def _refuse_wholes(self, block: OpenBlock, given: Mapping[str, Any], length: int) -> None:
         """Raise StepError for an argument that spans the whole sequence beside sharded ones."""
         for name in _SEQUENCES:
             value = given.get(name)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
                 raise StepError(
-                    f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which is no buffer of the "
-                    "context-parallel block and spans whole sequences, beside parts of them. Add it to the buffers, "
-                    "with its sequence dimension."
+                    f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which spans whole sequences but "
+                    "is not a buffer of the context-parallel block. Add it to the buffers, with its sequence dimension."
                 )
 
     def _refuse_windows(self, length: int) -> None:
@@ -166,7 +166,7 @@ class CallHook:
             if isinstance(window, int) and window < length and (kinds is None or kind in kinds):
                 raise StepError(
                     f"{type(self._base).__name__} has config.{name}={window}, and sequences of {length} tokens that are split over "
-                    f"{self._ranks} ranks are attended to whole. Use sequences of at most {window} tokens, or cp_size=1."
+                    f"{self._ranks} ranks are attended to without a window. Use sequences of at most {window} tokens, or cp_size=1."
                 )
 
     def _refuse_other_positions(self) -> None:
@@ -179,11 +179,11 @@ class CallHook:
         if padded or hasattr(self._base, "get_rope_index"):
             why = f"counts positions from {padded[0]!r}'s padding_idx" if padded else "computes them from its images"
             raise StepError(
-                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {why}; from a "
-                "part of a sequence it would get others. Compute position_ids of whole sequences and pass them as a buffer."
+                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {why}; for a part of "
+                "a sequence they would be wrong. Compute position_ids of whole sequences and pass them as a buffer."
             )
 
-    def _shifted(self, block: Opened, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    def _shifted(self, block: OpenBlock, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Return this rank's labels and all labels, shifted by one, for a model that would shift its shard of them itself.
 
         Raises: StepError for a model that shifts labels and takes no shifted ones.
@@ -195,8 +195,8 @@ class CallHook:
             return None
         if "loss_function" not in inspect.unwrap(type(self._base).forward).__code__.co_names:
             raise StepError(
-                f"{type(self._base).__name__} shifts labels by itself, by code of its own, so that the tokens at the ends of each "
-                "rank's part would be lost. Shift the labels before the block and compute the loss from the logits."
+                f"{type(self._base).__name__} shifts labels in its forward, so the tokens at the ends of each rank's part would be "
+                "lost. Shift the labels before the block and compute the loss from the logits."
             )
         whole = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
         mine = block.part(whole, labels[1])
@@ -206,7 +206,7 @@ class CallHook:
         return mine, whole
 
     def _labels_of(
-        self, block: Opened, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
+        self, block: OpenBlock, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """Return the whole shifted labels, aligned with the tokens that predict them."""
         if shifted is not None:
@@ -215,7 +215,7 @@ class CallHook:
         return None if found is None else found[0]
 
     def _complete_mask(
-        self, block: Opened, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
+        self, block: OpenBlock, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
     ) -> None:
         """Remove a right-padding mask from the model's arguments, and hide the padding in attention where it matters."""
         whole, dim = mask

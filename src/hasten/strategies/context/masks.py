@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 IGNORED: Final = -100
 """Label of tokens that the loss ignores, as in torch's cross entropy."""
@@ -50,9 +50,9 @@ class MaskReader:
                     return "causal"  # made from positions that jump between the rank's two chunks
         raise StepError(
             f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
-            "rank, made without the rest of the sequence; nothing tells what it hides on other ranks. Under context "
-            "parallelism use is_causal=True (with padding on the right it needs no mask: set the labels of padding to "
-            "-100 and leave attention_mask out), or a mask of keys that is the same for all queries."
+            "rank, computed from a part of the sequence; what it masks on other ranks is unknown. Under context "
+            "parallelism use is_causal=True (with padding on the right it needs no mask: set the labels of padding to -100 and do not "
+            "pass attention_mask), or a mask of keys that is the same for all queries."
         )
 
 
@@ -121,8 +121,8 @@ def _contents(whole: list[bool], seen: Tensor) -> Contents:
     found = [next(rows) if one else (False, False, False, False) for one in whole]
     if any(row[0] for row in found):
         raise StepError(
-            "a buffer counts up from 0 and starts again, as the positions of several sequences do that are packed "
-            "into one; context parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
+            "a buffer counts up from 0 and restarts, like the positions of several sequences packed into one; with context parallelism "
+            "these sequences would attend to each other. Use unpacked sequences, or cp_size=1."
         )
     return Contents(any(row[1] for row in found), tuple(row[2] for row in found), tuple(row[3] for row in found))
 

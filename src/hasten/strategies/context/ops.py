@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 

@@ -18,7 +18,7 @@ from hasten.strategies.context.sdpa import Attention, AttentionPatch, SequenceAt
 from hasten.trees import map_tensors, tensors
 
 if TYPE_CHECKING:
-    from hasten.strategies.context.calls import Opened
+    from hasten.strategies.context.calls import OpenBlock
 
 # Any in this file: the arguments of the user's models.
 _PER_CHUNK: Final = 2
@@ -28,7 +28,7 @@ _TOLERANCE: Final = 0.05
 
 
 def check_positions(
-    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened
+    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: OpenBlock
 ) -> None:
     """Run the first tokens whole and sharded, and compare the inputs of attention. Ranks: every rank.
 
@@ -48,16 +48,16 @@ def check_positions(
             worst = max(worst, _difference(expected, mine, block))
     if worst > _TOLERANCE:
         raise StepError(
-            f"{type(inner).__name__} gets no positions in this context-parallel block, and attention sees other queries, keys or "
-            f"values in parts of a sequence than in the whole (they differ by {worst:.0%}): it makes positions from the length of "
-            "its input, or mixes neighbouring tokens outside attention. Give the model the positions as an argument and a buffer: "
+            f"{type(inner).__name__} receives no positions in this context-parallel block, and queries, keys or values of attention "
+            f"differ between parts of a sequence and the whole sequence (by {worst:.0%}): it computes positions from the length of its "
+            "input, or mixes neighbouring tokens outside attention. Pass the positions to the model and to the block as a buffer: "
             "context_parallel([tokens, labels, positions], [1, 1, 1]) with positions = torch.arange(length).expand(batch, -1), or set "
             "cp_size=1."
         )
 
 
 def check_labels(
-    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened, name: str
+    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: OpenBlock, name: str
 ) -> None:
     """Change the first label of each shard, and check that the model's loss changes. Ranks: every rank.
 
@@ -78,26 +78,28 @@ def check_labels(
     if most > 0 and len(found) == 2 and found[0] == found[1]:
         raise StepError(
             f"{type(inner).__name__} returns a loss that the first label of this rank's part of {name!r} does not change: it shifts "
-            "labels by itself, and would lose or mix up the tokens at the ends of parts. Shift the labels before the block "
+            "labels in its forward, so tokens at the ends of parts would be lost or mixed up. Shift the labels before the block "
             "and compute the loss from the logits, with torch.nn.functional.cross_entropy()."
         )
 
 
-def _may_run(model: nn.Module, inner: nn.Module, block: Opened) -> bool:
+def _may_run(model: nn.Module, inner: nn.Module, block: OpenBlock) -> bool:
     """Return whether the model can be called additional times, with fewer tokens."""
     length = block.layout.num_chunks * _PER_CHUNK
     engine = model is not inner and not isinstance(model, DistributedDataParallel)
     return not engine and all(whole.shape[dim] >= length for _, whole, dim in block.buffers)
 
 
-def _split_attention(block: Opened) -> SequenceAttention:
+def _split_attention(block: OpenBlock) -> SequenceAttention:
     lengths = frozenset({block.layout.num_chunks * _PER_CHUNK // block.layout.ranks})
     return replace(
         block.attention, lengths=lengths, masks=MaskReader(block.layout), begin=lambda: False, padded=None, hidden=None
     )
 
 
-def _run(inner: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], attention: Attention, block: Opened) -> Any:
+def _run(
+    inner: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], attention: Attention, block: OpenBlock
+) -> Any:
     args, kwargs = given
     with torch.no_grad(), _as_evaluated(inner, block), AttentionPatch().replaced(attention):
         return inner.forward(*args, **kwargs)
@@ -116,7 +118,7 @@ class _Recorder:
 
 
 def _shortened(
-    args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened, cut: Callable[[Tensor, int], Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], block: OpenBlock, cut: Callable[[Tensor, int], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     length = block.layout.num_chunks * _PER_CHUNK
 
@@ -128,7 +130,7 @@ def _shortened(
     return made
 
 
-def _difference(whole: Tensor, part: Tensor, block: Opened) -> float:
+def _difference(whole: Tensor, part: Tensor, block: OpenBlock) -> float:
     """Return the relative difference between whole sequences and the gathered shards."""
     dim = part.ndim - 2
     joined = collect(part, dim, block.attention.sharing.group)
@@ -138,7 +140,7 @@ def _difference(whole: Tensor, part: Tensor, block: Opened) -> float:
 
 
 @contextmanager
-def _as_evaluated(model: nn.Module, block: Opened) -> Iterator[None]:
+def _as_evaluated(model: nn.Module, block: OpenBlock) -> Iterator[None]:
     """Context manager that turns dropout off and restores random state and training modes afterwards."""
     device = block.buffers[0][0].device
     modes = [(part, part.training) for part in model.modules()]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.context.attention import Manner, Sharing, blockwise
+from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.ops import all_parts, collect, swap
 
@@ -78,7 +78,7 @@ class SequenceAttention:
     """
 
     original: Attention
-    sharing: Sharing
+    sharing: SequenceGroup
     way: Way
     lengths: frozenset[int]
     """Lengths of this rank's shards of the sequences."""
@@ -108,13 +108,13 @@ class SequenceAttention:
         hidden, is_causal = self._read(attn_mask, is_causal, query, key)
         if is_causal and queries != keys:
             raise StepError(
-                f"causal attention of {queries} queries to {keys} keys was asked for inside a context-parallel block; "
+                f"causal attention of {queries} queries to {keys} keys is not supported inside a context-parallel block; "
                 "a causal mask needs queries and keys of one sequence. Use it for self-attention only."
             )
         if not enable_gqa and query.shape[_HEADS] != key.shape[_HEADS]:
             key, value = (t.expand(*query.shape[: t.ndim - 2], *t.shape[-2:]) for t in (key, value))
         query, key, value = _autocast(query, key, value)
-        manner = Manner(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        manner = AttentionCall(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
         match self.way:
             case _ if self.sharing.group.size() == 1:  # this rank has all heads and the whole sequence
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
@@ -122,7 +122,7 @@ class SequenceAttention:
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
             case "ring" if hidden is not None or dropout_p > 0:
                 raise ConfigError(
-                    f"cp_comm_strategy='ring' passes keys and values from rank to rank, without "
+                    f"cp_comm_strategy='ring' does not support "
                     f"{'a mask of keys' if hidden is not None else f'dropout (dropout_p={dropout_p})'} inside attention. "
                     "Use cp_comm_strategy='allgather' or 'ulysses'."
                 )
@@ -162,18 +162,18 @@ class SequenceAttention:
         Raises: StepError on every rank if the masks of two ranks contradict each other.
         """
         sizes = [0] * 6 if hidden is None else [1, hidden.dtype == torch.bool, *[1] * (4 - hidden.ndim), *hidden.shape]
-        told = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
-        everyone = torch.stack(all_parts(told, self.sharing.group)).tolist()
+        gathered = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
+        everyone = torch.stack(all_parts(gathered, self.sharing.group)).tolist()
         if any(row[0] for row in everyone):
             raise problem or StepError(
-                "another rank of this sequence was given an attention mask that does not say what it hides here, so "
-                "this rank stops too; its message says what to do."
+                "another rank of this sequence received an attention mask that cannot be completed for this rank, so this rank stops "
+                "too; see the error of that rank."
             )
         if any(row[5] != causal for row in everyone):
             raise StepError(
-                "ranks of one sequence disagree whether attention is causal, because padding changes the mask the model "
-                "makes from their parts. With padding on the right a causal model needs no mask: leave attention_mask "
-                "out and set the labels of padding to -100."
+                "ranks of one sequence disagree whether attention is causal, because the model computes different masks from their "
+                "parts. With padding on the right a causal model needs no mask: do not pass attention_mask, and set the labels of "
+                "padding to -100."
             )
         rows = [row for row in everyone if row[1]]
         if not rows or hidden is not None:
@@ -188,13 +188,13 @@ class SequenceAttention:
         if wrong is not None:
             raise StepError(
                 f"attention inside a context-parallel block was called with a length of {wrong}, but the buffers' parts "
-                f"on this rank have {' or '.join(str(n) for n in sorted(self.lengths))} positions; it would mix whole "
-                "sequences with parts. Name every tensor with a sequence dimension that enters the model in the "
-                "block's buffers, and keep attention over other sequences outside it."
+                f"on this rank have {' or '.join(str(n) for n in sorted(self.lengths))} positions; whole sequences would be mixed with "
+                "parts. Add every input of the model with a sequence dimension to the block's buffers, and compute attention over other "
+                "sequences outside the block."
             )
 
     def _with_all_keys(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: AttentionCall
     ) -> Tensor:
         """Compute attention in one call over all keys, ordered by the ranks that hold them."""
         group, layout = self.sharing.group, self.sharing.layout
@@ -209,7 +209,7 @@ class SequenceAttention:
         return self.original(query, key, value, mask, dropout_p, False, scale=manner.scale, enable_gqa=gqa)
 
     def _by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: AttentionCall
     ) -> Tensor:
         """Compute attention over whole sequences for a subset of the heads, between two exchanges."""
         group, ranks = self.sharing.group, self.sharing.layout.ranks
@@ -217,7 +217,7 @@ class SequenceAttention:
         if heads % ranks:
             raise ConfigError(
                 f"cp_size={ranks} does not divide the {heads} heads of this attention, and cp_comm_strategy='ulysses' "
-                f"gives every rank a part of them. Set cp_size to one of {divisors(heads)}, or use "
+                f"splits the heads over the ranks. Set cp_size to one of {divisors(heads)}, or use "
                 "cp_comm_strategy='ring' or 'allgather'."
             )
         if key.shape[_HEADS] % ranks:

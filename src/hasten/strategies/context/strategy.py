@@ -17,12 +17,12 @@ from hasten.optim.clock import StepClock
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
-from hasten.strategies.context.attention import Sharing
-from hasten.strategies.context.calls import CallHook, Opened
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.attention import SequenceGroup
+from hasten.strategies.context.calls import CallHook, OpenBlock
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
 from hasten.strategies.context.ops import collect, held_part
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 
 class SequenceShards:
@@ -74,7 +74,7 @@ class ContextParallel:
         comm = ctx.groups(Axis.CP) if ranks > 1 else None
         self._comm = comm if isinstance(comm, ProcessGroupComm) else None
         self._patch = AttentionPatch()
-        self._opened: Opened | None = None
+        self._opened: OpenBlock | None = None
 
     def follow(self, model: nn.Module, inner: nn.Module) -> None:
         """Complete the arguments of the model's calls inside blocks, and refuse training calls outside of them."""
@@ -116,7 +116,7 @@ class ContextParallel:
                 tensor.data = held_part(tensor.data, dim, self._layout, self._rank)
             attention = SequenceAttention(
                 self._patch.original(),
-                Sharing(group, self._layout, "ring" if self._way == "ring" else "gather"),
+                SequenceGroup(group, self._layout, "ring" if self._way == "ring" else "gather"),
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in chosen),
                 MaskReader(self._layout),
@@ -126,7 +126,7 @@ class ContextParallel:
                 attention.start()
             self._clock.joined = True
             held = [(tensor, whole, dim) for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True)]
-            self._opened = Opened(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
+            self._opened = OpenBlock(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)
@@ -140,31 +140,33 @@ class ContextParallel:
         """Return each buffer once, with its dimension. Raises: ConfigError for buffers that cannot be sharded."""
         if not buffers or len(buffers) != len(dims):
             raise ConfigError(
-                f"context_parallel() got {len(buffers)} buffers and {len(dims)} sequence dimensions; without a "
-                "dimension for each buffer nothing says how the sequence is split. Give the tensors that enter the "
-                "model (tokens, positions, labels) and their sequence dimensions, such as ([tokens, labels], [1, 1])."
+                f"context_parallel() got {len(buffers)} buffers and {len(dims)} sequence dimensions; each buffer needs a dimension "
+                "along which it is split. Pass the inputs of the model (tokens, positions, labels) and their sequence dimensions, such "
+                "as ([tokens, labels], [1, 1])."
             )
         known: dict[int, tuple[Tensor, int]] = {}
         for number, (tensor, given) in enumerate(zip(buffers, dims, strict=True)):
             if not -tensor.ndim <= given < tensor.ndim:
                 raise ConfigError(
-                    f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} has no dimension {given} to "
-                    "split; give the dimension that counts its tokens."
+                    f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} has no dimension {given} to split; pass its "
+                    "sequence dimension."
                 )
             dim = given % tensor.ndim
             if tensor.requires_grad:
                 raise ConfigError(
-                    f"context_parallel(): buffer {number} takes gradients, and replacing it by a part of itself would "
-                    "lose them. Give inputs and buffers only; look parameters up by sharded positions."
+                    f"context_parallel(): buffer {number} requires gradients, which would be lost when it is replaced by a part of "
+                    "itself. Pass only inputs and buffers; index parameters with sharded positions."
                 )
             if known.setdefault(id(tensor), (tensor, dim))[1] != dim:
-                raise ConfigError(f"context_parallel(): buffer {number} is given twice, with two dimensions; keep one.")
+                raise ConfigError(
+                    f"context_parallel(): buffer {number} is passed twice, with two dimensions; remove one."
+                )
             self._layout.check(tensor.shape[dim], f"buffer {number} of shape {tuple(tensor.shape)}")
             if tensor.shape[dim] // self._layout.ranks < 2:
                 raise ConfigError(
                     f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} leaves each of "
-                    f"{self._layout.ranks} ranks a single token, which attention takes for the decoding of one; use "
-                    f"sequences of at least {2 * self._layout.ranks} tokens, or a smaller cp_size."
+                    f"{self._layout.ranks} ranks a single token, which attention cannot distinguish from decoding; use sequences of at "
+                    f"least {2 * self._layout.ranks} tokens, or a smaller cp_size."
                 )
         self._refuse_copied(known)
         return list(known.values())
@@ -175,8 +177,8 @@ class ContextParallel:
             for name, buffer in model.module.named_buffers():
                 if id(buffer) in known:
                     raise ConfigError(
-                        f"context_parallel(): {name!r} is a buffer of {type(model.module).__name__}, and ddp copies buffers "
-                        "from rank 0 before each forward, which would give every rank the first part. Pass "
+                        f"context_parallel(): {name!r} is a buffer of {type(model.module).__name__}, and DDP copies buffers from rank 0 "
+                        "before each forward, which would overwrite the parts of the other ranks. Pass "
                         "DistributedDataParallelKwargs(broadcast_buffers=False)."
                     )
 
@@ -187,8 +189,8 @@ class ContextParallel:
         if any(tensor is labels for tensor, _ in chosen):
             return labels
         raise ConfigError(
-            "context_parallel(labels=...) is not one of the buffers, so it would stay whole while the loss sees a "
-            "part; add it to the buffers with its sequence dimension."
+            "context_parallel(labels=...) is not one of the buffers, so it would not be split; add it to the buffers with its sequence "
+            "dimension."
         )
 
     def _found(
@@ -198,8 +200,8 @@ class ContextParallel:
         found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
         if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
             raise ConfigError(
-                f"{len(found)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so nothing "
-                "says which of them the loss is the mean over. Name it: context_parallel(..., labels=shift_labels)."
+                f"{len(found)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so it is unclear over "
+                "which of them the loss is averaged. Pass it: context_parallel(..., labels=shift_labels)."
             )
         return chosen[found[0]][0] if found else None
 
@@ -222,8 +224,8 @@ class ContextParallel:
     def _check_used(self, attention: SequenceAttention) -> None:
         if attention.calls == 0:
             raise StepError(
-                "no scaled_dot_product_attention was called inside the context-parallel block; a model that computes "
-                "attention otherwise attends only within each rank's part of the sequence. Use "
+                "no scaled_dot_product_attention was called inside the context-parallel block; a model with another attention "
+                "implementation only attends within each rank's part of the sequence. Use "
                 "torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa'), or "
                 "cp_size=1."
             )

@@ -18,7 +18,7 @@ _NEEDED: Final = (
     *(("reducer", "_remove_autograd_hooks"), ("", "_build_params_for_reducer")),
     *(("", "_build_debug_param_to_name_mapping"), ("", "_ddp_init_helper")),
 )
-"""Private attributes of torch in use, as (object, name): hasten/testing/private_torch.py lists the versions tested."""
+"""Private attributes of torch in use, as (object, name): tests/support/private_torch.py lists the versions tested."""
 
 
 class BucketOrders:
@@ -88,8 +88,8 @@ class BucketOrders:
         ]
         if missing:
             log.warning(
-                "DistributedDataParallel of torch %s has no %s, so checkpoints cannot keep the order in which it packs "
-                "gradients. A resumed run on more than two ranks then differs from an uninterrupted one by the rounding of "
+                "DistributedDataParallel of torch %s has no %s, so checkpoints cannot store the order in which it buckets gradients. A "
+                "resumed run on more than two ranks then differs from an uninterrupted one by the rounding of "
                 "its sums: gradients of the first step agree to a relative 1e-6 in float32, not bit for bit.",
                 torch.__version__,
                 ", ".join(missing),

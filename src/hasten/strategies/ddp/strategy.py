@@ -27,11 +27,11 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS
-from hasten.strategies.base import LoopState, Retry, Stage, Whole, Wish, is_trainable
+from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage, is_trainable
 from hasten.strategies.ddp.buckets import BucketOrders, through
 
 
-class Replica:
+class DDPRetry:
     """Retry of a model under DDP: passes accumulate local gradients, and one reduction follows when all ranks are done.
 
     DDP cannot recover from an error during a reduction, so nothing is reduced before every rank has finished its passes.
@@ -42,8 +42,8 @@ class Replica:
     def __init__(self, model: DistributedDataParallel) -> None:
         if model.static_graph:
             raise StepError(
-                "run_step() is not possible with DistributedDataParallelKwargs(static_graph=True): DDP then expects the same passes "
-                "in every step, and a step that is run again has others. Leave static_graph out."
+                "run_step() is not supported with DistributedDataParallelKwargs(static_graph=True): DDP then expects the same passes in "
+                "every step, but a repeated step has different ones. Remove static_graph."
             )
         self._ddp: Any = model  # Any: the private attributes of the wrapper
         self._reduces = True
@@ -169,10 +169,10 @@ class Replicated(DistributedDataParallel):
             result = method(*args, **kwargs)
             if torch.is_grad_enabled() and any(x.grad_fn is not None for x in trees.tensors(result)):
                 raise StepError(
-                    f"{type(self.module).__name__}.{name}() returned tensors with gradients, but it was called past "
-                    "the model's forward, so those gradients would stay different on every process. Call "
-                    f"accelerator.mark_forward_method(model, {name!r}) once before training, call the model itself, or "
-                    f"use torch.no_grad() if no gradient is needed."
+                    f"{type(self.module).__name__}.{name}() returned tensors with gradients, but it bypasses the model's forward, so "
+                    "these gradients would not be synchronized between processes. Call "
+                    f"accelerator.mark_forward_method(model, {name!r}) once before training, call the model, or use torch.no_grad() if "
+                    "no gradient is needed."
                 )
             return result
 
@@ -185,8 +185,8 @@ class Replicated(DistributedDataParallel):
         unused = [names[int(i)] for i in listed[1].split() if int(i) < len(names)] if listed else []
         who = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "") or "some parameters"
         return (
-            f"in the last step these parameters of {type(self.module).__name__} took no part in the loss: {who}. "
-            "The processes would wait for their gradients forever. Use every output in the loss, freeze the "
+            f"in the last step these parameters of {type(self.module).__name__} did not contribute to the loss: {who}. The processes "
+            "would wait for their gradients forever. Use every output in the loss, freeze the "
             "parameters with requires_grad_(False), or pass "
             "DistributedDataParallelKwargs(find_unused_parameters=True)."
         )
@@ -202,7 +202,7 @@ def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the instance's fo
 class Replicate:
     """Transform that wraps trainable models so that backward averages their gradients over the ranks of the loss."""
 
-    stage = Stage.SPREAD
+    stage = Stage.DISTRIBUTE
 
     def __init__(self, config: DistributedDataParallelKwargs, by_size: bool = False) -> None:
         self._config = config
@@ -210,8 +210,8 @@ class Replicate:
         self._buckets = BucketOrders()
         self._wrapped = WeakSet[Replicated]()
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
             return model
         comm = ctx.groups(*LOSS)
         if not isinstance(comm, ProcessGroupComm):
@@ -221,7 +221,7 @@ class Replicate:
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be "
                 "replicated; run one batch through the model before prepare()."
             )
-        indexed = ctx.device.type != "cpu" and wish.place
+        indexed = ctx.device.type != "cpu" and request.place
         wrapped = Replicated(
             model,
             device_ids=[ctx.device.index] if indexed else None,
@@ -256,7 +256,7 @@ class Replicate:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return Replica(model) if isinstance(model, DistributedDataParallel) else Whole()
+        return DDPRetry(model) if isinstance(model, DistributedDataParallel) else PlainRetry()
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(self.undo(model).state_dict())
@@ -293,8 +293,8 @@ def _bucket_mb(model: nn.Module) -> int:
     total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
     size = int(min(max(total / 10, _LEAST_MB), _MOST_MB))
     log.info(
-        "performance: gradients of %s (%.0f MiB) are exchanged in buckets of %d MiB: ten or so, each large enough that its start "
-        "costs little; performance={'buckets': False} turns it off",
+        "performance: gradients of %s (%.0f MiB) are exchanged in buckets of %d MiB, about ten in total; performance={'buckets': False} "
+        "turns it off",
         type(model).__name__,
         total,
         size,
@@ -309,8 +309,8 @@ def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # An
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise ConfigError(
-            f"DistributedDataParallelKwargs({unknown[0]}=...) is not known to torch {torch.__version__}, so it would "
-            "be ignored; leave it out, or install a newer torch."
+            f"DistributedDataParallelKwargs({unknown[0]}=...) is not supported by torch {torch.__version__}, so it would be ignored; "
+            "remove it, or install a newer torch."
         )
     return {name: value for name, value in chosen.items() if value != known[name].default}
 
@@ -321,13 +321,13 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
         return
     if config.comm_hook == "bf16" and "nccl" not in str(dist.get_backend_config(group)):
         raise ConfigError(
-            "comm_hook='bf16' averages in bfloat16, which only the NCCL backend can do; this run uses "
+            "comm_hook='bf16' averages in bfloat16, which only the NCCL backend supports; this run uses "
             f"{dist.get_backend(group)}. Use comm_hook='fp16' or 'power_sgd', or no hook."
         )
     if config.comm_hook == "batched_power_sgd" and not _batched_power_sgd_works():
         raise ConfigError(
-            f"comm_hook='batched_power_sgd' stops at an assertion inside torch {torch.__version__}, which hands its "
-            "orthogonalisation a matrix of the wrong rank; use comm_hook='power_sgd'."
+            f"comm_hook='batched_power_sgd' fails with an assertion in torch {torch.__version__}, because of a matrix of the wrong "
+            "rank; use comm_hook='power_sgd'."
         )
     state: object = group
     hooks: dict[str, Callable[..., Any]] = {

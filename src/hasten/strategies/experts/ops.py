@@ -12,7 +12,7 @@ from torch import Tensor
 # Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeTokens(torch.autograd.Function):
     """All-to-all of rows with uneven sizes; gradients take the reverse direction."""
 
     @staticmethod
@@ -46,7 +46,7 @@ def share(x: Tensor, ranks: int) -> Tensor:
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows from each. Ranks: the group."""
-    made: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    made: Tensor = _ExchangeTokens.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return made
 
 

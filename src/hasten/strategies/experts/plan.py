@@ -26,7 +26,7 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
     found = stacked_experts(model) if isinstance(plan, str) else _matched(model, plan)
     if not found:
         raise PrepareError(
-            f"no module of {type(model).__name__} holds experts that could be divided among {ranks} ranks: {_SAID}"
+            f"no module of {type(model).__name__} has experts that can be split over {ranks} ranks: {_SAID}"
             f"{_lists(model)}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
         )
     for name, number in found.items():
@@ -59,14 +59,14 @@ def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
         chosen = [name for name in modules if matches(name)]
         if not chosen:
             raise ConfigError(
-                f"ep_plan: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; modules that "
-                f"hold experts are {', '.join(n for n, m in modules.items() if why_not(m) is None) or 'none'}."
+                f"ep_plan: {pattern!r} matches no module of {type(model).__name__}, so it would have no effect; modules with experts "
+                f"are {', '.join(n for n, m in modules.items() if why_not(m) is None) or 'none'}."
             )
         for name in chosen:
             if (why := why_not(modules[name])) is not None:
                 raise ConfigError(
-                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be divided among ranks: {why}. Here {_SAID}. "
-                    "Change the pattern, or write the experts that way."
+                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be split over ranks: {why}. Here {_SAID}. "
+                    "Change the pattern, or implement the experts in that form."
                 )
             numbers[name] = next(modules[name].parameters()).shape[0]
     return numbers
@@ -75,13 +75,10 @@ def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
 def why_not(module: nn.Module) -> str | None:
     """Return the reason that a module's experts cannot be sharded; None if they can."""
     if isinstance(module, nn.ModuleList):
-        return (
-            "it is a list of modules, and the block around it calls them one after the other, so that one rank would compute "
-            "while the others wait"
-        )
+        return "it is a list of modules that are called one after the other, so one rank would compute while the others wait"
     own = dict(module.named_parameters(recurse=False))
     if not own:
-        return "it has no parameters of its own"
+        return "it has no direct parameters"
     if len(own) < len(list(module.parameters())):
         return "modules inside it have parameters too"
     flat = [name for name, parameter in own.items() if parameter.ndim < 2]
@@ -91,7 +88,7 @@ def why_not(module: nn.Module) -> str | None:
     if len(set(sizes.values())) > 1:
         return f"the first dimensions of its parameters differ ({', '.join(f'{n}: {s}' for n, s in sizes.items())})"
     if next(module.buffers(), None) is not None:
-        return "it has buffers, which would not be divided"
+        return "it has buffers, which would not be split"
     return _wrong_arguments(module)
 
 
@@ -113,12 +110,12 @@ def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
         inside = [known for known in (first, name) if known.rpartition(".")[0] in found]
         if first != name and inside:
             raise ConfigError(
-                f"{first!r} and {name!r} are one tied tensor, and tied experts cannot be divided in this version. Give "
-                "each module weights of its own, or set ep_size=1."
+                f"{first!r} and {name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "
+                "set ep_size=1."
             )
 
 
 def _lists(model: nn.Module) -> str:
     """Return a hint about a ModuleList named experts, for the error message; empty if there is none."""
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"]
-    return f"; {lists[0]!r} is a list of modules instead, which cannot be divided" if lists else ""
+    return f"; {lists[0]!r} is a list of modules, which cannot be split" if lists else ""

@@ -22,10 +22,10 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import EXPERTS, MeshSpec
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.experts.ops import route, share
 from hasten.strategies.experts.plan import decide
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class CalledExperts(forwarding.Forward):
         if hidden.dim() != 2 or chosen.dim() != 2 or weights.shape != chosen.shape or len(hidden) != len(chosen):
             raise StepError(
                 f"{type(self.module).__name__} was called with hidden states {tuple(hidden.shape)}, chosen experts "
-                f"{tuple(chosen.shape)} and weights {tuple(weights.shape)}; experts can be divided over ranks only where they are "
-                "[tokens, width], [tokens, k] and [tokens, k]. Call it that way, or set ep_size=1; under tp_size, name the "
+                f"{tuple(chosen.shape)} and weights {tuple(weights.shape)}; experts can only be split over ranks with the shapes "
+                "[tokens, width], [tokens, k] and [tokens, k]. Call the module with these shapes, or set ep_size=1; under tp_size, name "
+                "the "
                 "module 'replicate' in tp_plan."
             )
         return hidden, chosen, weights
@@ -63,7 +64,7 @@ class CalledExperts(forwarding.Forward):
         if made.shape != rows.shape:
             raise StepError(
                 f"{type(self.module).__name__} returned shape {tuple(made.shape)} for hidden states of shape "
-                f"{tuple(rows.shape)}; experts must return one row per token, as wide as it came. Set ep_size=1, or name the "
+                f"{tuple(rows.shape)}; experts must return one row per token, with the width of the input. Set ep_size=1, or name the "
                 "module 'replicate' in tp_plan."
             )
         return made
@@ -105,25 +106,24 @@ class DivideExperts:
         self._fsdp = fsdp
         self._mesh = mesh
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train or expert_groups(model):
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or expert_groups(model):
             return model
         if precision.spec == "fp8":
             raise ConfigError(
-                "mixed_precision='fp8' has not been tried with divided experts and could compute them wrongly; use 'bf16', "
-                "or ep_size=1."
+                "mixed_precision='fp8' has not been tested with expert parallelism; use 'bf16', or ep_size=1."
             )
         mesh = self._mesh.experts(ctx)
         _, shards, _ = ctx.mesh.expert_sizes
-        with agree(ctx.world, f"dividing the experts of {type(model).__name__}"):
+        with agree(ctx.world, f"splitting the experts of {type(model).__name__}"):
             found = decide(model, self._config.ep_plan, ctx.mesh.ep)
             for name in found:
                 _check_shards(name, model.get_submodule(name), ctx.mesh.ep, shards)
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
             raise PrepareError(
-                f"only rank 0 built {type(model).__name__} with weights, and its experts would have to be sent to ranks that "
-                "hold others. Build the model with weights on every rank, or on the meta device everywhere."
+                f"only rank 0 built {type(model).__name__} with weights, and sending its experts to the other ranks is not supported. "
+                "Build the model with weights on every rank, or on the meta device everywhere."
             )
         copy_from_rank_0(model, ctx)
         ranks = mesh[EXPERTS]
@@ -153,8 +153,8 @@ def _check_shards(name: str, module: nn.Module, ranks: int, shards: int) -> None
         if stack.shape[1] % shards and (stack.shape[0] // ranks) % shards:
             raise ConfigError(
                 f"'{name}.{part}' has shape {tuple(stack.shape)}: each of {shards} ranks (dp_shard_size / ep_size) would "
-                f"hold an uneven shard of its {stack.shape[0] // ranks} experts. Set ep_size to dp_shard_size, so that "
-                "experts are divided and not sharded."
+                f"hold an uneven shard of its {stack.shape[0] // ranks} experts. Set ep_size to dp_shard_size, so that experts are "
+                "split and not sharded."
             )
 
 
@@ -183,6 +183,6 @@ def _account(model: nn.Module, found: dict[str, int], mesh: MeshSpec) -> str:
     numbers = sorted(set(found.values()))
     return (
         f"{type(model).__name__} has {' or '.join(map(str, numbers))} experts in each of {len(found)} modules "
-        f"({', '.join(list(found)[:4])}{', ...' if len(found) > 4 else ''}), divided over ep {ranks}: each rank holds "
+        f"({', '.join(list(found)[:4])}{', ...' if len(found) > 4 else ''}), split over ep {ranks}: each rank holds "
         f"{held / ranks / 2**20:.1f} of {held / 2**20:.1f} MiB of them before sharding"
     )

@@ -1,4 +1,4 @@
 """FSDP2 and hybrid sharding: parameters, gradients and optimizer state sharded over ranks.
 
-Start with `strategy.py`; `wrapping.py` chooses the modules that are sharded as a group, `filling.py` loads weights into shards.
+Start with `strategy.py`; `wrapping.py` chooses the modules that are sharded as a group, `gradients.py` reads the gradients that FSDP2 holds inside a window.
 """

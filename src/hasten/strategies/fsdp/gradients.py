@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hasten.checkpoint.reshard import local_tensor
+from hasten.checkpoint.base import local_tensor
 from hasten.errors import CheckpointError, StepError
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PARTIAL, UNSHARDED
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 _NEEDED: Final = ("fsdp_params", "_partial_reduce_output")
 _NEEDED_OF_PARAMETER: Final = ("sharded_param", "unsharded_accumulated_grad")
-"""Private attributes of torch in use: hasten/testing/private_torch.py lists the versions tested."""
+"""Private attributes of torch in use: tests/support/private_torch.py lists the versions tested."""
 
 
 class HeldGradients:
@@ -38,9 +38,9 @@ class HeldGradients:
         if not self._shown(model):
             if replicated and open_window:
                 raise CheckpointError(
-                    f"FSDP2 of torch {torch.__version__} does not show the gradients that it has reduced over shards but "
-                    "not yet over replicas, so a checkpoint inside an accumulation window would lose them. Save where a "
-                    "window ends (accelerator.sync_gradients)."
+                    f"FSDP2 of torch {torch.__version__} does not expose the gradients that are reduced over shards but not yet over "
+                    "replicas, so a checkpoint inside an accumulation window would lose them. Save at the end of a window "
+                    "(accelerator.sync_gradients)."
                 )
             return {}
         found: dict[str, Tensor] = {}
@@ -116,9 +116,9 @@ class HeldGradients:
             missing += [name for name in _NEEDED_OF_PARAMETER if held is not None and not hasattr(held, name)]
         if missing:
             log.warning(
-                "FSDP2 of torch %s has no %s, so gradients that it holds between two reductions cannot be saved. Nothing "
-                "is lost with plain sharding, which reduces in every backward, unless set_requires_gradient_sync(False) "
-                "was called; with shards and replicas, save only where an accumulation window ends.",
+                "FSDP2 of torch %s has no %s, so gradients between two reductions cannot be saved. Plain sharding is not affected, "
+                "because it reduces in every backward, unless set_requires_gradient_sync(False) was called; with shards and replicas, "
+                "save only at the end of an accumulation window.",
                 torch.__version__,
                 ", ".join(missing),
             )
@@ -150,7 +150,7 @@ def _all_groups(model: nn.Module) -> Iterator[Any]:
 _RESET: Final = "reset_iter_state"
 
 
-class Sharded:
+class FSDPRetry:
     """Retry of a model under FSDP2, whose forward and backward gather and reduce as usual."""
 
     meets = True
@@ -174,8 +174,8 @@ class Sharded:
         reset = getattr(self._model, _RESET, None)
         if reset is None:
             raise StepError(
-                f"FSDP2 of torch {torch.__version__} cannot go on after an error in the middle of a pass, so run_step() cannot run "
-                "the step again; install torch 2.13 or newer, or give smaller batches."
+                f"FSDP2 of torch {torch.__version__} cannot recover from an error in the middle of a pass, so run_step() cannot repeat "
+                "the step; install torch 2.13 or newer, or use smaller batches."
             )
         reset()
         self._put_back()

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,15 @@ from hasten.comm.agreement import agree
 from hasten.config.sections.loop import PrecisionType
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
+from hasten.modules import forwarding
+from hasten.modules.lazy_logits import ChunkedHead
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
-from hasten.strategies.base import LoopState, Retry, Stage, Whole, Wish
+from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
-from hasten.strategies.fsdp.filling import (
-    WeightSource,
-    allocate_meta,
-    copy_from_rank_0,
-    fill_by_function,
-    keep_rest_on_device,
-    named_tensors,
-    scatter_from_rank_0,
-    source_of,
-)
-from hasten.strategies.fsdp.gradients import HeldGradients, Sharded
+from hasten.strategies.fsdp.gradients import FSDPRetry, HeldGradients
 from hasten.strategies.fsdp.wrapping import (
     CONTAINERS,
     blocks_to_shard,
@@ -58,6 +50,16 @@ from hasten.strategies.gradient_hooks import (
     hooks_to_carry,
     refuse_gradient_hooks,
     refuse_later_hooks,
+)
+from hasten.strategies.weight_sources import (
+    WeightSource,
+    allocate_meta,
+    copy_from_rank_0,
+    fill_by_function,
+    keep_rest_on_device,
+    named_tensors,
+    scatter_from_rank_0,
+    source_of,
 )
 from hasten.strategies.whole import average_gradients, scalars, whole_on_main
 
@@ -84,7 +86,7 @@ class ShardLayout:
 class ShardModel:
     """Transform that shards parameters, gradients and optimizer state, and replicates over the replicate axis."""
 
-    stage = Stage.SPREAD
+    stage = Stage.DISTRIBUTE
 
     def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
         self._config = config
@@ -96,11 +98,11 @@ class ShardModel:
         self._held = HeldGradients()
         self._sharded = WeakValueDictionary[int, nn.Parameter]()  # sharded parameters by id, while they exist
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if isinstance(model, FSDPModule):
             return model
-        if not wish.train:
-            return model.to(ctx.device) if wish.place and not hasattr(model, "hf_device_map") else model
+        if not request.train:
+            return model.to(ctx.device) if request.place and not hasattr(model, "hf_device_map") else model
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
             layout = self._decide(model, precision, ctx)
@@ -118,7 +120,7 @@ class ShardModel:
         keep_rest_on_device(model, ctx)
         if source is WeightSource.RANK_0:
             scatter_from_rank_0(model, wholes, ctx)
-        elif source is WeightSource.NOBODY:
+        elif source is WeightSource.NO_RANK:
             fill_by_function(model, self._config)
         self._remember(model)
         carry_hooks(model, hooks)
@@ -152,11 +154,11 @@ class ShardModel:
         notes = []
         if len(blocks) < len(chosen):
             notes.append(
-                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded on their own, because they share "
-                f"{tied[0]!r} with another block: they join the group around them"
+                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded separately, because they share {tied[0]!r} with "
+                "another block: they are sharded with the enclosing group"
             )
         if zero_dims:
-            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
+            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and are replicated on every rank")
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
         return ShardLayout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
 
@@ -184,6 +186,8 @@ class ShardModel:
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
+        if options["reshard_after_forward"]:
+            _tell_chunked_heads(model)
         self._prefetch(layout.blocks)
 
     # Any: keywords of fully_shard
@@ -209,8 +213,8 @@ class ShardModel:
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
         if not isinstance(model, FSDPModule):
-            return Whole()
-        return Sharded(model, self._held, partial(self.no_sync, model), syncs=boundary)
+            return PlainRetry()
+        return FSDPRetry(model, self._held, partial(self.no_sync, model), syncs=boundary)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
@@ -221,8 +225,8 @@ class ShardModel:
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible under fsdp: every rank must take part in every gather of "
-            "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
+            "join_uneven_inputs() is not supported under fsdp: every rank must take part in every all-gather of parameters. Use "
+            "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
@@ -267,9 +271,9 @@ def _called_inside(block: nn.Module, inputs: object) -> None:
     # gathered parameters of split layers are DTensors too, but only along the tensor-parallel axis
     if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):
         raise StepError(
-            f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
-            "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "
-            f"own: fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
+            f"a {type(block).__name__} was called outside its model's forward. With a world size of one all parameters are in one shard "
+            "group, which is only gathered by a call of the model. Call the model, or shard the blocks as separate groups: "
+            f"fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
         )
 
 
@@ -300,6 +304,15 @@ def mixed_precision(
     )
 
 
+def _tell_chunked_heads(model: nn.Module) -> None:
+    """Give heads with a chunked loss the module that gathers their weight, which is freed when the model returns."""
+    owners = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for name, module in model.named_modules():
+        if isinstance(chunked := forwarding.find(module, forwarding.CHUNKED_LOSS), ChunkedHead):
+            around = [owner for prefix, owner in owners if not prefix or f"{name}.".startswith(f"{prefix}.")]
+            chunked.sharded = ref(around[-1])
+
+
 def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:
     """Make parameters contiguous: torch shards no other memory format (channels_last, for example)."""
     for parameter in model.parameters():
@@ -311,16 +324,15 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
     name = type(model).__name__
     if isinstance(model, CONTAINERS):
         raise PrepareError(
-            f"a {name} is never called itself, so nothing would gather its parameters. Put its modules into a module "
-            "with a forward, or prepare each of them."
+            f"a {name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
+            "prepare each of them."
         )
     known = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
     inner = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
     if known or inner:
         raise PrepareError(
-            f"{(known or inner)[0]!r} of {name} is also part of a model that is sharded already, and a parameter can "
-            "be in one shard group only. Prepare one module that holds both models, and call its parts through "
-            "methods marked with mark_forward_method()."
+            f"{(known or inner)[0]!r} of {name} is also part of a model that is already sharded, but a parameter can only be in one "
+            "shard group. Prepare one module that contains both models, and call them through methods marked with mark_forward_method()."
         )
 
 
@@ -334,8 +346,8 @@ def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: 
         if len(group) > 1:
             (one, first), (other, second) = list(group.items())[:2]
             raise PrepareError(
-                f"{first!r} is {one} and {second!r} is {other}; both are trained in one shard group, whose gradients "
-                "are reduced together in one dtype. Bring the trained parameters to one dtype (model.float()), or use "
+                f"{first!r} is {one} and {second!r} is {other}; both are trainable and in one shard group, whose gradients are reduced "
+                "in one dtype. Convert the trainable parameters to one dtype (model.float()), or use "
                 "mixed_precision='bf16' with master_weights='fp32'."
             )
 

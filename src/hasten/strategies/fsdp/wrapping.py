@@ -101,8 +101,8 @@ def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
     for name, module in chosen:
         if isinstance(module, CONTAINERS):
             raise ConfigError(
-                f"fsdp.auto_wrap_policy chose {name!r}, a {type(module).__name__}, which is never called itself, so "
-                "nothing would gather its parameters. Let the policy choose the modules inside it."
+                f"fsdp.auto_wrap_policy chose {name!r}, a {type(module).__name__}, which has no forward, so its parameters would never "
+                "be gathered. Let the policy choose the modules inside it."
             )
     return [module for _, module in chosen]
 
@@ -181,8 +181,8 @@ def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin)
     trained = [name for name, p in found if p.requires_grad]
     if trained:
         raise ConfigError(
-            f"fsdp.ignored_modules covers {trained[0]!r} and {len(trained) - 1} more trainable parameters; they would "
-            "be neither sharded nor synchronised and drift apart between processes. Freeze them with "
-            "requires_grad_(False), or leave their modules out of ignored_modules."
+            f"fsdp.ignored_modules covers {trained[0]!r} and {len(trained) - 1} more trainable parameters; they would be neither "
+            "sharded nor synchronized and would diverge between processes. Freeze them with "
+            "requires_grad_(False), or remove their modules from ignored_modules."
         )
     return {p for _, p in found}

@@ -15,7 +15,7 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.modules.names import StagePart
 from hasten.strategies.base import parameter_device
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.pipeline.split import Range, StagePlacement, balanced
+from hasten.strategies.pipeline.stage_plan import Range, StagePlacement, balanced
 from hasten.trees import Tree
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -74,12 +74,12 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
             if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(parent.named_children()):
                 raise ConfigError(
                     f"pp_handler.split_points names {point!r}, which is not a member of a ModuleList or Sequential of "
-                    f"{name}; a stage begins with a block of such a list. Its lists are: {_few(list(_lists(model)))}."
+                    f"{name}; a stage must start with a block of such a list. Its lists are: {_few(list(_lists(model)))}."
                 )
         if len(parents) > 1:
             raise ConfigError(
-                f"pp_handler.split_points names blocks of {len(parents)} lists ({', '.join(sorted(parents))}), but what "
-                "passes from stage to stage is the output of one list's block. Name blocks of one list."
+                f"pp_handler.split_points names blocks of {len(parents)} lists ({', '.join(sorted(parents))}), but stages exchange the "
+                "output of blocks of one list. Name blocks of one list."
             )
         return parents.pop()
     found = dict.fromkeys(path.rpartition(".")[0] for path, _ in repeated_blocks(model))
@@ -90,8 +90,8 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
         return lists[0]
     why = "no list of repeated blocks" if not lists else f"several lists of blocks ({', '.join(lists)})"
     raise PrepareError(
-        f"{name} has {why}, so it is not clear where to cut it into {stages} stages. A pipeline needs one ModuleList or "
-        "Sequential whose blocks hand one tensor on; name the blocks that begin a stage in pp_handler.split_points, or "
+        f"{name} has {why}, so it is unclear how to split it into {stages} stages. A pipeline needs one ModuleList or Sequential whose "
+        "blocks pass on one tensor; name the first blocks of the stages in pp_handler.split_points, or "
         "use tp_size or dp_shard_size for this model."
     )
 
@@ -100,7 +100,7 @@ def _check_length(container: str, number: int, place: StagePlacement) -> None:
     if number < place.stages:
         raise ConfigError(
             f"{container or 'the model'!r} has {number} blocks, fewer than the {place.stages} stages that pp_size="
-            f"{place.ranks} with {place.per_rank} on each rank makes; a stage needs at least one block. Use pp_size up to "
+            f"{place.ranks} with {place.per_rank} on each rank requires; a stage needs at least one block. Use pp_size up to "
             f"{number // place.per_rank}."
         )
 
@@ -118,8 +118,8 @@ def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -
     for setting, names in (("first_stage", config.first_stage), ("last_stage", config.last_stage)):
         if unknown := sorted(set(names) - {*first, *last}):
             raise ConfigError(
-                f"pp_handler.{setting} names {unknown[0]!r}, which is not a module with weights beside the blocks of "
-                f"{type(model).__name__}; those are: {_few([*first, *last])}."
+                f"pp_handler.{setting} names {unknown[0]!r}, which is not a module with weights outside the blocks of "
+                f"{type(model).__name__}; these are: {_few([*first, *last])}."
             )
     return tuple(first), tuple(last)
 
@@ -145,8 +145,8 @@ def _given(points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> 
     starts = sorted({0, *(blocks.index(point.rpartition(".")[2]) for point in points)})
     if len(starts) != stages:
         raise ConfigError(
-            f"pp_handler.split_points makes {len(starts)} stages, but pp_size and the schedule need {stages}. Give "
-            f"{stages - 1} blocks that begin a stage; the first stage begins by itself."
+            f"pp_handler.split_points makes {len(starts)} stages, but pp_size and the schedule need {stages}. Give the first blocks of "
+            f"{stages - 1} stages; the first stage is implicit."
         )
     return tuple(zip(starts, [*starts[1:], len(blocks)], strict=True))
 

@@ -19,7 +19,10 @@ from hasten.trees import Tree
 WeightOf = Callable[[Tree], Number]
 """Returns the number of tokens or samples that the mean loss of a batch averages over."""
 _LOSSES: Final = (F.cross_entropy, F.nll_loss)
-_SAY: Final = "Say how many labels each part has: forward_backward(model, batch, loss_of, weight=lambda batch: (batch['labels'] != -100).sum())"
+_SAY: Final = (
+    "Pass the number of labels of each micro-batch: forward_backward(model, batch, loss_of, weight=lambda batch: "
+    "(batch['labels'] != -100).sum())"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,8 @@ class WatchLosses(TorchFunctionMode):
             return found[0]
         if uneven:
             raise StepError(
-                "loss_of is a mean over labels of which some do not count, and micro-batches would count alike however many of them "
-                f"they have: another loss than that of the whole batch. {_SAY}."
+                "loss_of is a mean over labels of which some are ignored, and micro-batches would have equal weight although their "
+                f"numbers of labels differ, so the loss would not be that of the whole batch. {_SAY}."
             )
         return None
 

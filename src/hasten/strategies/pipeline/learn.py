@@ -13,9 +13,9 @@ from hasten import trees
 from hasten.comm.agreement import vote
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError
-from hasten.strategies.pipeline.passes import BlockLine, Pass, SeenCall, as_plain, from_plain
+from hasten.strategies.pipeline.passes import BlockChain, Pass, SeenCall, as_plain, from_plain
 from hasten.strategies.pipeline.schedule import Learnt
-from hasten.strategies.pipeline.split import StagePlacement
+from hasten.strategies.pipeline.stage_plan import StagePlacement
 from hasten.strategies.pipeline.travel import StageWire
 from hasten.trees import Tree
 
@@ -31,7 +31,7 @@ class Learner:
         self._device = device
         self._known = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
 
-    def learn(self, model: nn.Module, line: BlockLine, kind: Signature, call: Callable[[], Any]) -> Learnt:
+    def learn(self, model: nn.Module, line: BlockChain, kind: Signature, call: Callable[[], Any]) -> Learnt:
         """Return the shapes of this kind of micro-batch, inferred by running `call` once. Ranks: the whole pipeline.
 
         An error here is raised on every rank of the pipeline. Buffers and random state are restored.
@@ -48,7 +48,7 @@ class Learner:
         known[kind] = learnt
         return learnt
 
-    def _first_pass(self, line: BlockLine, call: Callable[[], Any]) -> Learnt:
+    def _first_pass(self, line: BlockChain, call: Callable[[], Any]) -> Learnt:
         rank_of, here, wire = self._place.rank_of, self._comm.rank, StageWire(self._comm)
         error: Exception | None = None
         hidden: Tensor | None = None
@@ -60,9 +60,9 @@ class Learner:
             except Exception as problem:  # must reach every rank of the pipeline; raised below
                 error = problem
             line.recording = False
-        told = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
-        if told is not None:
-            learnt.seen = from_plain(told)
+        sent = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
+        if sent is not None:
+            learnt.seen = from_plain(sent)
             for stage in line.stages:
                 if stage:
                     hidden = hidden if rank_of(stage - 1) == here else wire.receive(rank_of(stage - 1))
@@ -77,7 +77,7 @@ class Learner:
 
     def _try_stage(
         self,
-        line: BlockLine,
+        line: BlockChain,
         stage: int,
         received: Tensor | None,
         learnt: Learnt,
@@ -94,7 +94,7 @@ class Learner:
         learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
         return None, out
 
-    def _checked(self, line: BlockLine, at: Pass, call: Callable[[], Any]) -> Any:
+    def _checked(self, line: BlockChain, at: Pass, call: Callable[[], Any]) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
         out = line.run(at, call)
         if at.stage and _has_nan(out):
@@ -102,9 +102,9 @@ class Learner:
             again.fill = 0.0
             if not _has_nan(line.run(again, call)):
                 raise PrepareError(
-                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, and only "
-                    "the hidden state of the blocks passes between stages. Give blocks what they need through the hidden "
-                    "state, compute it from the batch, or do not cut this model (pp_size=1)."
+                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, but only the "
+                    "hidden state of the blocks is sent between stages. Pass the value through the hidden state, compute it from the "
+                    "batch, or do not use a pipeline for this model (pp_size=1)."
                 )
         return out
 

@@ -67,10 +67,10 @@ class Pass:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Stand-in for a module of another stage, with its plain attributes and meta tensors for its parameters."""
 
-    def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockLine) -> None:
+    def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockChain) -> None:
         super().__init__()
         kept = {key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"}
         kept |= {key: _without_memory(p) for key, p in original.named_parameters(recurse=False)}
@@ -101,16 +101,16 @@ class Elsewhere(nn.Module):
         if (at.stage == 0 and not at.entered) or (at.final and at.done):
             side, other = ("after", "first_stage") if at.stage == 0 and not at.entered else ("before", "last_stage")
             raise PrepareError(
-                f"{self.name!r} was taken for a module that runs {side} the blocks, by the order in which the model "
-                f"registers its parts, but it is called on the other side. Name it: pp_handler.{other}=({self.name!r},)."
+                f"{self.name!r} was expected to run {side} the blocks, based on the order in which the model registers its modules, but "
+                f"it is called on the other side. Name it: pp_handler.{other}=({self.name!r},)."
             )
         calls = at.seen.units.get(self.name, [])
         number = at.calls[self.name]
         at.calls[self.name] += 1
         if number >= len(calls):
             raise PrepareError(
-                f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is "
-                "not known here. A forward must take the same way on every stage."
+                f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is unknown here. A "
+                "forward must call the same modules on every stage."
             )
         device = self.__dict__["line"].device
         return trees.map_leaves(lambda leaf: _filled(leaf, at.fill, device), calls[number])
@@ -143,7 +143,7 @@ def holes(tree: Any) -> Any:  # Any: output of a module
     if type(tree) is dict:
         return {key: holes(part) for key, part in tree.items()}
     raise PrepareError(
-        f"a module before the blocks returned a {type(tree).__name__}, which cannot stand for itself on other pipeline "
+        f"a module before the blocks returned a {type(tree).__name__}, which cannot be represented by a placeholder on other pipeline "
         "stages. Return tensors, or tuples, lists and dicts of them."
     )
 
@@ -189,7 +189,7 @@ class StageForward(forwarding.Forward):
 
     tag = TAG
 
-    def __init__(self, line: BlockLine, call: Callable[..., Any]) -> None:
+    def __init__(self, line: BlockChain, call: Callable[..., Any]) -> None:
         self.line = line
         self.call = call
         self.gathers_output = True
@@ -221,7 +221,7 @@ class StageForward(forwarding.Forward):
         return out
 
 
-class BlockLine:
+class BlockChain:
     """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the running pass."""
 
     def __init__(self, model: nn.Module, cut: StageCut, part: StagePart, rank: int, device: torch.device) -> None:
@@ -233,7 +233,7 @@ class BlockLine:
         self.recording = False
         self._container = model.get_submodule(cut.container)
         self._blocks: dict[int, nn.Module] = {}
-        self._stand_ins: dict[int, Elsewhere] = {}
+        self._stand_ins: dict[int, RemoteModule] = {}
         self._streams = {stage: ApartStream(model, stage) for stage in self.stages}
         self._take_out(model, rank)
 
@@ -242,7 +242,7 @@ class BlockLine:
         prefix = f"{self.cut.container}." if self.cut.container else ""
         for index, name in enumerate(self.cut.blocks):
             block = self._container.get_submodule(name)
-            self._stand_ins[index] = Elsewhere(prefix + name, index, block, self)
+            self._stand_ins[index] = RemoteModule(prefix + name, index, block, self)
             if rank in self.cut.ranks_of(prefix + name):
                 self._blocks[index] = block
             else:
@@ -250,7 +250,7 @@ class BlockLine:
         for name in (*self.cut.first, *self.cut.last):
             unit = model.get_submodule(name)
             if rank not in self.cut.ranks_of(name):
-                swap(model, name, Elsewhere(name, None, unit, self))
+                swap(model, name, RemoteModule(name, None, unit, self))
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
@@ -260,7 +260,7 @@ class BlockLine:
             self._blocks[stop - 1].register_forward_hook(_LeaveStage(self, stop - 1))
         for name in self.cut.first:
             unit = model.get_submodule(name)
-            if not isinstance(unit, Elsewhere):
+            if not isinstance(unit, RemoteModule):
                 unit.register_forward_hook(_Record(self, name))
         model.register_forward_hook(_HandOn(self))
 
@@ -291,14 +291,14 @@ class BlockLine:
 class _Hook:
     """Hook on a module of the line."""
 
-    def __init__(self, line: BlockLine) -> None:
+    def __init__(self, line: BlockChain) -> None:
         self.line = line
 
 
 class _EnterStage(_Hook):
     """Hook that passes the hidden state of the previous stage to the first block of a stage."""
 
-    def __init__(self, line: BlockLine, index: int) -> None:
+    def __init__(self, line: BlockChain, index: int) -> None:
         super().__init__(line)
         self.index = index
 
@@ -313,7 +313,7 @@ class _EnterStage(_Hook):
 class _LeaveStage(_Hook):
     """Hook that ends the forward after the last block of a stage."""
 
-    def __init__(self, line: BlockLine, index: int) -> None:
+    def __init__(self, line: BlockChain, index: int) -> None:
         super().__init__(line)
         self.index = index
 
@@ -327,8 +327,8 @@ class _LeaveStage(_Hook):
         hidden = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(hidden, Tensor):
             raise PrepareError(
-                f"a {type(block).__name__} returned a {type(output).__name__}, but what passes between pipeline stages is one "
-                "tensor. Let blocks return the hidden state, alone or first in a tuple."
+                f"a {type(block).__name__} returned a {type(output).__name__}, but pipeline stages exchange one tensor. Let blocks "
+                "return the hidden state, alone or first in a tuple."
             )
         if not at.final:
             raise _BlocksDone(hidden)
@@ -337,7 +337,7 @@ class _LeaveStage(_Hook):
 class _Record(_Hook):
     """Hook that records the shapes of the outputs of a module before the blocks."""
 
-    def __init__(self, line: BlockLine, name: str) -> None:
+    def __init__(self, line: BlockChain, name: str) -> None:
         super().__init__(line)
         self.name = name
 
@@ -361,8 +361,8 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     if "hidden_states" in kwargs:
         return kwargs["hidden_states"]
     raise PrepareError(
-        f"block {name!r} is called without a positional argument, so it is not clear which of {sorted(kwargs)} passes from "
-        "pipeline stage to stage. Give the hidden state as the first argument."
+        f"block {name!r} is called without a positional argument, so it is unclear which of {sorted(kwargs)} is sent between pipeline "
+        "stages. Pass the hidden state as the first argument."
     )
 
 

@@ -22,7 +22,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import HastenError, StepError
 from hasten.optim.gradients import leave_if_weightless
-from hasten.strategies.pipeline.passes import BlockLine, SeenCall
+from hasten.strategies.pipeline.passes import BlockChain, SeenCall
 from hasten.trees import Tree
 
 LossOf = Callable[[nn.Module, Tree], Tensor]
@@ -54,7 +54,7 @@ class Work:
 class _StageModule(nn.Module):
     """A stage for torch's schedules: maps the previous stage's hidden state to the next hidden state, or to the loss."""
 
-    def __init__(self, model: nn.Module, line: BlockLine, stage: int, seen: SeenCall, work: Work) -> None:
+    def __init__(self, model: nn.Module, line: BlockChain, stage: int, seen: SeenCall, work: Work) -> None:
         super().__init__()
         self.model = model
         self.line = line
@@ -97,7 +97,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        line: BlockLine,
+        line: BlockChain,
         learnt: Learnt,
         count: int,
         schedule: PipelineSchedule,

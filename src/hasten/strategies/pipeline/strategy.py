@@ -25,16 +25,16 @@ from hasten.optim.window import Number, checked_weight
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
-from hasten.strategies.base import LoopState, Retry, Spread, Stage, Weigh, Wish
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
+from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Retry, Stage, Weigh
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
 from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
-from hasten.strategies.pipeline.passes import BlockLine, SeenCall, StageForward
+from hasten.strategies.pipeline.passes import BlockChain, SeenCall, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
-from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
+from hasten.strategies.pipeline.stage_plan import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline.travel import StageWire, share
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,14 @@ class Pipeline:
     `within` spreads the part of the model on a stage over that stage's ranks.
     """
 
-    stage = Stage.SPREAD
+    stage = Stage.DISTRIBUTE
 
     def __init__(
-        self, config: PipelineParallelConfig, fsdp: FullyShardedDataParallelPlugin, ctx: ProcessContext, within: Spread
+        self,
+        config: PipelineParallelConfig,
+        fsdp: FullyShardedDataParallelPlugin,
+        ctx: ProcessContext,
+        within: DistributionTransform,
     ) -> None:
         self._config = config
         self._within = within
@@ -80,26 +84,26 @@ class Pipeline:
         if forwarding.find(model, TAG) is not None:
             return model
         ctx, rank = self._ctx, self._comm.rank
-        with agree(ctx.world, f"cutting {type(model).__name__} into pipeline stages"):
+        with agree(ctx.world, f"splitting {type(model).__name__} into pipeline stages"):
             cut = decide(model, self._config, self._place)
             _refuse(model)
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
             _materialise(model, ctx.device)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             copy_from_rank_0(model, ctx)
         ties = shared(model, cut)
         held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}
         groups = groups_of(list(held.values()))
         if ctx.is_main:
             log.info(_account(model, cut, ties))
-        line = BlockLine(model, cut, part_of(model, cut, rank), rank, ctx.device)
+        line = BlockChain(model, cut, part_of(model, cut, rank), rank, ctx.device)
         forwarding.replace(model, StageForward(line, self._call))
         self._ties[model] = {name: groups[ranks] for name, ranks in held.items()}
         return model
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        spread = self._within.apply(model, wish, self._stage_ctx, precision)
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        spread = self._within.apply(model, request, self._stage_ctx, precision)
         line = self._line(spread)
         if spread not in self._shared:
             line.attach(spread)
@@ -123,11 +127,11 @@ class Pipeline:
             parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
         )
 
-    def _line(self, model: nn.Module) -> BlockLine:
+    def _line(self, model: nn.Module) -> BlockChain:
         forward = forwarding.find(model, TAG)
         if not isinstance(forward, StageForward):
             raise PrepareError(
-                f"a {type(model).__name__} was given that this Accelerator has not cut into pipeline stages; pass what "
+                f"a {type(model).__name__} was passed that this Accelerator has not split into pipeline stages; pass the model that "
                 "prepare() returned."
             )
         return forward.line
@@ -160,7 +164,7 @@ class Pipeline:
         return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
 
     def _stepper(
-        self, model: nn.Module, line: BlockLine, micro: Tree, loss_of: LossOf, counts: bool
+        self, model: nn.Module, line: BlockChain, micro: Tree, loss_of: LossOf, counts: bool
     ) -> tuple[Stepper, Counted | None]:
         """Return the schedule for this kind of micro-batch, and the labels that its loss averages over."""
         kind = ("train", model.training, counts, *signature(micro))
@@ -200,15 +204,15 @@ class Pipeline:
         model, line = forward.module, forward.line
         if torch.is_grad_enabled():
             raise StepError(
-                f"{type(model).__name__} was called with gradients enabled, but its layers lie on {self._comm.size} pipeline "
-                "ranks, and a backward would end at the stage's first block. Train with accelerator.forward_backward("
+                f"{type(model).__name__} was called with gradients enabled, but its layers are on {self._comm.size} pipeline "
+                "ranks, so backward would stop at the stage's first block. Train with accelerator.forward_backward("
                 "model, batch, loss_of), and call the model under torch.no_grad()."
             )
         if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
             raise StepError(
-                f"{type(model).__name__} was called with a cache of keys, as generate() does with use_cache=True, but a pipeline stage "
-                "has no keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
-                "(accelerator.save_model) and generate in a process that holds all of it."
+                f"{type(model).__name__} was called with a key-value cache, as generate() does with use_cache=True, but a pipeline "
+                "stage does not have the keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
+                "(accelerator.save_model) and generate in a process with the whole model."
             )
         rows = trees.batch_size((args, kwargs))
         size = max(1, -(-(rows or 1) // self._count))
@@ -229,7 +233,7 @@ class Pipeline:
         return share(result, self._comm, last) if forward.gathers_output else result
 
     def _run_through(
-        self, line: BlockLine, forward: StageForward, micros: list[Any], seen: list[SeenCall]
+        self, line: BlockChain, forward: StageForward, micros: list[Any], seen: list[SeenCall]
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
         wire, rank_of, here = StageWire(self._comm), self._place.rank_of, self._comm.rank
@@ -275,13 +279,13 @@ class Pipeline:
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         raise PrepareError(
-            f"mark_forward_method({name!r}) is not possible under pipeline parallelism: only the forward of the model passes "
-            "through the stages. Call the model itself."
+            f"mark_forward_method({name!r}) is not supported under pipeline parallelism: only the model's forward runs through the "
+            "stages. Call the model."
         )
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible under pipeline parallelism: every stage must take part in every batch. Use "
+            "join_uneven_inputs() is not supported under pipeline parallelism: every stage must take part in every batch. Use "
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
@@ -303,7 +307,7 @@ class CutStages:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         return self._pipeline.cut(model)
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -314,14 +318,18 @@ def _refuse(model: nn.Module) -> None:
     """Raise for settings of the model that stages cannot run with, and turn its cache off."""
     if getattr(model, "is_gradient_checkpointing", False):
         raise PrepareError(
-            f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
-            "begin. Switch its gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
+            f"{type(model).__name__} recomputes activations around the calls of its blocks, where pipeline stages begin. Turn its "
+            "gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
     for key in ("config", "generation_config"):
         settings: Any = getattr(model, key, None)  # Any: transformers' settings of the model
         if getattr(settings, "use_cache", False):
             settings.use_cache = False
-            log.info("%s: %s.use_cache is switched off: a stage has no keys of other stages", type(model).__name__, key)
+            log.info(
+                "%s: %s.use_cache is set to False: a stage does not have the keys of other stages",
+                type(model).__name__,
+                key,
+            )
 
 
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:
@@ -330,8 +338,8 @@ def _refuse_batch_norm(model: nn.Module, count: int) -> None:
     name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
     if name is not None:
         raise StepError(
-            f"{name!r} normalises by the mean and variance of its batch, and under pipeline parallelism it sees one of {count} "
-            "micro-batches at a time: other numbers than those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
+            f"{name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {count} "
+            "micro-batches at a time, so the results would differ from those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
             "statistics with .eval(), or set pp_handler.num_microbatches=1 with schedule='gpipe'."
         )
 
@@ -376,7 +384,7 @@ def _account(model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]
         lines.append(
             f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(held)}, {costs[stage] / total:.0%} of the work"
         )
-    text = f"{type(model).__name__} is cut into {len(cut.ranges)} stages: " + "; ".join(lines)
+    text = f"{type(model).__name__} is split into {len(cut.ranges)} stages: " + "; ".join(lines)
     if ties:
         text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
     return text

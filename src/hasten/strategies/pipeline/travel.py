@@ -34,8 +34,8 @@ class StageWire:
         else:
             if hidden.dtype not in _DTYPES or hidden.ndim > _HEADER - 2:
                 raise StepError(
-                    f"a block returned a tensor of dtype {hidden.dtype} with {hidden.ndim} dimensions, which does not pass "
-                    "between pipeline stages. Hidden states are floating point."
+                    f"a block returned a tensor of dtype {hidden.dtype} with {hidden.ndim} dimensions, which cannot be sent between "
+                    "pipeline stages. Hidden states must be floating point tensors."
                 )
             header[0], header[1] = _DTYPES.index(hidden.dtype), hidden.ndim
             header[2 : 2 + hidden.ndim] = torch.tensor(hidden.shape)

@@ -52,8 +52,8 @@ def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Cal
     plain = isinstance(adapters, nn.ModuleDict) and not _uses_weight(module)
     if not plain or isinstance(getattr(module.get_submodule("base_layer"), "base_layer", None), nn.Module):
         raise ConfigError(
-            f"{name!r} is a {type(module).__module__.partition('.')[0]} {type(module).__name__}, an adapter that is no plain LoRA, "
-            f"so it cannot be split {style} together with its base layer. {advice()}"
+            f"{name!r} is a {type(module).__module__.partition('.')[0]} {type(module).__name__}, an adapter other than plain LoRA, "
+            f"which cannot be split {style} together with its base layer. {advice()}"
         )
     made = [f"{name}.base_layer"]
     by_outputs = not style.startswith("rowwise")

@@ -10,13 +10,13 @@ from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.modules.names import is_dtensor
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Wish
-from hasten.strategies.fsdp.filling import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
+from hasten.strategies.base import PrepareRequest
 from hasten.strategies.native import Alone
+from hasten.strategies.weight_sources import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
 from hasten.strategies.whole import whole_on_main
 
 
-class SplitAlone(Alone):
+class TensorParallelOnly(Alone):
     """Spread that does not change split layers: all ranks read the same samples, so their gradients agree.
 
     torch's fully_shard would do the same for a data-parallel size of one, but would build a DTensor of every parameter in
@@ -27,9 +27,9 @@ class SplitAlone(Alone):
         self._config = config
         self._is_main = True
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         self._is_main = ctx.is_main
-        if not wish.place or hasattr(model, "hf_device_map"):
+        if not request.place or hasattr(model, "hf_device_map"):
             return model
         on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
         allocate_meta(model, ctx.device)

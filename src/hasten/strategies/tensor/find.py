@@ -25,11 +25,11 @@ Layers = list[tuple[str, Matrix]]
 _OUTPUTS: Final = ("o", "wo", "out", "proj", "dense", "output")
 """Words in the names of attention's output projection."""
 _JOINED: Final = (
-    "it joins queries, keys and values in an order that its sizes do not show; name it 'colwise_thirds' where they lie side "
-    "by side, 'colwise' where those of each head do"
+    "it concatenates queries, keys and values in an unknown order; name it 'colwise_thirds' if they are concatenated as whole "
+    "projections, 'colwise' if they are concatenated per head"
 )
 _FUSED: Final = re.compile(r"qkv|query_key_value|c_attn|in_proj", re.IGNORECASE)
-_NO_PARTNER: Final = "no layer that brings its width back follows it"
+_NO_PARTNER: Final = "no layer with the original width follows it"
 
 
 def find(model: nn.Module, split: LayerSplit, inside: Callable[[str], bool]) -> None:
@@ -48,7 +48,7 @@ def find_experts(model: nn.Module, split: LayerSplit, ranks: int) -> None:
         if name in split.styles:
             continue
         if getattr(holder_of(model, name), "base_layer", None) is model.get_submodule(name):
-            split.left[name] = "an adapter computes with its whole weights"
+            split.left[name] = "an adapter uses its whole weights"
         elif number % ranks:
             split.left[name] = f"tp_size={ranks} does not divide its {number} experts"
         else:
@@ -183,7 +183,7 @@ def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: Lay
     """Return whether an attention module's heads can be split; the reason is recorded if they cannot."""
     size = head_size(holder, width)
     if size is None:
-        why = f"{type(holder).__name__} has no attribute that counts its heads, so that a head might be cut in two"
+        why = f"{type(holder).__name__} has no attribute with its number of heads, so a head might be split"
     elif (own := per_head_tensor(holder, width // size)) is not None:
         why = f"{type(holder).__name__}.{own} has an entry for each head"
     elif (unclear := unclear_count(holder)) is not None:
@@ -229,7 +229,7 @@ def _split_in_order(layers: Layers, normed: set[int], split: LayerSplit) -> None
             split.left.update({other: _NO_PARTNER for other, _ in wide})
             wide = []
         if layer.outputs <= layer.inputs:
-            split.left[name] = "its place in the block is not clear from its size"
+            split.left[name] = "its role in the block is unclear from its size"
         elif layer.outputs in normed:
             split.left[name] = f"a norm over {layer.outputs} features may follow it"
         else:

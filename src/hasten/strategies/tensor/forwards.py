@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import StepError
 from hasten.modules import forwarding
+from hasten.modules.chunked_loss import Head, compute_dtype
+from hasten.modules.lazy_logits import ChunkedHead, LazyLogits, LogitsSource
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
 from hasten.strategies.tensor.logits import VocabularyParts
@@ -80,6 +83,8 @@ class Colwise(SplitForward):
             x = enter(x, self.group)
         elif not self.gathered:
             x = self.region.gathered(x)
+        if self.output != "part" and isinstance(chunked := forwarding.find(self.module, ChunkedHead.tag), ChunkedHead):
+            return self.later(x, weight, bias, chunked)
         out = self.multiplied(x, weight, bias)
         if self.output == "whole":
             return gather(out, -1, self.group)
@@ -87,6 +92,12 @@ class Colwise(SplitForward):
             return VocabularyParts.around(out, self.group)
         self.apart.begin(self.module)
         return out
+
+    def later(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunked: ChunkedHead) -> Tensor:
+        """Return logits whose loss is computed in chunks from each rank's part of the vocabulary."""
+        head = Head(weight, bias, self.group, weight.shape[0] * self.group.size(), compute_dtype(x))
+        finish = partial(gather, dim=-1, group=self.group)
+        return LazyLogits.of(x, head, LogitsSource(chunked.chunk_tokens, finish, chunked.gather()))
 
 
 class ColwiseBlocks(Colwise):
@@ -140,18 +151,18 @@ class Rowwise(SplitForward):
         if self.region is not None:
             raise StepError(
                 f"a layer split rowwise got {got} features instead of {wanted}: with "
-                "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
-                "all of them. Take the number of tokens from a projection's output, as in "
+                "sequence_parallel the hidden states of a block contain part of the tokens, but the projections return all of them. "
+                "Take the number of tokens from a projection's output, as in "
                 "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
             )
         raise StepError(
             f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {got} features instead of the "
-            f"{wanted} of one rank, so its input is not what a layer split colwise gives. Name the layers with tp_plan: "
-            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that is not to be split."
+            f"{wanted} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
+            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
         )
 
 
-class _Table(SplitForward):
+class _SplitEmbedding(SplitForward):
     """Forward of an embedding of which this rank holds some rows or columns."""
 
     def looked_up(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
@@ -165,7 +176,7 @@ class _Table(SplitForward):
             self.module.__dict__["padding_idx"] = whole
 
 
-class VocabularyRows(_Table):
+class VocabularyRows(_SplitEmbedding):
     """Embedding lookup of tokens whose rows this rank holds; the results are summed over ranks."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -181,7 +192,7 @@ class VocabularyRows(_Table):
         return leave(rows.masked_fill(other.unsqueeze(-1), 0), self.group)
 
 
-class TableColumns(_Table):
+class TableColumns(_SplitEmbedding):
     """Embedding lookup in this rank's columns of a table."""
 
     def __call__(self, tokens: Tensor) -> Tensor:

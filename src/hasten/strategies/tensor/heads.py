@@ -187,8 +187,8 @@ def fit(model: nn.Module, split: LayerSplit, ranks: int) -> None:
             heads, rest = divmod(_width(model, split, name), size)
             if not rest and heads % ranks and split.styles[name] != "replicate_heads":
                 raise ConfigError(
-                    f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be cut in two. Set "
-                    f"tp_size to one of {divisors(heads)}."
+                    f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be split. Set tp_size to one of "
+                    f"{divisors(heads)}."
                 )
         _divide(model, parent, layers, size, split, ranks)
 
@@ -239,7 +239,7 @@ def unclear_count(holder: nn.Module) -> str | None:
                     f"{type(holder).__name__}.forward uses {name} as a number of heads and divides the width of all heads by "
                     "it; with view(batch, length, -1, head_dim) it could be split"
                 )
-            return f"the source of {type(holder).__name__}, which shows how {name} is used, is not there to be read"
+            return f"the source of {type(holder).__name__}, which shows how {name} is used, is not available"
     return None
 
 
@@ -289,13 +289,13 @@ def divide_named(model: nn.Module, split: LayerSplit, divide: Sequence[str], ran
                 continue
             if value % ranks:
                 raise ConfigError(
-                    f"tp_size={ranks} does not divide {parent}.{name}={value}, which tp_divide asks to divide; set "
-                    f"tp_size to one of {divisors(value)}."
+                    f"tp_size={ranks} does not divide {parent}.{name}={value}, which is listed in tp_divide; set tp_size to one of "
+                    f"{divisors(value)}."
                 )
             seen.add(name)
             split.attributes.setdefault(parent, {})[name] = value // ranks
     if missing := [name for name in divide if name not in seen]:
         raise ConfigError(
-            f"tp_divide names {missing[0]!r}, but no module whose layers are split has a whole number of that name, so "
-            "it would do nothing; check the spelling."
+            f"tp_divide names {missing[0]!r}, but no module whose layers are split has an integer attribute of that name, so it would "
+            "have no effect; check the spelling."
         )

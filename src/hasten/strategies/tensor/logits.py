@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from hasten.modules.lazy_logits import leaves_last
 from hasten.strategies.tensor.ops import gather
 
 # Any in this file: arguments of torch's functions, and its untyped autograd.Function.
 
 
-class _TokenLosses(torch.autograd.Function):
+class _SplitTokenLosses(torch.autograd.Function):
     """Cross entropy of each row from this rank's columns of the logits; equal on every rank."""
 
     @staticmethod
@@ -62,7 +63,7 @@ def _cross_entropy(
             logits.whole(), target, weight, size_average, reduce=reduce, reduction=reduction, **options
         )
     kept = target != ignore_index
-    losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    losses: Tensor = _SplitTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         part.float(), target.masked_fill(~kept, 0), label_smoothing, group
     )
     losses = losses.masked_fill(~kept, 0)
@@ -149,7 +150,7 @@ class VocabularyParts(Tensor):
         if func in _ROWS:
             made: Tensor = func(part, *args[1:], **kwargs)
             return made
-        if func is Tensor.__getitem__ and _leaves_last(args[1], part.ndim):
+        if func is Tensor.__getitem__ and leaves_last(args[1], part.ndim):
             found: Tensor = part[args[1]]
             return found
         if func not in _SHAPES:
@@ -157,18 +158,6 @@ class VocabularyParts(Tensor):
         shape = func(self._shaped(), *args[1:], **kwargs).shape
         size = width * self.group.size()
         return part.reshape(*shape[:-1], width) if shape and shape[-1] == size else None
-
-
-def _leaves_last(index: Any, ndim: int) -> bool:
-    """Return whether an index takes all of the last dimension."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(part is None for part in parts):
-        return False
-    used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts)
-    if any(part is Ellipsis for part in parts):
-        last = parts[-1]
-        return isinstance(last, slice) and last == slice(None)
-    return used < ndim or (isinstance(parts[-1], slice) and parts[-1] == slice(None))
 
 
 def _whole(values: Any) -> Any:

@@ -42,7 +42,7 @@ def decide(
     if not split.styles:
         raise PrepareError(
             f"no layer of {type(model).__name__} can be split automatically over {ranks} ranks"
-            f"{_reasons(split.left)}; every rank would compute the same. {_advice(model, ranks)}"
+            f"{_reasons(split.left)}; so every rank would compute the same. {_advice(model, ranks)}"
         )
     tensor_heads.share(model, split, ranks)
     for name, style in split.styles.items():
@@ -59,7 +59,7 @@ def _automatic(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
     carriers = dict(_carriers(model))
     split = LayerSplit("automatic plan")
     for prefix, (carrier, plan) in carriers.items():
-        source = f"the plan {type(carrier).__name__} carries"
+        source = f"the plan of {type(carrier).__name__}"
         found = _matched(model, plan, source, ranks, prefix)
         split.styles |= found.styles
         split.left |= found.left
@@ -67,7 +67,7 @@ def _automatic(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
         split.source = source
     if carriers and not experts:
         for name in [name for name, style in split.styles.items() if style == "experts"]:
-            split.drop(name, "its experts are divided over ep")
+            split.drop(name, "its experts are split over ep")
 
     def inside(name: str) -> bool:
         return any(not prefix or name.startswith(f"{prefix}.") for prefix in carriers)
@@ -99,8 +99,10 @@ def _advice(model: nn.Module, ranks: int) -> str:
     """Return advice with a plan that works for this model: its linear layers, each with a gathered output."""
     plan = working_plan(model, ranks)
     if not plan:
-        return f"No linear layer of it has a number of outputs that {ranks} divides: set tp_size=1."
-    return f"Name the layers with ParallelismConfig(tp_plan={plan!r}), which splits what can be split alone, or set tp_size=1."
+        return f"None of its linear layers has a number of outputs that is divisible by {ranks}: set tp_size=1."
+    return (
+        f"Name the layers with ParallelismConfig(tp_plan={plan!r}), which splits layers separately, or set tp_size=1."
+    )
 
 
 def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
@@ -140,8 +142,8 @@ def _matched(
             decided.add(name)
             if style not in STYLES:
                 raise ConfigError(
-                    f"{source} asks for {word!r} of {name!r}, which hasten cannot do; its gradients could be wrong without "
-                    f"it. {_advice(model, ranks)}"
+                    f"{source} uses {word!r} for {name!r}, which hasten does not support; gradients could be wrong without it. "
+                    f"{_advice(model, ranks)}"
                 )
             if style == "replicate_sum_gradients":
                 split.summed.append(name)
@@ -157,15 +159,14 @@ def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen
     given = [known for known in STYLES if known != "replicate_heads"]
     if style not in given:
         raise ConfigError(
-            f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
-            f"{', '.join(given)}."
+            f"{source}: {pattern!r} has the style {word!r}, which is unknown; use one of {', '.join(given)}."
         )
     if not chosen:
         tables = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
         known = ", ".join([*tables, *(name for name, _ in linear_layers(model, ""))])
         raise ConfigError(
-            f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; layers "
-            f"that can be split are {known or 'none'}."
+            f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would have no effect; layers that can be split "
+            f"are {known or 'none'}."
         )
 
 
@@ -180,8 +181,8 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
     sizes = matrix_of(layer)
     if not isinstance(layer, nn.Embedding) if table else sizes is None:
         raise ConfigError(
-            f"{name!r} is a {type(layer).__name__}, which cannot be split {style}: that is for "
-            f"{'torch.nn.Embedding' if table else 'torch.nn.Linear'}. Leave it out of the plan."
+            f"{name!r} is a {type(layer).__name__}, which cannot be split {style}: this style is for "
+            f"{'torch.nn.Embedding' if table else 'torch.nn.Linear'}. Remove it from the plan."
         )
     blocks = dict(BLOCKS).get(style, 1)
     if isinstance(layer, nn.Embedding):
@@ -190,12 +191,12 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
         )
         if type(layer).forward is not nn.Embedding.forward and len(signature(type(layer).forward).parameters) != 2:
             raise ConfigError(
-                f"{name!r} is a {type(layer).__name__}, whose forward does not take tokens alone, so it is not clear which "
-                "rows it reads; leave it whole."
+                f"{name!r} is a {type(layer).__name__}, whose forward has other arguments than tokens, so it is unclear which rows it "
+                "reads; do not split it."
             )
         if layer.max_norm is not None or layer.sparse:
             raise ConfigError(
-                f"{name!r} uses max_norm or sparse gradients, which need the whole table; leave it whole."
+                f"{name!r} uses max_norm or sparse gradients, which need the whole table; do not split it."
             )
     else:
         assert sizes is not None, "checked above"
@@ -205,7 +206,7 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
         joined = "" if blocks == 1 else f", which are {blocks} projections side by side"
         raise ConfigError(
             f"tp_size={ranks} does not divide the {size} {what} of {name!r}{joined}; ranks would hold layers of different "
-            f"widths. Set tp_size to one of {divisors(size // blocks)}, or leave this layer out of the plan."
+            f"widths. Set tp_size to one of {divisors(size // blocks)}, or remove this layer from the plan."
         )
 
 
@@ -213,12 +214,12 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> int:
     """Return the number of experts in a module. Raises: ConfigError for a module whose experts cannot be split."""
     if (why := why_not(module)) is not None:
         raise ConfigError(
-            f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Leave it out of the plan."
+            f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Remove it from the plan."
         )
     number = int(next(module.parameters()).shape[0])
     if number % ranks:
         raise ConfigError(
             f"tp_size={ranks} does not divide the {number} experts of {name!r}; ranks would hold different numbers. Set "
-            f"tp_size to one of {divisors(number)}, or leave this module out of the plan."
+            f"tp_size to one of {divisors(number)}, or remove this module from the plan."
         )
     return number

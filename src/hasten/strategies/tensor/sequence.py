@@ -105,8 +105,8 @@ class SequenceBlock(forwarding.Forward):
         hidden = args[0] if args else kwargs.get(name or "")
         if not isinstance(hidden, Tensor) or hidden.ndim < 2:
             raise StepError(
-                f"{type(self.module).__name__} was called without hidden states as its first argument, so there are no "
-                "tokens to divide; set sequence_parallel=False for this model."
+                f"{type(self.module).__name__} was called without hidden states as its first argument, so there are no tokens to split; "
+                "set sequence_parallel=False for this model."
             )
         rest = (args[1:], {key: value for key, value in kwargs.items() if key != name})
         if self.first:
@@ -124,8 +124,8 @@ class SequenceBlock(forwarding.Forward):
         length, ranks = hidden.shape[-2], self.region.group.size()
         if length % ranks:
             raise ConfigError(
-                f"tp_size={ranks} does not divide the {length} tokens of a sequence, and sequence_parallel gives every "
-                f"rank as many. Pad sequences to {-(-length // ranks) * ranks}, a multiple of {ranks}, or set "
+                f"tp_size={ranks} does not divide the {length} tokens of a sequence, but sequence_parallel needs equal numbers on all "
+                f"ranks. Pad sequences to {-(-length // ranks) * ranks}, a multiple of {ranks}, or set "
                 "sequence_parallel=False."
             )
         return split(hidden, hidden.ndim - 2, self.region.group)
@@ -136,8 +136,8 @@ class SequenceBlock(forwarding.Forward):
         if isinstance(out, (tuple, list)) and out and isinstance(out[0], Tensor):
             return type(out)([gather(out[0], out[0].ndim - 2, self.region.group), *out[1:]])
         raise StepError(
-            f"{type(self.module).__name__} returned a {type(out).__name__}, in which no hidden states were found to "
-            "gather; set sequence_parallel=False for this model."
+            f"{type(self.module).__name__} returned a {type(out).__name__}, which contains no hidden states to gather; set "
+            "sequence_parallel=False for this model."
         )
 
 
@@ -172,8 +172,8 @@ def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tupl
     found = [stack for stack in stacks.values() if any(s.startswith(f"{name}.") for name, _ in stack for s in styles)]
     if not found:
         raise ConfigError(
-            f"sequence_parallel=True was asked for, but {type(model).__name__} has no list of repeated blocks with "
-            "split layers, so there is nothing between which tokens could be divided. Set it to False."
+            f"sequence_parallel=True was requested, but {type(model).__name__} has no list of repeated blocks with "
+            "split layers, so there are no tokens to split. Set it to False."
         )
     for name, block in (pair for stack in found for pair in stack):
         for part, layer in block.named_modules():
@@ -186,8 +186,8 @@ def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tupl
             what = "is whole" if style is None else f"is split {style}"
             raise ConfigError(
                 f"sequence_parallel=True gives every rank a part of the tokens, but {where!r} "
-                f"({type(layer).__name__}) in a block {what}; only norms work on parts of a sequence, and layers split "
-                "colwise or rowwise gather and scatter it. Split the layer with tp_plan, or set sequence_parallel=False."
+                f"({type(layer).__name__}) in a block {what}; only norms can process parts of a sequence; other layers must be split. "
+                "Split the layer with tp_plan, or set sequence_parallel=False."
             )
     return found
 

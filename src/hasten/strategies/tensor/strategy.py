@@ -17,14 +17,14 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import Axis
-from hasten.strategies.base import Stage, Wish
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
+from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
 from hasten.strategies.tensor.ops import ApartStream, DrawnApart
 from hasten.strategies.tensor.plan import decide
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class SplitLayers:
         self._fsdp = fsdp
         self._mesh = mesh
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if any(isinstance(p, DTensor) for p in model.parameters()):
             return model
         if precision.spec == "fp8":
             raise ConfigError(
-                "mixed_precision='fp8' replaces linear layers, and tensor parallelism computes parts of them; both "
-                "cannot act on one layer. Use 'bf16', or tp_size=1."
+                "mixed_precision='fp8' replaces linear layers, which is not supported for layers split by tensor parallelism. Use "
+                "'bf16', or tp_size=1."
             )
         ranks = ctx.mesh.size(Axis.TP)
         with agree(ctx.world, f"splitting {type(model).__name__}"):
@@ -156,8 +156,8 @@ def _check_ties(model: nn.Module, found: LayerSplit) -> None:
         first, known = dims.setdefault(id(parameter), (name, dim))
         if known != dim:
             raise ConfigError(
-                f"{first!r} and {name!r} are one tied tensor, but the plan splits them differently, and they would "
-                "drift apart. Split both layers alike (for an embedding and a head: 'embedding_rowwise' and "
+                f"{first!r} and {name!r} are one tied tensor, but the plan splits them differently, so they would diverge. Split both "
+                "layers in the same way (for an embedding and a head: 'embedding_rowwise' and "
                 "'colwise_gather_output'), or neither."
             )
 
@@ -167,7 +167,7 @@ def _check_head(model: nn.Module, found: LayerSplit) -> None:
     heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
     if len(heads) != 1:
         raise ConfigError(
-            f"loss_parallel=True keeps the logits of the head apart, but the plan of {type(model).__name__} "
+            f"loss_parallel=True needs one head with sharded logits, but the plan of {type(model).__name__} "
             f"({found.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
             "tp_plan={'head': 'colwise_gather_output', ...}, or set loss_parallel=False."
         )
@@ -187,13 +187,13 @@ def _account(model: nn.Module, found: LayerSplit, ranks: int, num_blocks: int, k
         f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
     )
     if num_blocks:
-        text += f"; tokens divided between the split layers of {num_blocks} blocks"
+        text += f"; tokens split between the split layers of {num_blocks} blocks"
     if keep_logits:
-        text += "; logits stay apart for the loss"
+        text += "; logits stay sharded for the loss"
     if found.summed:
         text += f"; gradients summed over tp: {', '.join(found.summed[:8])}"
     if found.attributes:
         text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in found.attributes.items() for a in names)
     if found.left:
-        text += "; left whole: " + ", ".join(f"{name} ({why})" for name, why in list(found.left.items())[:8])
+        text += "; not split: " + ", ".join(f"{name} ({why})" for name, why in list(found.left.items())[:8])
     return text

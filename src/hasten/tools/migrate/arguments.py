@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.established import MSAMP, MSAMP_NAMES, nested_names
-from hasten.config.layers import nearest
+from hasten.config.layers import nearest, spelled_in_code
 from hasten.config.legacy import OLD_NAMES, translate
 from hasten.config.schema import SETTABLE
 from hasten.config.source import SettingEntry, SettingSource
@@ -24,25 +24,12 @@ _SECTIONS: Final = MappingProxyType(
     }
 )
 """Section of a settings file with the same options, by plugin."""
-_CLASSES: Final = MappingProxyType(
-    {
-        "dataloader": "dataloader_config=DataLoaderConfiguration",
-        "project": "project_config=ProjectConfiguration",
-        "gradient_accumulation": "gradient_accumulation_plugin=GradientAccumulationPlugin",
-        "fsdp": "fsdp_plugin=FullyShardedDataParallelPlugin",
-        "deepspeed": "deepspeed_plugin=DeepSpeedPlugin",
-        "megatron": "megatron_lm_plugin=MegatronLMPlugin",
-        "dynamo": "dynamo_plugin=TorchDynamoPlugin",
-        "parallelism": "parallelism_config=ParallelismConfig",
-    }
-)
-"""Argument of the Accelerator that holds a section, by section of the settings."""
 _OWN: Final = MappingProxyType(
     {
-        "state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
-        "optim_state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
+        "state_dict_config": "it is determined by state_dict_type; remove it",
+        "optim_state_dict_config": "it is determined by state_dict_type; remove it",
         "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
-        "deepspeed_plugins": "an Accelerator has one engine; give each its Accelerator with deepspeed_plugin=",
+        "deepspeed_plugins": "an Accelerator has one engine; create one Accelerator per engine with deepspeed_plugin=",
         "fp16": 'write mixed_precision="fp16"',
     }
 )
@@ -61,9 +48,9 @@ def advice(owner: str, argument: ast.keyword, known: Collection[str]) -> str:
     path = nested_names(_SECTIONS[owner]).get(name, ()) if owner in _SECTIONS else ()
     if path:
         return f"write {path[-1]}=" if path[-1] in known else f"it is the setting {'.'.join(path)}"
-    sections = [info.path[0] for info in SETTABLE if len(info.path) == 2 and info.path[1] == name]
+    sections = [info.path[:1] for info in SETTABLE if len(info.path) == 2 and info.path[1] == name]
     if owner == "Accelerator" and sections:
-        return f"give {_CLASSES.get(sections[0], f'{sections[0]}=dict')}({name}=...)"
+        return f"give {spelled_in_code(sections[0], f'{name}=...')}"
     near = nearest(name, known)
     return f"did you mean {near}?" if near else ""
 
@@ -77,7 +64,7 @@ def _fsdp(name: str, value: ast.expr) -> str:
     except SettingValueError as error:
         return str(error)
     written = ", ".join(f"{entry.path[-1]}={entry.value!r}" for entry in entries)
-    return f"write {written}" if written else f"remove it{f': {said[0]}' if said else ', FSDP2 does this by itself'}"
+    return f"write {written}" if written else f"remove it{f': {said[0]}' if said else ', FSDP2 always does this'}"
 
 
 def _literal(value: ast.expr) -> Any:  # Any: a value in the script

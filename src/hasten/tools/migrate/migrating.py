@@ -12,59 +12,63 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
+from hasten import bigmodel, extending, trainer
 from hasten.accelerator.established import INSTEAD, VALUES
-from hasten.config.keywords import Keywords
 from hasten.tools.migrate.arguments import advice
 from hasten.tools.migrate.schedules import lengths
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
 _MAIN: Final = "Accelerator"
+HOMES: Final = MappingProxyType(
+    {name: module for module in (extending, trainer, bigmodel, hasten) for name in module.__all__}  # the last one wins
+)
+"""The public module from which a migrated script imports each name."""
 NOTES: Final = MappingProxyType(
     {
-        "free_memory": "gives one None for one object, where Accelerate gives a list; drop the comma of `model, = ...`",
-        "save_state": "without a folder numbers the checkpoints under project_dir, without being asked to",
-        "load_state": "restores the position of loaders too; do not call skip_first_batches after it",
-        "gather_object": "gives a list of every rank's objects; Accelerate joins the ranks' lists",
-        "gather_for_metrics": "counts each sample once; Accelerate cuts the last batch by arithmetic",
+        "free_memory": "returns one None for one object, where Accelerate returns a list; remove the comma of `model, = ...`",
+        "save_state": "without a folder numbers the checkpoints under project_dir",
+        "load_state": "also restores the position of loaders; do not call skip_first_batches after it",
+        "gather_object": "returns a list with the object of each rank; Accelerate concatenates the lists of the ranks",
+        "gather_for_metrics": "counts each sample once; Accelerate truncates the last batch",
         "main_process_first": "may not be nested",
         "init_trackers": "opens hasten's trackers, whose files and folders have other names",
     }
 )
 """Methods whose behaviour differs from Accelerate's, with the difference."""
-_SIZES: Final = "hasten's ParallelismConfig holds the sizes alone; work this out from its *_size fields"
+_SIZES: Final = "hasten's ParallelismConfig only contains the sizes; compute this from its *_size fields"
 ELSEWHERE: Final = MappingProxyType(
     {
         **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
         **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names"), _SIZES),
         **dict.fromkeys(("fsdp_dim_names", "active_mesh_dims"), _SIZES),
-        "hf_device_map": "hasten writes no hf_device_map on a model; keep the map that you gave or were given",
-        "_hf_hook": "hasten's hooks are not kept as _hf_hook of a module",
+        "hf_device_map": "hasten does not set hf_device_map on a model; keep the device map",
+        "_hf_hook": "hasten's hooks are not stored as _hf_hook of a module",
         "build_device_mesh": "hasten's ParallelismConfig builds no mesh; prepare() does",
-        "to_kwargs": "settings of hasten are plain dataclasses without to_kwargs; use dataclasses.asdict",
-        "deepspeed_config_process": "hasten's DeepSpeedPlugin fills its configuration in prepare(), not by hand",
+        "to_kwargs": "hasten's settings are plain dataclasses without to_kwargs; use dataclasses.asdict",
+        "deepspeed_config_process": "hasten fills the configuration of DeepSpeedPlugin in prepare()",
     }
 )
 """Attributes of other objects that hasten's do not have, with their replacements."""
-_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before there is an Accelerator"
+_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before an Accelerator is created"
 _COPIES: Final = (
-    "hasten's prepared loaders, optimizers and schedulers are not copied or pickled; save their state_dict()"
+    "hasten's prepared loaders, optimizers and schedulers cannot be copied or pickled; save their state_dict()"
 )
-_ALONE: Final = (
-    "prepare refuses an optimizer before its model, and a scheduler before its optimizer; give them in one call, or the "
-    "model first"
-)
+_ALONE: Final = "prepare refuses an optimizer before its model, and a scheduler before its optimizer; pass them in one call, or the model first"
 _KINDS: Final = (
     "objects that hasten's prepare returns are of other classes (Loader, PreparedOptimizer, PreparedScheduler)"
 )
-_FIELDS: Final = "hasten's settings have fields of their own, and some other defaults (use_seedable_sampler=True)"
-_STATEFUL: Final = "hasten's loaders are no StatefulDataLoader of torchdata's; all of them have state_dict(), whose keys are hasten's own"
+_FIELDS: Final = "hasten's settings have different fields and defaults (use_seedable_sampler=True)"
+_STATEFUL: Final = (
+    "hasten's loaders are not instances of torchdata's StatefulDataLoader; all of them have state_dict(), with "
+    "different keys"
+)
 _SHUFFLE: Final = (
-    "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
+    "shuffles by seed and epoch, in a different order than Accelerate: single losses differ, loss curves do not"
 )
 _SCHEDULER: Final = (
-    "steps a prepared scheduler once per update; Accelerate steps it once per process: its lengths are divided by num_processes "
-    "where they are written in the call that makes it; look at others (milestones, gamma, your own functions)"
+    "steps a prepared scheduler once per update; Accelerate steps it once per process: lengths in the call that creates it are divided "
+    "by num_processes; check others (milestones, gamma, custom functions)"
 )
 
 
@@ -143,20 +147,25 @@ class _Script:
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         assert node.module is not None, "a module without a name is relative"
-        taken = [one for one in node.names if one.name in hasten.__all__]
-        left = [one for one in node.names if one.name not in hasten.__all__]
-        for one in taken:
-            self._known[one.asname or one.name] = one.name
+        taken: dict[str, list[ast.alias]] = {}
+        for one in node.names:
+            if one.name in HOMES:
+                self._known[one.asname or one.name] = one.name
+                taken.setdefault(HOMES[one.name].__name__, []).append(one)
+        left = [one for one in node.names if one.name not in HOMES]
         for one in left:
-            self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
+            self._note(node, f"{node.module}.{one.name} has no equivalent in hasten and stays")
         begin, end = self._span(node)
-        if taken and not left:  # only the module's name, to preserve parentheses and comments between the names
+        if (
+            len(taken) == 1 and not left
+        ):  # only the module's name, to preserve parentheses and comments between the names
             at = self._bytes.index(node.module.encode(), begin)
-            self.edits.append(_Edit(at, at + len(node.module), NEW))
+            self.edits.append(_Edit(at, at + len(node.module), next(iter(taken))))
         elif taken:
             indent = " " * node.col_offset
             comments = [f"{text}\n{indent}" for text in _comments(self._bytes[begin:end].decode())]
-            parts = (f"from {NEW} import {_names(taken)}", f"from {node.module} import {_names(left)}")
+            homes = [*sorted(taken.items()), *([(node.module, left)] if left else [])]
+            parts = [f"from {home} import {_names(names)}" for home, names in homes]
             self.edits.append(_Edit(begin, end, "".join(comments) + f"\n{indent}".join(parts)))
 
     def _import(self, node: ast.Import) -> None:
@@ -222,7 +231,7 @@ class _Script:
         if isinstance(node, ast.Name):
             return self._known.get(node.id)
         if isinstance(node, ast.Attribute) and _root(node) in self._modules:
-            return node.attr if node.attr in hasten.__all__ else None
+            return node.attr if node.attr in HOMES else None
         return None
 
     def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
@@ -242,21 +251,20 @@ class _Script:
             or _root(node) not in self._modules
             or isinstance(node.value, ast.Attribute)
         ):
-            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in hasten.__all__:
+            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in HOMES:
                 self._replace_dotted(node)
             return
-        if node.attr in hasten.__all__ and OLD in self._modules and isinstance(node.value, ast.Name):
-            if node.value.id == OLD:
-                begin, _ = self._span(node)
-                self.edits.append(_Edit(begin, begin + len(OLD), NEW))
+        if node.attr in HOMES:
+            self._replace_dotted(node)
         elif node.attr not in ("utils", "state", "tracking", "logging", "data_loader"):
-            self._note(node, f"accelerate.{node.attr} has no equivalent of that name in hasten")
+            self._note(node, f"accelerate.{node.attr} has no equivalent in hasten")
 
     def _replace_dotted(self, node: ast.Attribute) -> None:
         """Replace a dotted name: accelerate.utils.set_seed becomes hasten.set_seed."""
         begin, end = self._span(node)
         root = _root(node)
-        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}.{node.attr}"))
+        inner = HOMES[node.attr].__name__.removeprefix(NEW)
+        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}{inner}.{node.attr}"))
 
     def _call(self, node: ast.Call, objects: set[str]) -> None:
         name = self._name(node.func)
@@ -265,9 +273,9 @@ class _Script:
         if name == _MAIN:
             self._num_made += 1
             if self._num_made > 1:
-                self._note(node, "each hasten Accelerator has settings of its own; Accelerate shares the first one's")
+                self._note(node, "each hasten Accelerator has separate settings; Accelerate shares those of the first")
         if name is not None:
-            self._keywords(node, name, getattr(hasten, name))
+            self._keywords(node, name, getattr(HOMES[name], name))
         if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
             return
         if node.func.value.id not in objects:
@@ -276,10 +284,11 @@ class _Script:
         if method in NOTES and not (method == "save_state" and (node.args or node.keywords)):
             self._note(node, f"{method} {NOTES[method]}")
         if method == "reduce" and any(one.arg == "scale" for one in node.keywords):
-            self._note(node, "reduce acts on `scale` everywhere; Accelerate on TPUs only")
+            self._note(node, "reduce always applies `scale`; Accelerate applies it on TPUs only")
         if method == "prepare" and any(isinstance(one, ast.Constant) for one in node.args):
             self._note(
-                node, "prepare refuses what is no model, optimizer, scheduler or loader; Accelerate gives it back"
+                node,
+                "prepare raises an error for other objects than models, optimizers, schedulers and loaders; Accelerate returns them",
             )
         if method == "prepare" and any("sched" in ast.unparse(one).lower() for one in node.args):
             self._note(node, f"prepare {_SCHEDULER}")
@@ -307,7 +316,7 @@ class _Script:
             known = inspect.signature(target).parameters
         except (TypeError, ValueError):  # a property, or a callable without a signature: nothing to compare
             return
-        names = {*known, *(Keywords.__annotations__ if name == _MAIN else ())}
+        names = {name for name, one in known.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
         if name != _MAIN and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             return
         for keyword in node.keywords:

@@ -48,7 +48,7 @@ def choose(
     Raises: ConfigError when nothing fits, or the script does not reach a step.
     """
     if not script or not script[0].endswith(".py"):
-        raise ConfigError("--auto plans a script by its first step; give a .py file, or leave --auto out.")
+        raise ConfigError("--auto plans a script by its first step; give a .py file, or remove --auto.")
     accelerator = _accelerator(device_name, per_machine, host_memory_bytes)
     precision = _PRECISIONS[config.mixed_precision]
     loop, name = loop_of(script[0], script[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any
 
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
@@ -15,7 +15,6 @@ from hasten.runtime.mesh_plan import BATCH
 from hasten.tools.plan.search import SIMPLER, LayoutPlan, Option
 from hasten.tools.plan.traced import Candidate
 
-_SHOWN: Final = 3
 Test = Callable[[Candidate], bool]
 
 
@@ -38,10 +37,10 @@ def why(plan: LayoutPlan) -> list[str]:
 def _only_with_a_change(plan: LayoutPlan) -> str:
     """Return the reason why every layout that works without changes of the loop is ruled out."""
     request, kept = plan.request, [option for option in plan.options if not option.asks]
-    words = f"the loop must call {plan.best.asks}: layouts that leave it as it is "
+    words = f"the loop must call {plan.best.asks}: layouts without this call "
     if not kept:
         return (
-            f"{words}cannot divide {request.global_batch} samples among {request.gpus} GPUs evenly; a multiple could be"
+            f"{words}cannot split {request.global_batch} samples evenly over {request.gpus} GPUs; a multiple would work"
         )
     least = min(option.need.total for option in kept)
     return f"{words}need at least {size(least)} of {size(request.accelerator.memory_bytes)}"
@@ -50,7 +49,7 @@ def _only_with_a_change(plan: LayoutPlan) -> str:
 def _simpler(plan: LayoutPlan) -> str:
     """Return the reason why the best option is not the fastest."""
     gain = plan.best.time.total / plan.fastest.time.total - 1
-    return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is taken"
+    return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is chosen"
 
 
 def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
@@ -103,7 +102,7 @@ def better(plan: LayoutPlan) -> list[str]:
         fastest = min(other, key=lambda option: option.time.total)
         gain = 1 - fastest.time.total / best.time.total
         lines.append(f"{gain:.0%} faster: {_words(fastest)}, if the loop calls {fastest.asks}")
-    return lines or ["nothing that fits or nearly fits is faster; more or faster GPUs would be"]
+    return lines or ["no layout that fits or nearly fits is faster; more or faster GPUs would be"]
 
 
 def _words(option: Option) -> str:
@@ -209,8 +208,7 @@ def _fixed(plan: LayoutPlan, option: Option) -> Iterator[str]:
     for name, value in plan.trace.own:
         if value not in planned[name]:
             yield (
-                f"take {name}={value!r} out of the script's Accelerator(): there it wins over the settings, "
-                f"which say {planned[name][0]!r}"
+                f"remove {name}={value!r} from the script's Accelerator(): it overrides the settings, which have {planned[name][0]!r}"
             )
 
 

@@ -94,7 +94,7 @@ def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
     options = list(_options(trace, request))
     if not options:
         raise ConfigError(
-            f"global batch {request.global_batch} cannot be divided among {request.gpus} GPUs"
+            f"global batch {request.global_batch} cannot be split over {request.gpus} GPUs"
             + (f" in micro-batches of {request.micro_batch}" if request.micro_batch else "")
             + "; choose a multiple of the number of GPUs, or fewer GPUs."
         )

@@ -103,7 +103,7 @@ def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
         config = library.AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(path)!r} holds no model that transformers knows ({str(error).splitlines()[0]}); give a folder with a config.json."
+            f"{str(path)!r} contains no model that transformers supports ({str(error).splitlines()[0]}); give a folder with a config.json."
         ) from error
     named = (getattr(config, "architectures", None) or [""])[0]
     kind = getattr(library, named, None)
@@ -161,7 +161,7 @@ def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
     """Train a model in a plain loop; if its output is not and has no loss, the mean of the output is the loss."""
     kind = dict(_OPTIMIZERS).get(optimizer.lower())
     if kind is None:
-        raise ConfigError(f"optimizer {optimizer!r} is not known here; use one of {', '.join(dict(_OPTIMIZERS))}.")
+        raise ConfigError(f"optimizer {optimizer!r} is not supported; use one of {', '.join(dict(_OPTIMIZERS))}.")
     args, named = sample
     rows = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     fixed = {name: value for name, value in named.items() if name not in rows}
@@ -182,5 +182,7 @@ def _loss(output: Any) -> Tensor:  # Any: the output of any model
         return loss
     numbers = [value for value in tensors(output) if value.is_floating_point()]
     if not numbers:
-        raise ConfigError("the model returns no floating-point tensor, so there is no loss to train it by.")
+        raise ConfigError(
+            "the model returns no floating-point tensor, so there is no loss; return a loss or a floating-point output."
+        )
     return numbers[0].float().mean()

@@ -25,8 +25,8 @@ from hasten.tools.plan.traced import (
     PrecisionName,
     Variant,
 )
-from hasten.tools.tune.takeover import Takeover, TracedStep
-from hasten.tools.tune.watch import Anatomy, Saved
+from hasten.tools.tune.takeover import ScriptPlanner, TracedStep
+from hasten.tools.tune.watch import ModuleRoles, Saved
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +41,21 @@ def trace(
     Raises: ConfigError when the loop does not reach a step, or the step cannot run on fake tensors.
     """
     if not hasattr(os, "fork"):
-        raise ConfigError("planning forks the training loop, which this system cannot; run it on Linux or macOS.")
+        raise ConfigError("planning needs fork(), which this system does not support; run it on Linux or macOS.")
     found = Findings()
-    takeover = Takeover(precisions, found.look, workers or min(4, os.cpu_count() or 1))
+    takeover = ScriptPlanner(precisions, found.look, workers or min(4, os.cpu_count() or 1))
     steps = takeover.run(loop)
     failed = next((step for step in steps if step.error and not step.run.recompute), None)
     if failed is not None:
         raise ConfigError(
-            f"the training step of {name} cannot be traced: {failed.error}. A step that depends on numbers of a batch has no "
-            "plan; give module:function with the model and inputs alone."
+            f"the training step of {name} cannot be traced: {failed.error}. A step that depends on the values of a batch cannot be "
+            "planned; give module:function with the model and inputs only."
         )
     for step in steps:
         if step.error:
-            log.warning("recompute is left out of the plan of %s: its step cannot be traced (%s)", name, step.error)
+            log.warning(
+                "recompute is excluded from the plan of %s, because its step cannot be traced (%s)", name, step.error
+            )
             break
     own = tuple(sorted(takeover.own.items()))
     return replace(found.joined(name, [step for step in steps if not step.error]), own=own)
@@ -64,13 +66,13 @@ class Findings:
     """Facts about the models, collected before they are replaced by fake ones."""
 
     parameters: tuple[ParameterKind, ...] = ()
-    anatomy: Anatomy = field(default_factory=Anatomy)
+    anatomy: ModuleRoles = field(default_factory=ModuleRoles)
     num_blocks: int = 0
     largest_block: int = 0
     tp_sizes: tuple[int, ...] = ()
     tp_summed: int = 0
 
-    def look(self, models: list[nn.Module]) -> Anatomy:
+    def look(self, models: list[nn.Module]) -> ModuleRoles:
         """Record parameters, blocks and layers that can be split."""
         model = max(models, key=lambda one: sum(p.numel() for p in one.parameters()))
         blocks = _outermost(blocks_to_recompute(model, FullyShardedDataParallelPlugin()))
@@ -92,7 +94,7 @@ class Findings:
         self.num_blocks = len(blocks)
         self.largest_block = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
         rows = [model.get_submodule(name) for name, style in split.styles.items() if style.startswith("rowwise")]
-        self.anatomy = Anatomy(
+        self.anatomy = ModuleRoles(
             blocks=frozenset(id(block) for block in blocks),
             block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
             by_rows=frozenset(id(layer) for layer in rows),

@@ -61,15 +61,15 @@ class SavedClassifier:
         transformers: Any = need("transformers", ">=4.45", why="predicting with a saved folder")
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"{folder} holds no config.json, so the model's class is not known; write it with Trainer.save_model from a model of "
+                f"{folder} contains no config.json, so the model's class is unknown; write it with Trainer.save_model from a model of "
                 "transformers, or give module:function that builds the model and loads the weights."
             )
         config = transformers.AutoConfig.from_pretrained(folder)
         names = list(config.architectures or ())
         if not names or not names[0].endswith("ForSequenceClassification"):
             raise ConfigError(
-                f"{folder} holds {names[0] if names else 'a model without a class'}, while a folder can only be predicted with when it holds "
-                "a model for sequence classification; give module:function instead."
+                f"{folder} holds {names[0] if names else 'a model without a class'}, but only sequence classification models are "
+                "supported; give module:function instead."
             )
         model = getattr(transformers, names[0]).from_pretrained(folder)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
@@ -96,8 +96,8 @@ class SavedClassifier:
         if columns is None or self._tokenizer is None:
             wanted = "; ".join(" and ".join(names) for names in _TEXTS)
             raise DataError(
-                f"the rows have the columns {', '.join(rows[0])}, and the folder has {'a' if self._tokenizer else 'no'} tokenizer, so there is "
-                f"nothing to give to the model; bring input_ids, or a tokenizer in the folder and one of: {wanted}."
+                f"the rows have the columns {', '.join(rows[0])}, and the folder has {'a' if self._tokenizer else 'no'} tokenizer, so "
+                f"the model has no input; provide input_ids, or a tokenizer in the folder and one of: {wanted}."
             )
         texts = ([row[name] for row in rows] for name in columns)
         return dict(self._tokenizer(*texts, truncation=True, padding=True, return_tensors="pt"))
@@ -153,7 +153,7 @@ def predict_file(
         if accelerator.is_main_process:
             parts.publish()
     words = [f"{output}: {len(rows)} rows on {accelerator.num_processes} processes"]
-    words += [f"{kept} of {parts.count} parts were there already"] if kept else []
+    words += [f"{kept} of {parts.count} parts already existed"] if kept else []
     words += [f"parts of another job were removed (different: {differing})"] if differing else []
     scores = ""
     if evaluate:
@@ -170,14 +170,14 @@ def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     try:
         made = predict([rows[index] for index in batch])
         if not isinstance(made, Iterable):
-            raise DataError(f"{made!r} came back instead of results; return a list with one result per row.")
+            raise DataError(f"{made!r} was returned instead of results; return a list with one result per row.")
         results = list(made)
     except Exception as error:  # any error of the user's code: re-raised with a note
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")
         raise
     if len(results) != len(batch):
         raise DataError(
-            f"{len(results)} results came back for the {len(batch)} rows {batch.start} to {batch.stop - 1}, so they cannot be matched; "
+            f"{len(results)} results were returned for the {len(batch)} rows {batch.start} to {batch.stop - 1}, so they cannot be matched; "
             "return a list with one result per row."
         )
     return results

@@ -70,7 +70,8 @@ class RowParts:
             write_whole(record, text + "\n")
         except OSError as error:
             raise ConfigError(
-                f"--output={self.output} cannot be written ({error.strerror}), so there is no place for the results; give a file in a folder that "
+                f"--output={self.output} cannot be written ({error.strerror}), so the results cannot be saved; give a file in a folder "
+                "that "
                 "you may write to."
             ) from error
         return differing
@@ -125,7 +126,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise DataError(
-        f"a result holds a {type(value).__name__}, which JSON does not know, so it cannot be written; return numbers, text, lists, dicts or tensors."
+        f"a result holds a {type(value).__name__}, which cannot be written as JSON; return numbers, text, lists, dicts or tensors."
     )
 
 
@@ -148,7 +149,7 @@ def read_rows(path: Path) -> Sequence[dict[str, Any]]:
             return [{"text": line} for line in _text(path).splitlines()]
         case _:
             raise ConfigError(
-                f"{path} ends neither in {' nor in '.join(KINDS)}, so its rows cannot be told apart; convert it to JSON lines, "
+                f"{path} ends neither in {' nor in '.join(KINDS)}, so its format is unknown; convert it to JSON lines, "
                 "one object per row."
             )
 
@@ -168,13 +169,13 @@ def _cells(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
         for row in reader:
             if None in row:
                 raise DataError(
-                    f"{path}, line {reader.line_num} has more cells than the {len(reader.fieldnames or ())} columns of the first line, so it is "
-                    "unclear which belong to which; repair or remove the line."
+                    f"{path}, line {reader.line_num} has more cells than the {len(reader.fieldnames or ())} columns of the first line, "
+                    "so they cannot be assigned to columns; fix or remove the line."
                 )
             yield row
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {reader.line_num + 1} cannot be read ({error}), so it is no row; repair or remove the line."
+            f"{path}, line {reader.line_num + 1} cannot be read ({error}), so it cannot be used; fix or remove the line."
         ) from error
 
 
@@ -189,5 +190,5 @@ def _decoded(path: Path, number: int, line: bytes) -> dict[str, Any]:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise DataError(
-            f"{path}, line {number} is no JSON object ({error}), so it is no row; repair or remove the line."
+            f"{path}, line {number} is no JSON object ({error}), so it cannot be used; fix or remove the line."
         ) from error

@@ -19,6 +19,8 @@ from hasten.tracking.run_log import PARTS, LoggedRank
 MOST_POINTS: Final = 4000
 _BUCKETS: Final = 400
 _SECONDS: Final = ("runtime", "per_second")
+_RATES: Final = ("tokens_per_second", "mfu")
+"""Values of `track_throughput()`, which change during a run; other rates are totals at its end."""
 
 # Any in this file: JSON values.
 
@@ -64,7 +66,7 @@ def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.curves)
     first = ("loss", "eval_loss", "learning_rate", "grad_norm")
     ordered = [name for name in first if name in names] + [name for name in names if name not in first]
-    plain = [name for name in ordered if name != "epoch" and not name.endswith(_SECONDS)]
+    plain = [name for name in ordered if name in _RATES or (name != "epoch" and not name.endswith(_SECONDS))]
     return [name for name in plain if any(len(run.curves[name].values) > 1 for run in runs if name in run.curves)]
 
 

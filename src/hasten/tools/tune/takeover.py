@@ -1,6 +1,6 @@
 """Tracing of a training loop: runs it up to its first batch, then traces one step per variant in forked processes.
 
-The loop is the user's. Its Accelerators consult the `Takeover`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
+The loop is the user's. Its Accelerators consult the `ScriptPlanner`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
 models fake and returns loaders that yield one batch. A fork returns from there into the loop and ends at the first update. The
 parent process never gets that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
 """
@@ -24,20 +24,20 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.preparing import PreparedObjects
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
 from hasten.tools.plan.gpu_rules import gpu_rules
 from hasten.tools.plan.traced import OWN, OptimizerFacts, PrecisionName
 from hasten.tools.tune.tuning import happened
-from hasten.tools.tune.watch import Anatomy, Saved, SavedNotes, StepWatch, Watched, fake_copy
+from hasten.tools.tune.watch import ModuleRoles, Saved, SavedNotes, StepWatch, Watched, fake_copy
 from hasten.trees import batch_size, concat, map_tensors, slice_rows
 
-Inspect = Callable[[list[nn.Module]], Anatomy]
+Inspect = Callable[[list[nn.Module]], ModuleRoles]
 """Callback that inspects the models before they are made fake."""
 
 
@@ -66,7 +66,7 @@ class _EndOfPlanning(BaseException):
     """Raised to leave the user's loop; not an Exception, so that no handler of the loop catches it."""
 
 
-class Takeover(Rehearsal):
+class ScriptPlanner(Rehearsal):
     """The planner inside a running script."""
 
     def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:
@@ -79,7 +79,7 @@ class Takeover(Rehearsal):
         self._run: ScriptRun | None = None
         self._to_parent: IO[bytes] | None = None
         self._accelerators: list[Accelerator] = []
-        self._anatomy = Anatomy()
+        self._anatomy = ModuleRoles()
         self._swapped: dict[int, nn.Parameter] = {}
         self._mode: Any = None  # Any: torch leaves FakeTensorMode untyped
         self._models: list[nn.Module] = []
@@ -120,8 +120,8 @@ class Takeover(Rehearsal):
         if self._run is not None:
             self._answer(TracedStep(self._run, error=what))
         raise ConfigError(
-            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it alone to see where, or "
-            "give module:function, which needs no data."
+            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it directly to see the cause, or give "
+            "module:function, which needs no data."
         )
 
     # -- in the parent process --------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ class Takeover(Rehearsal):
             return os.fork()
         except OSError as error:
             raise ConfigError(
-                f"the process that runs the script cannot be copied ({error.strerror}): what the script has loaded by its first prepare() "
-                "is too large for this machine. Load less data, or give module:function, which needs none."
+                f"the process that runs the script cannot be copied ({error.strerror}): the script has loaded too much data before its "
+                "first prepare(). Load less data, or give module:function, which needs none."
             ) from error
 
     # -- in a fork --------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Takeover(Rehearsal):
         """Return the arguments of an Accelerator in place of the script's."""
         if self._run is None:
             self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
-        own: dict[str, Any] = {"cpu": True, "numbers": "off", "stall": "off", "divergence": "off", "strategy": "none"}
+        own: dict[str, Any] = {"cpu": True, "trust": "off", "strategy": "none"}
         own["device_placement"] = False  # everything is on the CPU, and torch cannot move fake tensors
         own["mixed_precision"] = "no" if self._run is None else self._run.precision
         if self._run is not None and self._run.recompute:
@@ -280,7 +280,7 @@ _MOMENTS: Final = 256
 class LastStep(PreparedOptimizer):
     """A prepared optimizer of a traced loop; its `step` ends the trace, even inside an accumulation window."""
 
-    def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: Takeover) -> None:
+    def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: ScriptPlanner) -> None:
         super().__init__(inner, clock, precision)
         self._takeover = takeover
 
@@ -292,7 +292,7 @@ class LastStep(PreparedOptimizer):
 class OneBatch:
     """A loader that yields one batch; all other attributes are those of the original loader."""
 
-    def __init__(self, loader: DataLoader[Any], takeover: Takeover) -> None:
+    def __init__(self, loader: DataLoader[Any], takeover: ScriptPlanner) -> None:
         self._loader = loader
         self._takeover = takeover
 

@@ -1,6 +1,6 @@
 """Program of one trial of `hasten tune`: a script's first updates under given values, timed. Run with -m.
 
-The script's Accelerator consults the `Timed` run, a `Rehearsal`, which changes its arguments and the objects that it prepares (see
+The script's Accelerator consults the `ScriptTrial` run, a `Rehearsal`, which changes its arguments and the objects that it prepares (see
 `docs/planning.md`), and ends the script after enough updates, so that nothing is evaluated or saved.
 """
 
@@ -22,9 +22,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.preparing import PreparedObjects
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
+from hasten.config.base import given
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.config.sections.trust import TrustSettings
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
@@ -44,11 +46,11 @@ class Spec(msgspec.Struct):
     hopeless_s: float | None = None
 
 
-class _Enough(BaseException):
+class _TrialDone(BaseException):
     """Raised to leave the script; not an Exception, so that no handler of the script catches it."""
 
 
-class Timed(Rehearsal):
+class ScriptTrial(Rehearsal):
     """The trial inside a running script."""
 
     def __init__(self, spec: Spec) -> None:
@@ -70,25 +72,24 @@ class Timed(Rehearsal):
         """Return the script's arguments of its Accelerator, overridden by this trial's values."""
         values, own = self.spec.values, dict(given)
         own |= {"log_with": None, "project_dir": None}
-        if own.get("numbers") == "off":
-            own["numbers"] = "report"  # required to record the losses
+        own["trust"] = _recording(own.get("trust"))
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
         if values.get("recompute"):
             own["recompute"] = tuple(values["recompute"])
         if values.get("step_graph"):
             own["performance"] = {"mode": "auto", "compile": False}
-        ways = {
+        ways: dict[str, dict[str, Any]] = {  # Any: values of every type
             "regional": {"backend": "inductor", "use_regional_compilation": True},
             "whole": {"backend": "inductor"},
             "cuda graph": {"backend": "inductor", "mode": "reduce-overhead"},
         }
         if values.get("compile") in ways:
-            own["dynamo"] = ways[values["compile"]]
+            own |= {f"dynamo.{name}": value for name, value in ways[values["compile"]].items()}
         if "prefetch" in values:
-            own["dataloader"] = {"prefetch": values["prefetch"]}
+            own["dataloader.prefetch"] = values["prefetch"]
         if "bucket_cap_mb" in values:
-            own["ddp"] = {"bucket_cap_mb": values["bucket_cap_mb"]}
+            own["ddp.bucket_cap_mb"] = values["bucket_cap_mb"]
         return own
 
     def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
@@ -110,6 +111,8 @@ class Timed(Rehearsal):
         self._accelerator = accelerator
         self.precision = accelerator.precision.spec
         self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
+        if accelerator._numbers is not None:
+            accelerator._numbers.on_loss = self.loss
         clock = accelerator.clock
         before = clock.after_update
 
@@ -133,10 +136,6 @@ class Timed(Rehearsal):
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
         self.whole_step = True
-
-    def loss_listener(self) -> Callable[[Tensor], None]:
-        """Return the callback that records losses."""
-        return self.loss
 
     def _resized(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         values = self.spec.values
@@ -175,7 +174,7 @@ class Timed(Rehearsal):
         if limit is not None and measured and len(measured) % _OFTEN == 0:
             self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
         if done >= self.spec.warmup + self.spec.updates or self.gave_up:
-            raise _Enough
+            raise _TrialDone
 
     @property
     def _samples(self) -> int:
@@ -225,14 +224,14 @@ def _resident() -> int:
 def main(argv: list[str]) -> int:
     """Run `spec.json script.py [arguments]` and write the measurements."""
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
-    timed = Timed(spec)
+    timed = ScriptTrial(spec)
     if spec.values.get("tf32"):
         torch.set_float32_matmul_precision("high")
     error = ""
     try:
         with rehearsing(timed):
             run_script(Path(argv[1]), argv[2:])
-    except _Enough:
+    except _TrialDone:
         pass
     except SystemExit as ended:
         error = f"it ended with exit code {ended.code}" if ended.code else ""
@@ -250,3 +249,13 @@ def facade_rank() -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
+    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
+    if trust == "off":
+        return {"stall": "off", "divergence": "off", "numbers": "report"}
+    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
+    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
+        return {**fields, "numbers": "report"}
+    return trust

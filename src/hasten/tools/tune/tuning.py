@@ -101,19 +101,19 @@ class Tuning:
         if first.error:
             goal = "enough updates" if first.losses else "its updates"
             raise ConfigError(
-                f"the script does not come to {goal} as it is: {first.error.rstrip('.')}. Run it alone first."
+                f"the unchanged script does not reach {goal}: {first.error.rstrip('.')}. Run it directly first."
             )
         if not first.losses:
             raise ConfigError(
-                "no loss of the script went through accelerator.backward(), so it cannot be told whether a faster run trains alike; "
-                "send losses backward with the Accelerator."
+                "no loss of the script went through accelerator.backward(), so losses of trials cannot be compared; call "
+                "accelerator.backward(loss)."
             )
         self.best = base = Trial({}, first, "as it is")
         self.trials.append(base)
         for knob in self.knobs:
             for values in self._values(knob):
                 if why := senseless(values):
-                    self.trials.append(Trial(values, TrialOutcome(), f"left out: {why}"))
+                    self.trials.append(Trial(values, TrialOutcome(), f"skipped: {why}"))
                     continue
                 if not in_time():
                     self.not_tried.append(values)
@@ -190,7 +190,7 @@ def together(values: Values, name: str, value: Any) -> Values:  # Any: a number,
 def senseless(values: Values) -> str:
     """Return the reason why a combination of values is not worth a trial; empty if it is."""
     if values.get("step_graph") and values.get("compile") == "cuda graph":
-        return "the whole step is one CUDA graph already, and the compiler's own graphs cannot be inside it"
+        return "the whole step is one CUDA graph already, and the compiler's graphs cannot be nested in it"
     return ""
 
 
@@ -237,7 +237,7 @@ def check_names(only: Sequence[str]) -> None:
     if unknown := next((name for name in only if name not in NAMES), None):
         near = get_close_matches(unknown, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}."
-        raise ConfigError(f"--only {unknown}: there is no such thing to try; {hint}")
+        raise ConfigError(f"--only {unknown}: unknown candidate; {hint}")
 
 
 def chosen(some: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
@@ -248,8 +248,7 @@ def chosen(some: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
     known = {knob.name: knob for knob in some}
     if missing := next((name for name in only if name not in known), None):
         raise ConfigError(
-            f"--only {missing}: it makes no sense for this script on this machine, where {', '.join(known)} can be tried; "
-            "leave it out."
+            f"--only {missing}: it does not apply to this script on this machine, where {', '.join(known)} can be tried; remove it."
         )
     return [known[name] for name in only] or list(some)
 
@@ -300,7 +299,7 @@ def batch_advice(trials: Sequence[Trial]) -> list[str]:
     fastest = max(measured, key=lambda trial: trial.outcome.samples_per_s)
     return [
         f"batch size {largest.outcome.batch_size} is the largest that ran, {fastest.outcome.batch_size} has the most samples a "
-        f"second ({fastest.outcome.samples_per_s:.0f}); a larger batch is another training, so it is not chosen for you"
+        f"second ({fastest.outcome.samples_per_s:.0f}); a larger batch changes the training, so it is not selected"
     ]
 
 

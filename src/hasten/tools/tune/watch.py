@@ -194,7 +194,7 @@ def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModuleRoles:
     """The modules of a model that the planner distinguishes, by id."""
 
     blocks: frozenset[int] = frozenset()
@@ -220,7 +220,7 @@ class SavedNotes:
     """Recorder of saved tensors and shapes while a forward runs."""
 
     watch: StepWatch
-    anatomy: Anatomy
+    anatomy: ModuleRoles
     saved: Saved = field(default_factory=Saved)
     _seen: dict[int, weakref.ref[Any]] = field(
         default_factory=dict

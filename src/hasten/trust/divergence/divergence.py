@@ -22,18 +22,18 @@ _SHOWN: Final = 4
 _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
     {
         "updates": (
-            "the ranks have made different numbers of updates: a step() runs on some ranks only.",
-            "call optimizer.step() on every rank equally often: look for it inside an `if` on the rank or on the batch.",
+            "the ranks applied different numbers of updates: step() is called on some ranks only.",
+            "call optimizer.step() equally often on every rank: check for a call inside an `if` that depends on the rank or on the batch.",
         ),
         "settings": (
             "an option of the optimizer differs, so the same gradients lead to different weights: a scheduler or an assignment to "
-            "param_groups acted on some ranks only.",
+            "param_groups ran on some ranks only.",
             "prepare() the scheduler, and set options from values that are equal on all ranks, such as a reduced validation loss.",
         ),
         "data": (
-            "the ranks stand at different batches: some have read or skipped a batch that others have not.",
-            "read and skip batches on every rank alike; next(iterator) or `continue` under a condition that only one rank sees is "
-            "the usual reason.",
+            "the ranks are at different batches: some have read or skipped a batch that others have not.",
+            "read and skip the same batches on every rank; the usual cause is next(iterator) or `continue` under a condition that "
+            "differs between ranks.",
         ),
         "random": (
             "ranks of one tensor-parallel group draw different random numbers, so dropout dropped different elements of "
@@ -41,11 +41,11 @@ _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
             "call set_seed(seed) with the same seed on every rank, with device_specific=False within a group.",
         ),
         "gradients": (
-            "the ranks use different gradients: they were not averaged, because backward ran inside no_sync(), or the loss was "
-            "computed past the prepared model (model.module(...), a method of it, weights taken out of it). Under tensor "
+            "the ranks use different gradients: they were not averaged, because backward ran inside no_sync(), or the loss bypassed the "
+            "prepared model (model.module(...), another method, direct use of its weights). Under tensor "
             "parallelism: ranks of a group read different batches, or a weight was changed on one of them.",
-            "call the model that prepare() returned, and step outside no_sync(); give ranks of a tensor-parallel group the same "
-            "batch.",
+            "call the model that prepare() returned, and call step() outside no_sync(); use the same batch on all ranks of a "
+            "tensor-parallel group.",
         ),
         "state": (
             "the optimizer's state differs: an earlier update used gradients that were not averaged, or state was loaded or edited "
@@ -53,23 +53,24 @@ _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
             "load and edit state on every rank, and do not step inside no_sync().",
         ),
         "initialisation": (
-            "they were never seen equal: weights were initialised, loaded or edited differently on each rank, without a common seed "
+            "they differed in the first comparison: weights were initialised, loaded or edited differently on each rank, without a "
+            "common seed "
             "or outside prepare().",
             "call set_seed(seed) before the model is built, load the same file on every rank, and change weights before prepare().",
         ),
         "outside": (
-            "gradients and optimizer agree, so something other than the optimizer has changed the weights on some ranks: an edit in "
-            "place, weights loaded on one rank, a callback of the main process.",
+            "gradients and optimizer agree, so other code has changed the weights on some ranks: an in-place edit, weights loaded on "
+            "one rank, a callback of the main process.",
             "make the same edit on every rank, from the same numbers (accelerator.broadcast), or before prepare().",
         ),
         "buffers": (
-            "nobody synchronises this buffer, and ranks have written different values into it.",
+            "this buffer is not synchronised, and ranks have written different values into it.",
             "compute it from reduced values (accelerator.reduce), or let DDP copy it from rank 0: "
             "DistributedDataParallelKwargs(broadcast_buffers=True).",
         ),
         "statistics": (
-            "running statistics of a normalisation layer are kept by each rank alone here. Training agrees, but evaluation and the "
-            "checkpoint use those of rank 0.",
+            "running statistics of a normalisation layer are not synchronised between ranks. The weights agree, but evaluation and the "
+            "checkpoint use the statistics of rank 0.",
             "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare(), or under DDP "
             "DistributedDataParallelKwargs(broadcast_buffers=True).",
         ),

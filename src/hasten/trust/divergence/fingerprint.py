@@ -177,7 +177,7 @@ _KEPT_VOTES: Final = 16
 _AGREED: Final = "agreed"
 
 
-class Ballot:
+class FingerprintStore:
     """Exchange of fingerprints through the job's store. Checks are numbered identically on every rank."""
 
     def __init__(self, store: Store, rank: int, mesh: MeshSpec) -> None:

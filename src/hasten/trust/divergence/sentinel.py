@@ -28,7 +28,7 @@ from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.store import LOST
 from hasten.trust.divergence.divergence import EVIDENCE, Divergence, Record, find
-from hasten.trust.divergence.fingerprint import Ballot, Fingerprints
+from hasten.trust.divergence.fingerprint import Fingerprints, FingerprintStore
 from hasten.trust.divergence.replicas import ComparedTensor, Replicas
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class SentinelSettings:
+class DivergenceCheckSettings:
     """Interval of the comparison, and the reaction to a difference."""
 
     every: int = 100
@@ -73,14 +73,16 @@ class _Check:
     answer: _Answer | None = None
 
 
-class Sentinel:
+class DivergenceCheck:
     """One rank's side of the checks. Called by the training thread after each update."""
 
-    def __init__(self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: SentinelSettings) -> None:
+    def __init__(
+        self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: DivergenceCheckSettings
+    ) -> None:
         self._replicas = replicas
         self._ctx = ctx
         self._settings = settings
-        self._ballot = Ballot(store, ctx.rank, ctx.mesh)
+        self._store = FingerprintStore(store, ctx.rank, ctx.mesh)
         self._fingerprints = Fingerprints()
         self._pending: deque[_Check] = deque()
         self._taken = 0
@@ -110,7 +112,7 @@ class Sentinel:
             self._advance(None)
             time.sleep(_LOOK_S)
         if self._pending:
-            log.warning("the last divergence check was left out: not every rank came to it")
+            log.warning("the last divergence check was skipped: not every rank reached it")
 
     def _advance(self, step: int | None) -> None:
         """Advance every check as far as possible without waiting; `step` is None at the end of training."""
@@ -119,7 +121,7 @@ class Sentinel:
                 if step is None or step > check.step:
                     self._move(check, step)
         except LOST:  # the process that serves the store has exited, which is reported there
-            log.warning("divergence checks end here: the job's store is gone")
+            log.warning("divergence checks stop here: the connection to the job's store is lost")
             self._pending.clear()
 
     def _move(self, check: _Check, step: int | None) -> None:
@@ -127,17 +129,17 @@ class Sentinel:
         if check.stage == "taken":
             self._post(check)
             check.stage = "posted"
-        if check.stage == "posted" and (agreed := self._ballot.verdict(number)) is not None:
+        if check.stage == "posted" and (agreed := self._store.verdict(number)) is not None:
             if agreed:
                 self._agreed_at = check.step
                 self._pending.remove(check)
                 return
-            self._ballot.show(number, _records(check))
+            self._store.show(number, _records(check))
             check.stage = "shown"
-        if check.stage == "shown" and self._ctx.is_main and (held := self._ballot.shown(number)) is not None:
+        if check.stage == "shown" and self._ctx.is_main and (held := self._store.shown(number)) is not None:
             self._decide(check, held)
             check.stage = "answered"
-        if check.stage in ("shown", "answered") and (text := self._ballot.answer(number)) is not None:
+        if check.stage in ("shown", "answered") and (text := self._store.answer(number)) is not None:
             check.answer = msgspec.json.decode(text, type=_Answer)
             check.stage = "known"
         if check.stage == "known" and check.answer is not None:
@@ -153,7 +155,7 @@ class Sentinel:
         now = self._moment
         each = -(-now // max(1, self._replicas.clock.num_updates))
         answer = _Answer(found, now + _HEARD_AFTER * max(1, each))
-        self._ballot.set_answer(check.number, msgspec.json.encode(answer).decode())
+        self._store.set_answer(check.number, msgspec.json.encode(answer).decode())
 
     @property
     def _moment(self) -> int:
@@ -184,24 +186,24 @@ class Sentinel:
         """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
-        self._ballot.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
+        self._store.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
 
     def _act(self, found: Divergence) -> None:
         self._pending.clear()  # checks taken in the meantime would report the same again
         if self._settings.then == "stop" and not found.mild:
-            message = found.message("every rank stops here; divergence=report would go on")
+            message = found.message("every rank stops here; trust.divergence=report would continue")
             raise DivergenceError(message, found.cause, found.step, found.differences[0].name, found.odd)
         self._replicas.forgiven.update((one.kind, one.name) for one in found.differences)
         if self._ctx.is_main:
-            text = found.message("training goes on, and these are not compared any more")
+            text = found.message("training continues, and these values are no longer compared")
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _warn_of_unmatched(self) -> None:
         unmatched = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
         if unmatched:
             text = (
-                f"divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it "
-                "excludes nothing from the comparison of ranks there. Give canonical names such as 'encoder.*.running_mean'."
+                f"trust.divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it has no "
+                "effect. Give canonical names such as 'encoder.*.running_mean'."
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
 

@@ -35,7 +35,7 @@ IDLE_SHARE = 0.15
 """Share of one core below which a process counts as idle."""
 
 
-class Spot(msgspec.Struct, frozen=True):
+class CodeLine(msgspec.Struct, frozen=True):
     """A line of the user's code, and the function called there."""
 
     site: str
@@ -56,7 +56,7 @@ class State(msgspec.Struct, frozen=True):
     quiet_s: float
     """Seconds since the start of its last collective."""
     kind: Kind
-    spot: Spot
+    spot: CodeLine
     function: str
     step: int
     cpu_share: float
@@ -70,7 +70,7 @@ class State(msgspec.Struct, frozen=True):
     op: str = ""
     shape: tuple[int, ...] | None = None
     dtype: str = ""
-    last: Spot | None = None
+    last: CodeLine | None = None
     """The latest collective of hasten, if the rank is not in a collective now."""
     last_ago_s: float = 0.0
     stack: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ class ModuleCall:
     random: tuple[Tensor, Tensor | None]
 
 
+@dataclass(slots=True)
 class LastCalls:
     """The latest forward of each model that is followed."""
 
-    def __init__(self) -> None:
-        self._calls: dict[int, ModuleCall] = {}
+    _calls: dict[int, ModuleCall] = field(default_factory=dict)
 
     def follow(self, model: nn.Module) -> None:
         """Record the forwards of this model from now on."""
@@ -63,7 +63,7 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
 
         return hook
 
-    inputs = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch itself holds nan or inf; "
+    inputs = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch contains nan or inf; "
     with torch.no_grad(), _as_before(module, call):
         try:
             handles += [
@@ -75,7 +75,7 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
         finally:
             for handle in handles:
                 handle.remove()
-    return f"{inputs}{found[0] if found else 'none: every output was finite, so the loss or the backward pass made it'}"
+    return f"{inputs}{found[0] if found else 'none: every output was finite, so it was caused by the loss or the backward pass'}"
 
 
 def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors

@@ -35,26 +35,23 @@ class Update(Generic[Origin]):
     """The losses as numbers, after arrival; a loss of weight zero is 0."""
 
 
+@dataclass(slots=True)
 class LateLosses(Generic[Origin]):
     """The losses of one rank. Called by the training thread once per backward, so that its overhead matters."""
 
-    def __init__(self, overwritten: bool = False, odd_only: bool = False) -> None:
-        self._overwritten = overwritten
-        """True if the next step overwrites a loss, as with a compiler's CUDA graphs: it is copied at once."""
-        self.held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = []
-        """Losses with their weights, origins and update numbers."""
-        self._odd_only = odd_only
-        """True if losses matter only when one in the same copy is not finite."""
-        self._travelling: (
-            tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], Tensor, torch.Event | None] | None
-        )
-        self._travelling = None
-        self._copied_at = time.monotonic()
+    overwritten: bool = False
+    """True if the next step overwrites a loss, as with a compiler's CUDA graphs: it is copied at once."""
+    odd_only: bool = False
+    """True if losses matter only when one in the same copy is not finite."""
+    held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = field(default_factory=list)
+    """Losses with their weights, origins and update numbers."""
+    _copying: tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], Tensor, torch.Event | None] | None = None
+    _copied_at: float = field(default_factory=time.monotonic)
 
     def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
         """Add a loss of update number `step`; return whether it is time to copy the collected losses."""
         # A view would keep its whole base tensor alive.
-        copied = self._overwritten or loss._is_view()
+        copied = self.overwritten or loss._is_view()
         self.held.append((loss.detach().clone() if copied else loss.detach(), weight, origin, step))
         return len(self.held) >= _HELD or time.monotonic() - self._copied_at >= _SECONDS
 
@@ -85,17 +82,17 @@ class LateLosses(Generic[Origin]):
             ready = None if joined.is_cpu else torch.Event(joined.device)
             if ready is not None:
                 ready.record()
-            self._travelling = held, values, ready
+            self._copying = held, values, ready
         return arrived
 
     def _arrived(self) -> list[Update[Origin]]:
-        if self._travelling is None:
+        if self._copying is None:
             return []
-        (held, values, ready), self._travelling = self._travelling, None
+        (held, values, ready), self._copying = self._copying, None
         if ready is not None:
             ready.synchronize()
         numbers: list[float] = values.tolist()
-        if self._odd_only and math.isfinite(sum(numbers)):
+        if self.odd_only and math.isfinite(sum(numbers)):
             return []
         updates, rest = _by_update(held), iter(numbers)
         for update in updates:

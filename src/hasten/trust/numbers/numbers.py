@@ -55,19 +55,16 @@ class Rollback:
     def refusal(self, knows_batches: bool) -> str:
         """Return the reason why a rollback is not possible; empty if it is. Ranks: every rank."""
         if not knows_batches:
-            return (
-                "numbers=rollback needs to know the batches, and these did not come from a prepared loader; prepare() the loader, "
-                "or use numbers=skip"
-            )
+            return "trust.numbers=rollback needs batches from a prepared loader; prepare() the loader, or use trust.numbers=skip"
         if self.times >= self.limit:
             return (
-                f"the run has gone back {self.times} times already (numbers_rollbacks={self.limit}), so the data of single batches is "
-                "hardly the cause"
+                f"the run was already rolled back {self.times} times (trust.numbers_rollbacks={self.limit}), so single batches are probably "
+                "not the cause"
             )
         if self._newest() is None:
             return (
-                "this run has neither saved nor loaded a checkpoint to go back to; call save_state() before the first step and "
-                "every so many updates"
+                "this run has neither saved nor loaded a checkpoint to roll back to; call save_state() before the first step and "
+                "regularly afterwards"
             )
         return ""
 
@@ -109,8 +106,8 @@ _MOST: Final = 4096
 _FINE, _GRADIENT, _LOSS = 0, 1, 2
 """Severity of a rank's numbers. A bad loss makes the averaged gradients of all ranks bad, so it is the highest."""
 _WHY: Final = (
-    "the update would make weights nan on every rank, and no later step brings them back. Look at those samples; else lower the "
-    "learning rate, clip gradients (clip_grad_norm_), or guard the division, logarithm or square root in that module."
+    "the update would make weights nan on every rank, and later steps cannot recover. Check these samples; otherwise lower the learning "
+    "rate, clip gradients (clip_grad_norm_), or guard the division, logarithm or square root in that module."
 )
 
 
@@ -254,8 +251,8 @@ class NumbersWatch:
             self._report(self._losses.rest())
         elif self.rollback is not None and self.rollback.target is not None and self._ctx.is_main:
             warnings.warn(
-                f"the training ended before it went back to {self.rollback.target}: the loop asked for no further batch. The bad update "
-                "was left out, and nothing else undone. Call accelerator.roll_back() where the loop may end after an update.",
+                f"the training ended before it was rolled back to {self.rollback.target}, because the loop read no further batch. The "
+                "bad update was skipped; nothing else was undone. Call accelerator.roll_back() if the loop may end after any update.",
                 HastenWarning,
                 stacklevel=3,
             )
@@ -271,8 +268,8 @@ class NumbersWatch:
                     f"{what} in update {update.step} on rank {self._ctx.rank}",
                     *self._describe(update).lines,
                     f"  why:  {_WHY}",
-                    "  now:  training goes on, and this rank reports no more; numbers=stop would have stopped before the update and "
-                    "named the module, numbers=skip would have left the update out",
+                    "  now:  training continues, and this rank reports no further losses; trust.numbers=stop would stop before the update and "
+                    "name the module, trust.numbers=skip would skip the update",
                 ]
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
@@ -311,10 +308,10 @@ class NumbersWatch:
 
     def _act(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
         if self._settings.then == "stop":
-            now = "every rank stops, before the update; numbers=skip would leave the update out and go on"
+            now = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
             raise _error(step, findings, now)
         how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
-        self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler stay as they are"))
+        self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler are unchanged"))
 
     def _go_back(self, step: int, findings: Mapping[int, BadValue], batches: Batches, known: bool) -> None:
         rollback = self.rollback
@@ -323,7 +320,7 @@ class NumbersWatch:
             raise _error(step, findings, f"every rank stops, before the update: {refusal}")
         place = rollback.decide(batches)
         self._recent.clear()  # the losses of the undone updates will be repeated
-        how = f"the run goes back to {place} and leaves the batches of this update out ({rollback.times} of at most {rollback.limit} times)"
+        how = f"the run is rolled back to {place} and skips the batches of this update ({rollback.times} of at most {rollback.limit} times)"
         self._tell(_in_words(step, findings, how))
 
     def _tell(self, text: str) -> None:
@@ -383,7 +380,7 @@ class NumbersWatch:
                 indices = loader.samples(place)
                 where = f"  loss {values[index]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
                 if indices is None:
-                    lines.append(f"{where}, of a stream or sampler whose order is not known here")
+                    lines.append(f"{where}, of a stream or sampler whose order is unknown")
                 else:
                     samples += indices
                     more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""

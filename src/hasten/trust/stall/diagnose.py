@@ -108,19 +108,19 @@ def _lost(waiting: tuple[int, ...], lost: Sequence[SeenState]) -> Diagnosis:
     match status:
         case "stopped":
             sentence = f"{named} {_is(ranks)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
-            cure = f"let it go on with `kill -CONT {those[0].note.pid if those[0].note else 'PID'}`, or find out who stopped it."
+            cure = f"resume it with `kill -CONT {those[0].note.pid if those[0].note else 'PID'}`, or find out why it was stopped."
         case "left":
             sentence = f"{named} ended without an error{ended and f' {ended}'}, while other ranks still needed it"
             cure = (
-                "let every rank do the same steps and end together: no sys.exit, return or break that depends on the rank, and "
-                "the same number of batches everywhere (prepare() the loader)."
+                "let every rank run the same steps and end together: no sys.exit, return or break that depends on the rank, and the "
+                "same number of batches on every rank (prepare() the loader)."
             )
         case "failed":
             sentence = f"{named} failed{ended and f': {ended}'}"
             cure = "fix the error of that rank; the others only waited for it."
         case _:
-            sentence = f"the process of {named} is gone, without a word"
-            cure = "it was killed or crashed: look at its last output, and at `dmesg` for the out-of-memory killer."
+            sentence = f"the process of {named} has exited without an error message"
+            cure = "it was killed or crashed: check its last output, and `dmesg` for the out-of-memory killer."
     return Diagnosis(status, waiting, ranks, ends="never", sentence=sentence, cure=cure)  # type: ignore[arg-type]  # one of the four
 
 
@@ -184,10 +184,10 @@ def _unreachable(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagn
         ranks,
         ends="hardly",
         sentence=(
-            f"{ranks_in_words(ranks)} ({pids}) does not answer, nor does the launcher on {', '.join(hosts)}: a lost machine, or the network "
-            "to it is down"
+            f"{ranks_in_words(ranks)} ({pids}) does not respond, nor does the launcher on {', '.join(hosts)}: the machine has failed, "
+            "or the network to it is down"
         ),
-        cure="look at that machine and at the network between (`ping`, `dmesg`); with --max_restarts the job waits for its return.",
+        cure="check that machine and the network (`ping`, `dmesg`); with --max_restarts the job waits until it is restarted.",
     )
 
 
@@ -196,11 +196,15 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
     pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
     activity = next((seen.activity for seen in silent if seen.activity), "")
     if all(seen.note is None for seen in silent):
-        words = f"{ranks_in_words(ranks)} has not made an Accelerator yet, or its machine is lost"
+        words = f"{ranks_in_words(ranks)} has not created an Accelerator yet, or its machine has failed"
     elif activity:
-        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: busy in native code that lets no other thread of Python run ({activity})"
+        words = (
+            f"{ranks_in_words(ranks)} ({pids}) does not respond: busy in native code that holds the GIL ({activity})"
+        )
     else:
-        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: native code that never lets Python run, or a lost machine"
+        words = (
+            f"{ranks_in_words(ranks)} ({pids}) does not respond: native code that holds the GIL, or a failed machine"
+        )
     return Diagnosis(
         "silent",
         waiting,
@@ -208,8 +212,8 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
         ends="perhaps",
         sentence=words,
         cure=(
-            "a long regular expression, json, pickle or a C extension may go on for as long as it takes; if it should not, look at that "
-            "process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines)."
+            "a long regular expression, json, pickle or a C extension may simply take this long; otherwise inspect that process "
+            "(`py-spy dump --native --pid PID`, `dmesg`) and the network between the machines."
         ),
     )
 
@@ -226,11 +230,11 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
         ends="perhaps",
         sentence=(
             f"{ranks_in_words(ranks)} {_is(ranks)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
-            f"that {'it has' if len(ranks) == 1 else 'they have'} not begun"
+            f"that {'it has' if len(ranks) == 1 else 'they have'} not started"
         ),
         cure=(
-            "let every rank of a group make the same calls in the same order; if only some ranks have work, let the others wait in "
-            "main_process_first(), or raise stall_after_s if it takes this long."
+            "make the same calls in the same order on every rank of a group; if only some ranks have work, use main_process_first(), or "
+            "increase stall_after_s if it takes this long."
         ),
     )
 
@@ -277,17 +281,17 @@ def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagn
             (),
             ends="perhaps",
             sentence=f"all ranks wait at {first.spot.words()} with different tensors ({table})",
-            cure="give the same shape and dtype on every rank: pad first (pad_across_processes), or use gather_for_metrics.",
+            cure="use the same shape and dtype on every rank: pad first (pad_across_processes), or use gather_for_metrics.",
         )
     return Diagnosis(
         "same call",
         everyone,
         (),
         ends="perhaps",
-        sentence=f"all ranks wait in the same call, {first.spot.words()}: the data does not get through",
+        sentence=f"all ranks wait in the same call, {first.spot.words()}: data is not transferred",
         cure=(
             "a slow or broken network, or a firewall between the machines (try `hasten test`, NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); "
-            "raise stall_after_s if the transfer is that large."
+            "increase stall_after_s if the transfer is that large."
         ),
     )
 

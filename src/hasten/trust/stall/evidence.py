@@ -26,7 +26,7 @@ def pause_s(tick_s: float, quiet_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _FirstObservation:
     """One rank's state at the first observation."""
 
     turn: int
@@ -42,7 +42,7 @@ class Evidence:
         self._tick_s = tick_s
         self._posts: dict[int, tuple[int, float]] = {}
         self._key: tuple[object, ...] = ()
-        self._marks: dict[int, _Mark] = {}
+        self._marks: dict[int, _FirstObservation] = {}
 
     @property
     def suspects(self) -> bool:
@@ -78,5 +78,5 @@ class Evidence:
         return newer
 
 
-def _mark(state: State, waits: bool) -> _Mark:
-    return _Mark(state.turn, (state.spot, state.kind, tuple(sorted(state.counts.items()))) if waits else ())
+def _mark(state: State, waits: bool) -> _FirstObservation:
+    return _FirstObservation(state.turn, (state.spot, state.kind, tuple(sorted(state.counts.items()))) if waits else ())

@@ -16,7 +16,7 @@ import msgspec
 from hasten.errors import CommError
 
 ANSWER_S: Final = 5.0
-_KNOCK_S: Final = 0.2
+_REQUEST_S: Final = 0.2
 POST: Final = "post"
 """Key of a request to post the rank's state to the store."""
 _LARGEST: Final = 1 << 22
@@ -57,8 +57,8 @@ def private_folder(folder: Path) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise CommError(
-            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}; others could read or answer in place "
-            f"of this job. Remove it, or run `chmod 700 {folder}` if it is yours."
+            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}; other users could impersonate this "
+            f"job. Remove it, or run `chmod 700 {folder}` if it is yours."
         )
     return folder
 
@@ -96,10 +96,10 @@ def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: J
             return None
 
 
-def knock(path: Path) -> None:
+def request_post(path: Path) -> None:
     """Ask the rank to post its state, without waiting for an answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_KNOCK_S)
+        connection.settimeout(_REQUEST_S)
         try:
             connection.connect(str(path))
             connection.sendall(msgspec.json.encode({POST: True}) + b"\n")

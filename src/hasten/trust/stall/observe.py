@@ -17,7 +17,7 @@ from typing import Final
 from hasten.comm.collective_log import Trail, begun_collectives
 from hasten.errors import StallError
 from hasten.runtime import env, last_words
-from hasten.trust.divergence.state import IDLE_SHARE, Note, Spot, State, Status, Thread
+from hasten.trust.divergence.state import IDLE_SHARE, CodeLine, Note, State, Status, Thread
 from hasten.trust.stall import stacks
 
 _STATUS, _FAULTS, _USER, _SYSTEM, _STARTED = 0, 9, 11, 12, 19
@@ -117,7 +117,7 @@ class Neighbours:
         elif share >= IDLE_SHARE:
             words = f"it uses {share:.0%} of a processor core"
         else:
-            words = "it wants to run while others use the processor" if fields[_STATUS] == "R" else "it sleeps"
+            words = "it is runnable while other processes use the processor" if fields[_STATUS] == "R" else "it sleeps"
         self._used[rank] = (now, used, faults, words)
         return words
 
@@ -218,7 +218,7 @@ class Observer:
             pid=os.getpid(),
             quiet_s=quiet_s,
             kind=place.kind,
-            spot=Spot(place.site, place.call, stacks.source_line(place.file, place.line)),
+            spot=CodeLine(place.site, place.call, stacks.source_line(place.file, place.line)),
             function=place.function,
             step=self.step(),
             cpu_share=share,
@@ -262,8 +262,8 @@ def _others_alive() -> str:
     )
 
 
-def _spot(file: str, line: int, op: str) -> Spot:
-    return Spot(f"{stacks.short(file)}:{line}", op, stacks.source_line(file, line))
+def _spot(file: str, line: int, op: str) -> CodeLine:
+    return CodeLine(f"{stacks.short(file)}:{line}", op, stacks.source_line(file, line))
 
 
 STALLED: Final = 86

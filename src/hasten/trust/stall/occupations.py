@@ -13,45 +13,49 @@ def occupation(state: State) -> tuple[Cause, str, str]:
             return (
                 "data",
                 f"waits for its next batch at {where}",
-                "look at the dataset's slowest samples and at the DataLoader's workers (num_workers, prefetch_factor, a worker that "
+                "check the dataset's slowest samples and the DataLoader's workers (num_workers, prefetch_factor, a worker that "
                 "waits for a lock or a download).",
             )
         case "checkpoint":
             return (
                 "checkpoint",
                 f"is in a save or load at {where} and has read and written nothing for {state.io_quiet_s:.0f} s",
-                "the disk or network file system does not answer: look at its mount, its quota and `dmesg`.",
+                "the disk or network file system does not respond: check its mount, its quota and `dmesg`.",
             )
         case "compiling":
-            return "compiling", f"compiles at {where}", "raise stall_after_s if compiling takes this long."
+            return "compiling", f"compiles at {where}", "increase stall_after_s if compiling takes this long."
         case "importing":
-            return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
+            return "importing", f"imports modules at {where}", "check the disk with the Python environment."
         case "debugger":
-            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
+            return (
+                "debugger",
+                f"is in the Python debugger at {where}",
+                "continue with `c`, or run with trust.stall=off.",
+            )
         case "ending":
             return (
                 "user code",
                 f"is in end_training() at {where}",
-                "call end_training() on every rank, and after it nothing that other ranks take part in; if trackers or background "
-                "saves take this long, raise stall_after_s.",
+                "call end_training() on every rank, and no collective after it; if trackers or background saves take this long, "
+                "increase stall_after_s.",
             )
         case "over":
             return (
                 "user code",
-                "has come to the end of its program, and other threads keep its process alive",
-                "let every rank do the same steps and end together; join threads before the program ends, or make them daemons.",
+                "has reached the end of its program, but other threads keep its process alive",
+                "let every rank run the same steps and end together; join threads before the program ends, or make them daemons.",
             )
     if state.in_dataset:
         return (
             "data",
-            f"is in the dataset's own code at {where}, called by its DataLoader",
-            "find out what keeps this sample: a lock, a download, a loop that does not end.",
+            f"is in the dataset's code at {where}, called by its DataLoader",
+            "check why this sample takes so long: a lock, a download, an endless loop.",
         )
     return (
         "user code",
         f"is in user code at {where} in {state.function}(), {_activity(state)},",
-        "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
-        "raise stall_after_s if it takes this long.",
+        "an endless loop, a lock, or work on this rank only: do it on all ranks or inside main_process_first(), or increase "
+        "stall_after_s if it takes this long.",
     )
 
 

@@ -84,7 +84,7 @@ class StackCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class PassedTensor:
     """The tensor that the user's code passed to a collective of torch."""
 
     op: str
@@ -139,7 +139,7 @@ def calls_of(thread_id: int) -> list[StackCall]:
     return found
 
 
-def handed_over(thread_id: int) -> Handed | None:
+def handed_over(thread_id: int) -> PassedTensor | None:
     """Return the tensor passed to torch's collective that a thread is in; None outside, or if hasten called it."""
     frame, found = _frame_of(thread_id), None
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
@@ -150,7 +150,7 @@ def handed_over(thread_id: int) -> Handed | None:
             values = (frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
             tensor = next((value for value in values if isinstance(value, Tensor)), None)
             if tensor is not None:
-                found = Handed(code.co_name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                found = PassedTensor(code.co_name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         frame = frame.f_back
     return found
 

@@ -10,7 +10,7 @@ from torch.distributed import Store
 from hasten.trust.divergence.state import Note, State
 
 
-class Bulletin:
+class StallStore:
     """Messages of ranks in the store, over a cloned connection, since the training thread's may be blocked."""
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -22,11 +22,11 @@ class Bulletin:
         self._posted = False
         self._turn = 0
 
-    def introduce(self, note: Note) -> None:
+    def register(self, note: Note) -> None:
         """Post this rank's host and process. Called by the training thread at the start."""
         self._store.set(f"{self._prefix}/note/{self._rank}", _text(note))
 
-    def leave(self, note: Note) -> None:
+    def post_end(self, note: Note) -> None:
         """Post the end of this rank. Called at exit, when the training thread's connection is no longer blocked.
 
         No connection is opened for it: if the store's server has exited, torch would retry for the whole init timeout.
@@ -54,15 +54,15 @@ class Bulletin:
         """Return the posted states of ranks."""
         return {rank: msgspec.json.decode(data, type=State) for rank, data in self._read("state", ranks).items()}
 
-    def speak(self, turn: int) -> None:
+    def post_heartbeat(self, turn: int) -> None:
         """Post that this rank writes the report, with a growing heartbeat counter."""
         self._connected().set(f"{self._prefix}/speaker", f"{self._rank} {turn}")
 
-    def speaker(self) -> str:
+    def reporter(self) -> str:
         """Return the reporting rank and its heartbeat counter; empty if there is none."""
         return self._get("speaker")
 
-    def be_silent(self) -> None:
+    def stop_reporting(self) -> None:
         """Stop being the reporting rank."""
         self._connected().delete_key(f"{self._prefix}/speaker")
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -21,7 +21,15 @@ import torch
 from hasten.errors import CommError
 from hasten.runtime.topology import Topology
 from hasten.trust.memory import process_memory
-from hasten.trust.stall.job_sockets import POST, Address, knock, listening, peer_is_owner, private_folder, receive_line
+from hasten.trust.stall.job_sockets import (
+    POST,
+    Address,
+    listening,
+    peer_is_owner,
+    private_folder,
+    receive_line,
+    request_post,
+)
 from hasten.trust.stall.observe import Observer
 
 _KEPT: Final = 20
@@ -70,10 +78,18 @@ _SPAN: Final = 30
 """Number of watchdog ticks over which a rate is computed: about as many seconds."""
 
 
-class Desk:
+class StatusServer:
     """Status socket of one rank. All methods but `open` and `close` run in the thread that calls `wait`."""
 
-    def __init__(self, observer: Observer, topology: Topology, device: torch.device, folder: Path) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        topology: Topology,
+        device: torch.device,
+        folder: Path,
+        rates: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._rates = rates
         self._observer = replace(observer)  # separate measurements: status requests must not affect the watchdog's
         self._topology = topology
         self._device = device
@@ -83,13 +99,13 @@ class Desk:
         self._steps: deque[tuple[float, int]] = deque(maxlen=_SPAN)
         self._socket: socket.socket | None = None
         self._path: Path | None = None
-        self._bell: socket.socket | None = None
-        self._ringer: socket.socket | None = None
+        self._wake_receiver: socket.socket | None = None
+        self._wake_sender: socket.socket | None = None
 
     def open(self) -> None:
         """Start listening. Without a private folder no status is available, which is logged; the job still runs."""
         self._recent.start()
-        self._bell, self._ringer = socket.socketpair()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         try:
             folder = private_folder(self._folder)
             for number in range(1 << 10):
@@ -102,17 +118,17 @@ class Desk:
             path.chmod(0o600)
             made.listen(4)
         except (OSError, CommError) as error:
-            log.info("`hasten top` cannot see this rank: %s", error)
+            log.info("`hasten top` cannot connect to this rank: %s", error)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the given seconds or for `ring`, answering requests; return whether a post was requested."""
+        """Wait for the given seconds or for `wake`, answering requests; return whether a post was requested."""
         now = time.monotonic()
         end = now + seconds
         self._steps.append((now, self._observer.step()))
-        sources = [one for one in (self._bell, self._socket) if one is not None]
+        sources = [one for one in (self._wake_receiver, self._socket) if one is not None]
         while now < end:
             ready = wait_for(sources, end - now)  # not select(), which takes no descriptor above 1023
-            if self._bell in ready:
+            if self._wake_receiver in ready:
                 return False
             if ready and self._answer():
                 return True
@@ -123,17 +139,17 @@ class Desk:
         """Ask ranks of this machine to post their states."""
         for address, path in listening(self._folder):
             if address.pid in pids:
-                knock(path)
+                request_post(path)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """End a `wait` in another thread."""
-        if self._ringer is not None:
-            self._ringer.send(b"!")
+        if self._wake_sender is not None:
+            self._wake_sender.send(b"!")
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
         self._recent.stop()
-        for one in (self._socket, self._bell, self._ringer):
+        for one in (self._socket, self._wake_receiver, self._wake_sender):
             if one is not None:
                 one.close()
         if self._path is not None:
@@ -141,18 +157,18 @@ class Desk:
 
     def _answer(self) -> bool:
         """Answer one request; return whether it asks the watchdog to post."""
-        assert self._socket is not None, "somebody has connected"
+        assert self._socket is not None, "a client has connected"
         try:
             connection, _ = self._socket.accept()
             with connection:
-                connection.settimeout(_PATIENCE_S)  # the watchdog continues, whatever the client does
+                connection.settimeout(_PATIENCE_S)  # the watchdog continues even if the client sends nothing
                 if peer_is_owner(connection):
                     request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
                     if request.get(POST):
                         return True
                     connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
         except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
-            log.debug("no answer was given: %s", error)
+            log.debug("the request was not answered: %s", error)
         return False
 
     def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
@@ -166,6 +182,7 @@ class Desk:
             "seconds": round(time.time() - self._began_s, 1),
             "step": state.step,
             "steps_per_s": self._rate(state.step),
+            **self._rates(),
             "waits": state.waits and self._topology.world_size > 1,
             "doing": state.kind,
             "at": state.spot.words(),
@@ -185,17 +202,17 @@ class Desk:
 _TICK_S: Final = 1.0
 
 
-class Reception:
+class StatusThread:
     """Status server thread of a process without watchdog. `start` and `close` are called by the training thread."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, status_server: StatusServer) -> None:
+        self._status_server = status_server
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hasten-reception", daemon=True)
 
     def start(self) -> None:
         """Start answering requests."""
-        self._desk.open()
+        self._status_server.open()
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
@@ -203,11 +220,11 @@ class Reception:
         if self._over.is_set():
             return
         self._over.set()
-        self._desk.ring()
+        self._status_server.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
-        self._desk.close()
+        self._status_server.close()
 
     def _run(self) -> None:
         while not self._over.is_set():
-            self._desk.wait(_TICK_S)
+            self._status_server.wait(_TICK_S)

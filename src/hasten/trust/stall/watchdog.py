@@ -34,8 +34,8 @@ from hasten.trust.stall import wording as words
 from hasten.trust.stall.diagnose import Diagnosis, diagnose
 from hasten.trust.stall.evidence import Evidence, pause_s
 from hasten.trust.stall.observe import Observer, error_words
-from hasten.trust.stall.stall_store import Bulletin
-from hasten.trust.stall.status_server import Desk, Reception
+from hasten.trust.stall.stall_store import StallStore
+from hasten.trust.stall.status_server import StatusServer, StatusThread
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ class Watchdog:
     def __init__(
         self,
         observer: Observer,
-        bulletin: Bulletin,
+        stall_store: StallStore,
         topology: Topology,
         settings: WatchSettings,
-        desk: Desk | None = None,
+        status_server: StatusServer | None = None,
     ) -> None:
-        self._desk = desk
+        self._status_server = status_server
         self._observer = observer
-        self._bulletin = bulletin
+        self._stall_store = stall_store
         self._ranks = range(topology.world_size)
         first = topology.rank - topology.local_rank
         self._local = range(first, first + topology.local_world_size)
@@ -100,9 +100,9 @@ class Watchdog:
 
     def start(self) -> None:
         """Post this rank's host and process, and start watching."""
-        self._bulletin.introduce(self._observer.note())
-        if self._desk is not None:
-            self._desk.open()
+        self._stall_store.register(self._observer.note())
+        if self._status_server is not None:
+            self._status_server.open()
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
@@ -110,15 +110,15 @@ class Watchdog:
         if self._over.is_set():
             return
         self._over.set()
-        if self._desk is not None:
-            self._desk.ring()
+        if self._status_server is not None:
+            self._status_server.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
-        if self._desk is not None:
-            self._desk.close()
+        if self._status_server is not None:
+            self._status_server.close()
         if ended:
             try:
-                self._bulletin.leave(self._observer.note(ended, failed))
+                self._stall_store.post_end(self._observer.note(ended, failed))
             except LOST:  # the store's server has already exited: no rank is left to read it
                 return
 
@@ -155,13 +155,13 @@ class Watchdog:
                 self._look_at = now + self._pause(now)
                 self._wait(now)
             if asked and now - self._quiet_since < self._look_s:
-                self._say_that_it_moves(now)
+                self._log_progress(now)
             before = now
 
     def _sleep(self, seconds: float) -> bool:
         """Sleep while answering requests; return whether this rank was asked to post."""
-        if self._desk is not None:
-            return self._desk.wait(seconds)
+        if self._status_server is not None:
+            return self._status_server.wait(seconds)
         self._over.wait(seconds)
         return False
 
@@ -171,15 +171,15 @@ class Watchdog:
         waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
         self._longest_s = max(self._longest_s, waited)
         if self._reported:
-            log.warning("the ranks go on after %.0f s", waited)
+            log.warning("the ranks make progress again after %.0f s", waited)
         self._reported = ()
         self._evidence.forget()
         try:
             if now - self._asked_at > _ANSWERED_S:
-                self._bulletin.withdraw()
+                self._stall_store.withdraw()
             if self._speaks:
                 self._speaks = False
-                self._bulletin.be_silent()
+                self._stall_store.stop_reporting()
         except LOST:  # the training thread loses the store, too, and reports it
             return
         self._observer.start_looking()
@@ -187,14 +187,14 @@ class Watchdog:
     def _wait(self, now: float) -> None:
         """Post the state of this rank, which has started no collective for a while; diagnose on the reporting rank."""
         try:
-            if verdict := self._bulletin.verdict():
+            if verdict := self._stall_store.verdict():
                 self._end(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
-            self._say_that_it_failed()
-            nearby = filter(self._is_neighbour, self._bulletin.notes(self._local).values())
+            self._post_failure()
+            nearby = filter(self._is_neighbour, self._stall_store.notes(self._local).values())
             seen = self._neighbours.look({note.rank: note for note in nearby})
-            self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, *seen))
-            if self._takes_the_word(now):
-                notes, states = self._bulletin.notes(self._ranks), self._bulletin.states(self._ranks)
+            self._stall_store.post(self._observer.look(now - self._quiet_since, self._counts, *seen))
+            if self._becomes_reporter(now):
+                notes, states = self._stall_store.notes(self._ranks), self._stall_store.states(self._ranks)
                 states = self._evidence.fresh(states, now)
                 variables = env.snapshot()
                 lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
@@ -202,41 +202,41 @@ class Watchdog:
                 self._judge(_world(self._ranks, notes, states, ended), lost)
                 self._ask(notes, states)
         except LOST as error:
-            log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
+            log.debug("the watchdog of rank %d lost the connection to the store: %s", self._observer.rank, error)
 
-    def _say_that_it_moves(self, now: float) -> None:
+    def _log_progress(self, now: float) -> None:
         """Post that this rank makes progress, because a waiting rank asked."""
         try:
             state = self._observer.look(now - self._quiet_since, self._counts)
-            self._bulletin.post(msgspec.structs.replace(state, moves=True))
+            self._stall_store.post(msgspec.structs.replace(state, moves=True))
             self._asked_at = now
         except LOST as error:
-            log.debug("rank %d could not post: %s", self._observer.rank, error)
+            log.debug("rank %d could not post its state: %s", self._observer.rank, error)
 
-    def _say_that_it_failed(self) -> None:
+    def _post_failure(self) -> None:
         """Post the exception that ended the main thread, if another thread keeps the process alive."""
         if not self._failure and (found := self._observer.failure()):
             self._failure = found
-            self._bulletin.leave(self._observer.note(found, failed=True))
+            self._stall_store.post_end(self._observer.note(found, failed=True))
 
     def _ask(self, notes: dict[int, Note], states: dict[int, State]) -> None:
         """Ask ranks of this machine to post: those without a state, or all while a diagnosis awaits confirmation."""
-        if self._desk is not None:
+        if self._status_server is not None:
             asked = [
                 note
                 for rank, note in notes.items()
                 if self._evidence.suspects or rank not in states or states[rank].moves
             ]
-            self._desk.ask_to_post({note.pid for note in asked if self._is_neighbour(note)})
+            self._status_server.ask_to_post({note.pid for note in asked if self._is_neighbour(note)})
 
     def _is_neighbour(self, note: Note) -> bool:
         return note.rank != self._observer.rank and not note.ended and _is_local(note)
 
-    def _takes_the_word(self, now: float) -> bool:
+    def _becomes_reporter(self, now: float) -> bool:
         """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
         if not self._speaks:
             delay_s = 0.25 * self._look_s * min(self._observer.rank, _FAR)
-            heard = self._bulletin.speaker()
+            heard = self._stall_store.reporter()
             if heard != self._heard[0]:
                 self._heard = (heard, now)
             silent_s = now - self._heard[1]
@@ -245,7 +245,7 @@ class Watchdog:
             )
         if self._speaks:
             self._turn += 1
-            self._bulletin.speak(self._turn)
+            self._stall_store.post_heartbeat(self._turn)
         return self._speaks
 
     def _pause(self, now: float) -> float:
@@ -272,11 +272,11 @@ class Watchdog:
         }.get(found.cause, self.after_s)
         if found.key != self._reported and (ends or waited >= due or sure):
             self._reported = found.key
-            self._tell(found, world, waited, self._then(ends, limit))
+            self._report(found, world, waited, self._then(ends, limit))
         elif ends:
             log.error("the job ends (exit code %d) after %.0f s: %s", ending.STALLED, waited, found.sentence)
         if ends:
-            self._bulletin.set_verdict(found.sentence)
+            self._stall_store.set_verdict(found.sentence)
             self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
 
     def _limit_s(self, found: Diagnosis) -> float:
@@ -285,17 +285,17 @@ class Watchdog:
             return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
 
-    def _tell(self, found: Diagnosis, world: list[SeenState], waited_s: float, then: str) -> None:
+    def _report(self, found: Diagnosis, world: list[SeenState], waited_s: float, then: str) -> None:
         text = words.report(found, world, waited_s, then)
         path = _write(text, self._settings.folder)
         log.error("%s%s", text, f"\n  this report: {path}" if path else "")
 
     def _then(self, ends: bool, limit_s: float) -> str:
         if ends:
-            return f"the job ends (exit code {ending.STALLED}); stall=report would let it wait"
+            return f"the job ends (exit code {ending.STALLED}); trust.stall=report would keep waiting"
         if self._settings.then == "report":
-            return "the job goes on waiting (stall=report)"
-        return f"the job goes on waiting, and ends after {limit_s:.0f} s"
+            return "the job keeps waiting (trust.stall=report)"
+        return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 
     def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
         """End this process, unless its training thread does so first."""
@@ -303,22 +303,22 @@ class Watchdog:
             ending.end_process(summary, others)
 
 
-def watch(owner: object, dog: Watchdog | Reception | None) -> None:
+def watch(owner: object, dog: Watchdog | StatusThread | None) -> None:
     """Start the watchdog or status server, if any; it is closed with `owner`, or at exit, when it posts the end."""
     if dog is None:
         return
     dog.start()
-    at_exit = partial(_leave_word, weakref.ref(dog), os.getpid())
+    at_exit = partial(_post_end_of_process, weakref.ref(dog), os.getpid())
     atexit.register(at_exit)  # runs before the group is destroyed: handlers run in reverse order
     weakref.finalize(owner, _forget, dog, at_exit).atexit = False
 
 
-def _forget(dog: Watchdog | Reception, at_exit: Callable[[], None]) -> None:
+def _forget(dog: Watchdog | StatusThread, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     dog.close()
 
 
-def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
+def _post_end_of_process(ref: weakref.ref[Watchdog | StatusThread], pid: int) -> None:
     dog = ref()
     if dog is None or os.getpid() != pid:  # in a fork of the rank
         return

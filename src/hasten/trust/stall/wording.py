@@ -47,11 +47,11 @@ def _doing(seen: SeenState) -> str:
         words = {
             "left": f"ended without an error{ended}",
             "failed": f"failed{': ' if ended else ''}{ended.strip()}",
-            "gone": "its process is gone",
+            "gone": "its process has exited",
             "stopped": "stopped by a signal",
         }
         activity = f": {seen.activity}" if seen.activity else ""
-        return words.get(seen.status, f"does not answer{activity}")
+        return words.get(seen.status, f"does not respond{activity}")
     return _state_words(seen.state)
 
 
@@ -70,7 +70,7 @@ def _state_words(state: State) -> str:
         "importing": "imports modules at",
         "debugger": "is in the debugger at",
         "ending": "is in end_training() at",
-        "over": "has come to the end of its program, and other threads keep its process alive, at",
+        "over": "has reached the end of its program, but other threads keep its process alive, at",
     }.get(state.kind, "is in user code at")
     return f"{doing} {state.spot.words()} {since}{step}"
 

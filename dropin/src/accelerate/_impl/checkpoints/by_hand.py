@@ -14,7 +14,7 @@ from accelerate._impl.environment import constants
 from accelerate._impl.models.other import load, save
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import read_model
-from hasten.checkpoint.store.outside_files import size_of
+from hasten.checkpoint.format.manifest import size_of
 from hasten.errors import UnsafeCheckpointError
 
 logger = get_logger("accelerate.checkpointing")

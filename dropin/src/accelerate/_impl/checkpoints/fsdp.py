@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
+from accelerate._impl.checkpoints import object_files
+from accelerate._impl.checkpoints.object_files import ObjectFiles
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
-from hasten.checkpoint import parts
-from hasten.checkpoint.model_state import load_weights
-from hasten.checkpoint.parts import SavedPart
+from hasten.checkpoint.export import load_weights
 from hasten.modules.names import plain_name
-from hasten.strategies.base import Wish
+from hasten.strategies.base import PrepareRequest
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute, blocks_to_shard
 from hasten.strategies.recompute import Recompute
 
@@ -95,7 +95,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
     find = partial(blocks_to_recompute, config=settings)
     recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
-    return recompute.apply(model, Wish(place=False, train=True), accelerator.ctx, accelerator.precision)
+    return recompute.apply(model, PrepareRequest(place=False, train=True), accelerator.ctx, accelerator.precision)
 
 
 def fsdp2_load_full_state_dict(
@@ -128,8 +128,8 @@ def save_fsdp_model(
 ) -> None:
     """Write a sharded model's weights, as the plugin's state_dict_type says. Ranks: every rank."""
     module, world = accelerator.unwrap_model(model), accelerator.ctx.world
-    part = _part("model", output_dir, model_index)
-    parts.save_model(module, part, world, fsdp_plugin.whole_checkpoints, _adapter_names(module, adapter_only))
+    files = _files("model", output_dir, model_index)
+    object_files.save_model(module, files, world, fsdp_plugin.whole_checkpoints, _adapter_names(module, adapter_only))
 
 
 def load_fsdp_model(
@@ -145,8 +145,8 @@ def load_fsdp_model(
 
     Raises: CheckpointError naming what is missing or unexpected.
     """
-    module, part = accelerator.unwrap_model(model), _part("model", input_dir, model_index)
-    parts.load_model(module, part, accelerator.ctx.world, _adapter_names(module, adapter_only))
+    module, files = accelerator.unwrap_model(model), _files("model", input_dir, model_index)
+    object_files.load_model(module, files, accelerator.ctx.world, _adapter_names(module, adapter_only))
     return _IncompatibleKeys([], [])
 
 
@@ -161,8 +161,8 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
     module, world = accelerator.unwrap_model(model), accelerator.ctx.world
-    part = _part("optimizer", output_dir, optimizer_index)
-    parts.save_optimizer(optimizer, module, part, world, fsdp_plugin.whole_checkpoints)
+    files = _files("optimizer", output_dir, optimizer_index)
+    object_files.save_optimizer(optimizer, module, files, world, fsdp_plugin.whole_checkpoints)
 
 
 def load_fsdp_optimizer(
@@ -179,8 +179,8 @@ def load_fsdp_optimizer(
 
     Raises: CheckpointError when groups, names or shapes differ.
     """
-    part = _part("optimizer", input_dir, optimizer_index)
-    parts.load_optimizer(optimizer, accelerator.unwrap_model(model), part, accelerator.ctx.world)
+    files = _files("optimizer", input_dir, optimizer_index)
+    object_files.load_optimizer(optimizer, accelerator.unwrap_model(model), files, accelerator.ctx.world)
 
 
 def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
@@ -192,7 +192,7 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
     for index, model in enumerate(done.models):
         if not any(accelerator.unwrap_model(model) is one for one in wanted):
             continue
-        if _part("model", folder, index).exists:
+        if _files("model", folder, index).exists:
             load_fsdp_model(plugin, accelerator, model, folder, index)
         else:
             numbered = folder / f"model_{index}.safetensors"
@@ -203,12 +203,12 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
 
 
-def _part(kind: Literal["model", "optimizer"], folder: Any, index: int) -> SavedPart:
+def _files(kind: Literal["model", "optimizer"], folder: Any, index: int) -> ObjectFiles:
     """A model or an optimizer in a folder: its shards, whose folder the given one itself may be, or a file of whole tensors."""
     place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
     given = place.name.startswith(stem) and place.is_dir()
     shards = place if given else place / f"{stem}_{index}"
-    return SavedPart(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
+    return ObjectFiles(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
 
 
 def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:

@@ -14,17 +14,16 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
+from accelerate._impl.loaders.sequence_parts import SequenceShardSource, SequenceSplitter
+from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.random import synchronize_rng_states
 from hasten.data.loader import Loader, LoaderParts, Move, Track, forward_epoch
 from hasten.data.position import Position
-from hasten.data.prefetch import OneAhead
 from hasten.data.source import BatchSource, Item
-from hasten.data.torch_source import TorchSource
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
-from hasten.strategies.context.parts import PartedSource, SequenceCut
 
 # Any in this file: batches, datasets and samplers are the user's own.
 _POSITION = "_position"
@@ -152,7 +151,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.track, self.place_in_epoch = Track(Position(epoch=iteration)), LoaderCursor(nests=True)
         self.clock: StepClock | None = None
         self.latest: list[Any] | None = None  # torchdata's state at the batch in use, in a list that the source changes
-        self.cut: SequenceCut | None = None  # how sequences are cut, where processes share them
+        self.cut: SequenceSplitter | None = None  # how sequences are cut, where processes share them
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
 
@@ -160,7 +159,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
         """What hasten's loader is put together from."""
         return LoaderParts(
-            source=self.source() if self.cut is None else PartedSource(self.source(), self.cut),
+            source=self.source() if self.cut is None else SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
             track=self.track,
             move=self.move(),

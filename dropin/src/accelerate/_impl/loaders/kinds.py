@@ -14,15 +14,14 @@ from accelerate._impl.loaders.base import (
     SnapshotSource,
     torchdata_kind,
 )
+from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
-from hasten.data.dispatch import DispatchSource, Seats
+from hasten.data.batch_plan import Padding
+from hasten.data.dispatch import DataRanks, DispatchSource
 from hasten.data.loader import Move, SkippingLoader, plain_move
-from hasten.data.plan import Padding
-from hasten.data.prefetch import OneAhead
 from hasten.data.readers import BatchReader
 from hasten.data.source import BatchSource, Item
-from hasten.data.torch_source import TorchSource
 from hasten.runtime.mesh_plan import BATCH
 
 # Any in this file: batches, datasets and samplers are the user's own.
@@ -65,10 +64,10 @@ class Dealt(BatchReader):
         return [(item[0], None) for item in group]
 
 
-def _seats(readers: int) -> Seats:
+def _seats(readers: int) -> DataRanks:
     here, every = ambient.start(), range(ambient.start().world.size)
     shards = tuple(every if readers == len(every) else (here.mesh.index(rank, *BATCH) for rank in every))
-    return Seats(shards[here.rank], readers, shards)
+    return DataRanks(shards[here.rank], readers, shards)
 
 
 _SHARED = ("skip_batches", "use_stateful_dataloader", "_drop_last", "_non_blocking", "torch_device_mesh", "iteration")

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from accelerate._impl.surface.shown import shown
+from hasten.data.batch_plan import plan_batches, plan_rows
 from hasten.data.loader import SkippedBatches
-from hasten.data.plan import plan_batches, plan_rows
 from hasten.data.position import Position
 from hasten.data.sampler import Assignment
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import hasten
 from accelerate._impl import ambient
 from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
+from hasten import bigmodel
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.offload_files import offload_weight
 from hasten.bigmodel.quantize import BnbSettings, bnb, chosen_linears, replace_linears
@@ -53,7 +53,7 @@ def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> 
             raise ValueError(
                 "the model is on the meta device and has no weights; say in weights_location where they are, or load them first"
             )
-        hasten.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
+        bigmodel.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
 
 
 def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
@@ -142,7 +142,7 @@ def _one_device(device_map: Any) -> torch.device:
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules to keep in their precision: those with tied weights, and the last one, which is the head where there is one."""
-    tied = [name.rpartition(".")[0] for names in hasten.find_tied_parameters(model) for name in names]
+    tied = [name.rpartition(".")[0] for names in bigmodel.find_tied_parameters(model) for name in names]
     prefix = getattr(model, "base_model_prefix", None)
     headless = prefix is not None and not hasattr(model, prefix)
     children = [name for name, _ in model.named_children()]

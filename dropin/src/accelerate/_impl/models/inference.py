@@ -12,10 +12,10 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 import hasten
 from accelerate._impl import ambient
 from accelerate._impl.tensors import copy_tensor_to_devices
-from hasten import trees
+from hasten import bigmodel, trees
 from hasten.accelerator.inference import stage_starts
 from hasten.bigmodel.device_map import clean_device_map, tree
-from hasten.bigmodel.solver import Device, atoms, balanced, place
+from hasten.bigmodel.placement_plan import Device, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
 
 # Any in this file: arguments and outputs of the user's model.
@@ -98,7 +98,7 @@ def generate_device_map(
 ) -> dict[str, Any]:
     """Which process would hold which module, when all hold about the same; processes count from 0."""
     if num_processes == 1:
-        return dict(hasten.infer_auto_device_map(model, max_memory, no_split_module_classes))
+        return dict(bigmodel.infer_auto_device_map(model, max_memory, no_split_module_classes))
     parts = atoms(tree(model, no_split_module_classes))
     whole = sum(part.num_bytes for part in parts)
     limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]

@@ -18,7 +18,7 @@ from accelerate._impl.surface.shown import shown
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.config import building
-from hasten.strategies.engines.deepspeed.engine import Told
+from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
@@ -204,7 +204,7 @@ class DeepSpeedPlugin:
         self._told = None
         if self.zero3_init_flag:
             self._join(ambient.start())
-            self._told = Told(self._building())
+            self._told = RegisteredConfig(self._building())
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are partitioned while transformers builds them."""
@@ -216,7 +216,7 @@ class DeepSpeedPlugin:
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         if enable:
             self._join(ambient.start())
-        told = Told(self._building() if enable else None)
+        told = RegisteredConfig(self._building() if enable else None)
         try:
             yield
         finally:

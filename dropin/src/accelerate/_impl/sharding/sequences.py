@@ -9,12 +9,12 @@ from torch import nn
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
+from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
+from accelerate._impl.sharding.attention import SpannedAttention
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.mesh_plan import Axis
-from hasten.strategies.context.parts import SequenceCut
-from hasten.strategies.context.transformers import SpannedAttention
 from hasten.strategies.engines.deepspeed.engine import name_sequence_group
 
 # Any in this file: the user's objects, and DeepSpeed.
@@ -27,7 +27,7 @@ class SplitSequences:
         comm = accelerator.ctx.groups(Axis.CP)
         assert isinstance(comm, ProcessGroupComm), "several processes have a process group"
         self._accelerator, self._handler, self._comm = accelerator, handler, comm
-        self._cut = SequenceCut(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
+        self._cut = SequenceSplitter(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 
     @classmethod

@@ -32,7 +32,7 @@ def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> No
         )
     section = zero[f"offload_{part}"]
     if not section.get("nvme_path"):
-        what = "the optimizer's state has" if part == "optimizer" else "parameters have"
+        what = "the optimizer's state would have" if part == "optimizer" else "parameters have"
         raise ConfigError(
             f"{name}.device='nvme' has no nvme_path, so {what} no place. Add nvme_path, a folder on the drive."
         )
@@ -42,8 +42,8 @@ def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> No
     for key in ("pipeline_read", "pipeline_write"):
         if section.get(key) is True:
             raise ConfigError(
-                f"{name}.{key}=True cannot be honoured: masters and moments may still be on their way to the drive when a checkpoint "
-                f"reads them. Remove {key}."
+                f"{name}.{key}=True is not supported: master weights and moments may not have been written when a checkpoint reads "
+                f"them. Remove {key}."
             )
         section.pop(key, None)
     if zero.get("sub_group_size") != 1:
@@ -59,13 +59,13 @@ def _parameters(config: dict[str, Any], section: dict[str, Any], notes: list[str
     name = "zero_optimization.offload_param"
     if (zero.get("offload_optimizer") or {}).get("fast_init"):
         raise ConfigError(
-            "zero_optimization.offload_optimizer.fast_init=True cannot be honoured with parameters on NVMe: DeepSpeed would make the "
-            "masters from files of its own, and hasten keeps parameters in others. Remove fast_init."
+            "zero_optimization.offload_optimizer.fast_init=True is not supported with parameters on NVMe: DeepSpeed would initialize "
+            "the master weights from its files, but hasten stores parameters in different files. Remove fast_init."
         )
     if section.pop("buffer_size", None) is not None:
         notes.append(f"{name}.buffer_size: not used (memory for a part is as large as the part)")
     if "aio" in config:
-        notes.append("aio: for the optimizer's state alone (parameters are read and written by hasten)")
+        notes.append("aio: only for the optimizer's state (parameters are read and written by hasten)")
     if "max_in_cpu" not in section:
         section["max_in_cpu"] = 0
         notes.append(f"{name}.max_in_cpu: 0 (DeepSpeed would keep the first 1e9 elements in host memory)")
@@ -164,12 +164,12 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
         read = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"deepspeed.hf_ds_config={given!r} cannot be read ({type(error).__name__}: {error}), so nothing is known of "
-            "the engine that was asked for. Give the path of a JSON file in DeepSpeed's format, or a mapping."
+            f"deepspeed.hf_ds_config={given!r} cannot be read ({type(error).__name__}: {error}), so the engine cannot be configured. "
+            "Give the path of a JSON file in DeepSpeed's format, or a mapping."
         ) from error
     if not isinstance(read, dict):
         raise ConfigError(
-            f"deepspeed.hf_ds_config={given!r} holds a {type(read).__name__}, not a JSON object, so it has no settings. "
+            f"deepspeed.hf_ds_config={given!r} contains a {type(read).__name__}, not a JSON object. "
             "Write DeepSpeed's settings as {...}."
         )
     return read
@@ -214,8 +214,8 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  
     filling = _Filling(_given(plugin))
     if (stage := _zero(filling, plugin)) != 3:
         raise ConfigError(
-            f"deepspeed.zero3_init_flag=True needs ZeRO stage 3, but the stage is {stage}, which keeps parameters whole on every "
-            "process. Set zero_optimization.stage to 3, or remove zero3_init_flag."
+            f"deepspeed.zero3_init_flag=True needs ZeRO stage 3, but the stage is {stage}, which does not partition parameters. Set "
+            "zero_optimization.stage to 3, or remove zero3_init_flag."
         )
     facts = Facts(mixed_precision=mixed_precision)
     _precision(filling, facts)
@@ -243,8 +243,8 @@ def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
 def _refuse_autos(config: dict[str, Any]) -> None:
     if left := sorted(_autos(config)):
         raise ConfigError(
-            f'deepspeed.hf_ds_config says "auto" for {", ".join(left)}, which hasten has no value for, and DeepSpeed would '
-            "read it as a string. Write the value."
+            f'deepspeed.hf_ds_config says "auto" for {", ".join(left)}, which hasten cannot fill, '
+            "and DeepSpeed would read it as a string. Write the value."
         )
 
 
@@ -268,9 +268,7 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
         filling.fill("zero_optimization", "stage", plugin.zero_stage, "deepspeed.zero_stage")
         stage = zero["stage"]
     if stage not in (0, 1, 2, 3):
-        raise ConfigError(
-            f"zero_optimization.stage={stage!r} is no ZeRO stage, so it is not clear what to shard. Set 0, 1, 2 or 3."
-        )
+        raise ConfigError(f"zero_optimization.stage={stage!r} is not a ZeRO stage. Set 0, 1, 2 or 3.")
     for part in ("optimizer", "param"):
         device = _offload(zero, part)
         if device == "nvme":
@@ -287,8 +285,8 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
             "zero_optimization.overlap_comm: False (at stage 1 gradients are reduced when the loop's window ends)"
         )
     # The script chooses its optimizer, and DeepSpeed's CPU optimizers need a compiler at run time.
-    filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
-    filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
+    filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used")
+    filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used")
     return int(stage)
 
 
@@ -306,7 +304,7 @@ def _precision(filling: _Filling, facts: Facts) -> None:
     wanted = facts.mixed_precision
     if wanted == "fp8":
         raise ConfigError(
-            "mixed_precision='fp8' cannot be honoured under DeepSpeed, which has no fp8 training of its own; use 'bf16'."
+            "mixed_precision='fp8' is not supported under DeepSpeed, which has no fp8 training; use 'bf16'."
         )
     for name in _HALVES:
         if name not in filling.config:
@@ -328,20 +326,20 @@ def _precision(filling: _Filling, facts: Facts) -> None:
                 filling.fill("fp16", key, value, "dynamic scale")
     if filling.config.get("torch_autocast", {}).get("enabled"):
         raise ConfigError(
-            "torch_autocast.enabled=True cannot be honoured: hasten chooses the precision by mixed_precision, and DeepSpeed's "
-            "own autocast would come on top of it. Remove torch_autocast."
+            "torch_autocast.enabled=True is not supported: hasten sets the precision from mixed_precision, and DeepSpeed's autocast "
+            "would be applied in addition. Remove torch_autocast."
         )
 
 
 def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
     """Fill the batch sizes; DeepSpeed's accumulation is off, because the loop's clock accumulates."""
     config, world = filling.config, facts.world_size
-    told = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
-    for steps in told:
+    requested = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
+    for steps in requested:
         if steps not in (None, AUTO, facts.accumulation):
             raise ConfigError(
                 f"DeepSpeed's gradient_accumulation_steps={steps} and the loop's gradient_accumulation_steps="
-                f"{facts.accumulation} differ; the updates would come at other batches than on any other strategy. Give "
+                f"{facts.accumulation} differ; the updates would occur at different batches than with other strategies. Give "
                 f'Accelerator(gradient_accumulation_steps={steps}), or write "auto".'
             )
     micro, total = config.get("train_micro_batch_size_per_gpu", AUTO), config.get("train_batch_size", AUTO)
@@ -350,12 +348,16 @@ def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
         if rest or not micro:
             raise ConfigError(
                 f"train_batch_size={total} is not divisible by {facts.accumulation} accumulated micro-steps on {world} "
-                f"processes, so no micro-batch has a whole size. Set a multiple of {facts.accumulation * world}."
+                f"processes, so the micro-batch size is not an integer. Set a multiple of {facts.accumulation * world}."
             )
         filling.notes.append(f"train_micro_batch_size_per_gpu: {micro} (train_batch_size={total})")
     if micro == AUTO:
         micro = facts.micro_batch or 1
-        why = "the loader's batch size" if facts.micro_batch else "no loader was prepared along; it changes no number"
+        why = (
+            "the loader's batch size"
+            if facts.micro_batch
+            else "no loader was prepared in the same call; no effect on training"
+        )
         filling.notes.append(f"train_micro_batch_size_per_gpu: {micro} ({why})")
     if total not in (AUTO, micro * facts.accumulation * world):
         raise ConfigError(
@@ -369,7 +371,7 @@ def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
     }
     if facts.accumulation > 1:
         filling.notes.append(
-            f"gradient_accumulation_steps: 1 in the engine (the loop's clock accumulates {facts.accumulation} micro-steps)"
+            f"gradient_accumulation_steps: 1 in the engine (hasten accumulates {facts.accumulation} micro-steps)"
         )
 
 
@@ -377,7 +379,7 @@ def _clipping(filling: _Filling, plugin: DeepSpeedPlugin) -> float:
     """Return the norm to clip to, and turn the engine's clipping off, so that gradients are clipped only once."""
     value = filling.config.get("gradient_clipping", plugin.gradient_clipping)
     if value == AUTO:
-        filling.notes.append("gradient_clipping: off (clip_grad_norm_ in the loop says how much)")
+        filling.notes.append("gradient_clipping: off (the loop calls clip_grad_norm_)")
     filling.config["gradient_clipping"] = 0.0
     return 0.0 if value in (None, AUTO) else float(value)
 
@@ -393,8 +395,8 @@ def _optimizer(filling: _Filling, facts: Facts) -> None:
         return
     if facts.optimizer is None:
         raise ConfigError(
-            f"DeepSpeed's configuration has an optimizer section ({section.get('type')}) and the script prepares an optimizer of "
-            "its own; one of them would be ignored. Remove the section, or prepare hasten.DummyOptim(model.parameters())."
+            f"DeepSpeed's configuration has an optimizer section ({section.get('type')}) and the script prepares an optimizer; one of "
+            "them would be ignored. Remove the section, or prepare hasten.DummyOptim(model.parameters())."
         )
     params = section.setdefault("params", {})
     for key, value in list(params.items()):
@@ -421,7 +423,7 @@ def _scheduler(filling: _Filling, facts: Facts) -> None:
         if value == AUTO:
             if known.get(key) is None:
                 raise ConfigError(
-                    f'scheduler.params.{key} is "auto", but nothing says what it is. Prepare hasten.DummyScheduler(optimizer, '
+                    f'scheduler.params.{key} is "auto", but there is no value to fill in. Prepare hasten.DummyScheduler(optimizer, '
                     f"{key}=...), or write the value."
                 )
             params[key] = known[key]

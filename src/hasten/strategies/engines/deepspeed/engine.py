@@ -197,7 +197,7 @@ def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
     kinds = {type(module).__name__: type(module) for module in model.modules()}
     if missing := [name for name in names if name not in kinds]:
         raise PrepareError(
-            f"deepspeed.transformer_moe_cls_names names {missing}, which {type(model).__name__} has no module of, so their "
+            f"deepspeed.transformer_moe_cls_names names {missing}, but {type(model).__name__} has no module of these classes, so their "
             f"parameters would be gathered one by one. Name classes of the model, such as {sorted(kinds)[:3]}."
         )
     deepspeed.utils.set_z3_leaf_modules(model, [kinds[name] for name in names])
@@ -231,13 +231,13 @@ def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
 
     init._zero_init_param = noted
     # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
-    told = Told(config) if "transformers" in sys.modules else None
+    registered = RegisteredConfig(config) if "transformers" in sys.modules else None
     try:
         with torchs_linear(), init, _Gathering(deepspeed.zero.GatheredParameters):
             yield
     finally:
-        if told is not None:
-            told.forget()
+        if registered is not None:
+            registered.forget()
     for parameter in built:
         _round(parameter, init.dtype)
 
@@ -250,7 +250,7 @@ def _round(parameter: Any, dtype: torch.dtype) -> None:
         parameter.partition()
 
 
-class Told:
+class RegisteredConfig:
     """DeepSpeed configuration registered with transformers: its models are built partitioned, or whole (None).
 
     The registration lasts as long as this object, or until `forget`.
@@ -295,9 +295,9 @@ class _Gathering(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if apart and func == Tensor.data.__get__:  # type: ignore[attr-defined]
             raise PrepareError(
-                "a constructor reads the .data of a parameter that is partitioned already and holds nothing here, so that what it "
-                "writes there would be lost. Leave out .data and work on the parameter itself under torch.no_grad(), as the "
-                "functions of torch.nn.init do, or build the model outside init_module()."
+                "a constructor accesses the .data of a parameter that is already partitioned and empty here, so values written to it "
+                "would be lost. Modify the parameter under torch.no_grad() instead of its .data, as the functions of torch.nn.init do, "
+                "or build the model outside init_module()."
             )
         if not apart or name in _LEFT_ALONE:
             return func(*args, **given)

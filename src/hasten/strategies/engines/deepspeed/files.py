@@ -213,8 +213,8 @@ class ParameterFiles:
                 os.close(file)
         except OSError as error:
             raise DeviceError(
-                f"this process's part of {part.name} could not be {word} on NVMe ({part.path}: {error}), so training cannot go on with the "
-                "right weights. Check the drive of zero_optimization.offload_param.nvme_path, and resume from the last checkpoint."
+                f"this process's part of {part.name} could not be {word} on NVMe ({part.path}: {error}), so training cannot continue "
+                "with correct weights. Check the drive of zero_optimization.offload_param.nvme_path, and resume from the last checkpoint."
             ) from error
 
 
@@ -237,7 +237,7 @@ def place(
         except OSError as error:
             raise PrepareError(
                 f"the parameters of {type(model).__name__} do not fit into {str(folder)!r} ({error}), where "
-                "zero_optimization.offload_param puts this process's part of them. Free space there, use more processes, or give another "
+                "zero_optimization.offload_param stores this process's partition. Free space there, use more processes, or give another "
                 "nvme_path."
             ) from error
     partition = init(config_dict_or_path=config, param_swapper=files)

@@ -81,7 +81,7 @@ def refused_values() -> Iterator[None]:
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
             f"DeepSpeed's configuration has {where}={first.get('input')!r}, which its {getattr(error, 'title', 'section')} refuses "
-            f"({first['msg']}), so that no engine can be built. Correct the value in deepspeed.hf_ds_config."
+            f"({first['msg']}), so the engine cannot be built. Correct the value in deepspeed.hf_ds_config."
         ) from error
 
 
@@ -112,7 +112,7 @@ def _refuse(section: Any, known: Iterable[str], source: str, path: str, suggeste
         where = f"section {path!r}" if path else "the top level"
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}."
         raise ConfigError(
-            f"{source}: DeepSpeed knows no {key!r} at {where}, so the setting would have no effect; {hint} A key that begins with "
+            f"{source}: DeepSpeed has no {key!r} at {where}, so the setting would have no effect; {hint} A key that begins with "
             "'_' is a comment."
         )
 

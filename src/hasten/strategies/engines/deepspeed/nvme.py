@@ -36,7 +36,7 @@ def build_library() -> None:
     except Exception as error:  # compilers, their drivers and DeepSpeed's GPU detection fail in many ways
         raise PrepareError(
             "offload to NVMe needs DeepSpeed's library for asynchronous reads and writes, which could not be built "
-            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). Install what it is built from "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). Install its build dependencies "
             f"({INSTALL}), or use offload_optimizer.device='cpu'."
         ) from error
 
@@ -55,7 +55,7 @@ def own_folder(zero: dict[str, Any], part: Literal["optimizer", "param"]) -> Pat
         folder = tempfile.mkdtemp(prefix="deepspeed-", dir=given)
     except OSError as error:
         raise PrepareError(
-            f"zero_optimization.offload_{part}.nvme_path={given!r} cannot be written ({error}), so {PLACED[part]} has no place. "
+            f"zero_optimization.offload_{part}.nvme_path={given!r} cannot be written ({error}), so {PLACED[part]} cannot be stored. "
             "Give a folder on the NVMe drive that this process may write to."
         ) from error
     section["nvme_path"] = folder

@@ -68,8 +68,8 @@ class _Schedule:
             self._scheduler.load_state_dict(state)
             return
         log.warning(
-            "the DeepSpeed checkpoint has no state of a scheduler, so the schedule goes on where it is (%s); load the scheduler's own "
-            "state if the run that was saved had one.",
+            "the DeepSpeed checkpoint has no state of a scheduler, so the schedule continues from its current state (%s); load the "
+            "scheduler's state separately if the saved run had one.",
             type(self._scheduler).__name__,
         )
 
@@ -91,6 +91,6 @@ def _scheduled(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
 def _refuse_nvme(optimizer: DeepSpeedOptimizer, call: str) -> None:
     if optimizer.on_nvme:
         raise CheckpointError(
-            f"{call}() of a DeepSpeed engine was called while parameters or optimizer state are on NVMe, in files that DeepSpeed's own "
-            "checkpoints do not include; a resume would be wrong. Use accelerator.save_state() and load_state()."
+            f"{call}() of a DeepSpeed engine was called while parameters or optimizer state are on NVMe, in files that DeepSpeed's "
+            "checkpoints do not include; a resumed run would be wrong. Use accelerator.save_state() and load_state()."
         )

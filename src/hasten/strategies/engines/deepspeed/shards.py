@@ -191,10 +191,10 @@ class GradientOrder:
             if pair[0] != pair[1]
         )
         raise StepError(
-            f"gradients came to ZeRO 2 in different orders: number {place + 1} of the backward was {self._name(here)} on rank "
-            f"{self._comm.ranks[0]} and {self._name(there)} on rank {self._comm.ranks[other]}, so numbers of different parameters "
-            "would be added up. Use the same parameters in the same order on every rank, without a forward on one rank alone, "
-            "or use zero_stage 1 or 3."
+            f"ranks passed gradients to ZeRO 2 in different orders: gradient {place + 1} of the backward was {self._name(here)} on rank "
+            f"{self._comm.ranks[0]} and {self._name(there)} on rank {self._comm.ranks[other]}, so gradients of different parameters "
+            "would be added. Use the same parameters in the same order on every rank, without a forward on only one rank, or use "
+            "zero_stage 1 or 3."
         )
 
     def _name(self, number: int) -> str:

@@ -21,11 +21,11 @@ from hasten.optim.window import divided
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, Retry, Weigh, Wish
+from hasten.strategies.base import Caps, LoopState, PrepareRequest, Retry, Weigh
 from hasten.strategies.engines.deepspeed import engine as deepspeed_engine
 from hasten.strategies.engines.deepspeed.config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.engines.deepspeed.config import building as partitioning
-from hasten.strategies.engines.deepspeed.engine import Told, building, is_partitioned, make_whole
+from hasten.strategies.engines.deepspeed.engine import RegisteredConfig, building, is_partitioned, make_whole
 from hasten.strategies.engines.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.strategies.engines.deepspeed.own_checkpoints import complete, show_rates
 from hasten.strategies.engines.deepspeed.shards import weight_slice
@@ -59,8 +59,8 @@ class DeepSpeedStrategy:
         deepspeed_engine.package()
         if config.gradient_accumulation.sync_each_batch:
             raise ConfigError(
-                "gradient_accumulation.sync_each_batch=True cannot be honoured under DeepSpeed, whose stage decides when "
-                "gradients are exchanged; leave it out."
+                "gradient_accumulation.sync_each_batch=True is not supported under DeepSpeed, where the ZeRO stage determines when "
+                "gradients are exchanged; remove it."
             )
         self._config = config
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
@@ -68,9 +68,9 @@ class DeepSpeedStrategy:
         self.engines: list[Engine] = []
         """Engines in the order in which they were prepared."""
         self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by id of the script's optimizer
-        self._told: Told | None = None
+        self._told: RegisteredConfig | None = None
         if config.deepspeed.zero3_init_flag:
-            self._told = Told(partitioning(config.deepspeed, config.mixed_precision))
+            self._told = RegisteredConfig(partitioning(config.deepspeed, config.mixed_precision))
             deepspeed_engine.join(ctx)  # transformers starts to partition models right away
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
@@ -88,9 +88,9 @@ class DeepSpeedStrategy:
             if optimizer is None or not train:
                 if is_partitioned(item.value):
                     make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
-                wish = Wish(place=item.place, train=False)
-                placed = self._place.apply(item.value, wish, ctx, precision)
-                item.value = self._convert.apply(placed, wish, ctx, precision)
+                request = PrepareRequest(place=item.place, train=False)
+                placed = self._place.apply(item.value, request, ctx, precision)
+                item.value = self._convert.apply(placed, request, ctx, precision)
             else:
                 self._start(item, optimizer, bundle, ctx)
         for item in bundle.of("scheduler"):
@@ -177,8 +177,8 @@ class DeepSpeedStrategy:
         made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like any scheduler
         if made is None:
             raise PrepareError(
-                "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so there is no "
-                'schedule. Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
+                "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so no scheduler can be created. "
+                'Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
             )
         made.optimizer = prepared
         prepared.take_options()
@@ -224,8 +224,8 @@ class DeepSpeedStrategy:
         }
         if len(scales) > 1:
             raise StepError(
-                f"a loss was given to backward() while several engines have run a forward, and their loss scales differ "
-                f"({sorted(scales)}), so that some gradients would have the wrong size. Use mixed_precision='bf16', or call "
+                f"backward() was called after the forward of several engines whose loss scales differ ({sorted(scales)}), so some "
+                "gradients would have the wrong scale. Use mixed_precision='bf16', or call "
                 "backward() after each engine's forward."
             )
         return scales.pop() if scales else 1.0
@@ -243,14 +243,14 @@ class DeepSpeedStrategy:
         held = {number for one in chosen for number in _held(one)}
         if len(chosen) != 1 or not held <= wanted:
             raise StepError(
-                f"{call}() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; an engine "
-                "keeps the gradients of all it trains together, so a part of them cannot be clipped. Call it once for each model, "
-                "with model.parameters()."
+                f"{call}() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; an engine stores "
+                "the gradients of all its parameters together, so they can only be clipped together. Call it once per model, with "
+                "model.parameters()."
             )
         if loose := sum(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
             raise StepError(
-                f"{call}() got {loose} trained parameters that no optimizer holds. An engine has no gradients of them, and plain "
-                "torch counts them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
+                f"{call}() got {loose} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
+                "plain torch includes them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
             )
         return chosen[0].optimizer
 
@@ -314,13 +314,13 @@ class DeepSpeedStrategy:
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if self._engine(model) is not None:
             raise PrepareError(
-                f"{name!r} cannot be marked under deepspeed: an engine gathers parameters and counts gradients around the model's "
-                "own call only. Call the model, with an argument that says what to do."
+                f"{name!r} cannot be marked under deepspeed: an engine gathers parameters only in the model's forward. Call the model, "
+                "with an argument that selects the method."
             )
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible under deepspeed: every rank must take part in every exchange. Use "
+            "join_uneven_inputs() is not supported under deepspeed: every rank must take part in every collective. Use "
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
@@ -332,8 +332,8 @@ class DeepSpeedStrategy:
     def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
         if open_window and self._engine(model) is not None:
             raise CheckpointError(
-                "the state was asked for in the middle of an accumulation window, whose gradients an engine has added up where a "
-                "checkpoint cannot put them back. Save where accelerator.sync_gradients is true, after the optimizer's step."
+                "save_state() was called in the middle of an accumulation window, whose accumulated gradients inside the engine cannot "
+                "be restored. Save when accelerator.sync_gradients is True, after the optimizer's step."
             )
         return LoopState()
 

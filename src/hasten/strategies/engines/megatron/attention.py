@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.strategies.context.attention import Manner, Sharing, blockwise
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
 from hasten.strategies.context.ops import all_parts, collect
+from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.megatron.package import package
 
 
@@ -39,7 +39,7 @@ class CoreAttention(nn.Module):
         # Tensor-parallel ranks hold different heads and use different random numbers.
         self._forks = not config.sequence_parallel
         group = pg_collection.cp
-        self._sharing = Sharing(group, layout_of(group.size()), "gather")
+        self._sharing = SequenceGroup(group, layout_of(group.size()), "gather")
 
     def forward(
         self,
@@ -58,7 +58,7 @@ class CoreAttention(nn.Module):
         dropout = self._dropout if self.training else 0.0
         divided = self._sharing.group.size() > 1
         if divided and attention_mask is None and not dropout:
-            manner = Manner(causal=True, scale=self._scale)
+            manner = AttentionCall(causal=True, scale=self._scale)
             made = blockwise(_heads_first(query), _heads_first(key), _heads_first(value), self._sharing, manner)
             return made.permute(2, 0, 1, 3).flatten(2)
         if divided:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import StepError
-from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.megatron.families import ModelFacts
 
 IGNORED: Final = -100
@@ -45,18 +45,16 @@ def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: the us
 
     Raises: StepError for arguments that the engine would ignore, or without tokens.
     """
-    told = {name: value for name, value in values.items() if value is not None}
+    passed = {name: value for name, value in values.items() if value is not None}
     takes = _TAKES[facts.family]
-    unused = sorted(told.keys() - {*takes, "return_dict", "use_cache"})
+    unused = sorted(passed.keys() - {*takes, "return_dict", "use_cache"})
     if unused:
         raise StepError(
-            f"the model was called with {unused}, which the engine's layers do not take and would ignore; give {', '.join(takes)}."
+            f"the model was called with {unused}, which the engine's layers do not support; pass only {', '.join(takes)}."
         )
-    if "input_ids" not in told:
-        raise StepError(
-            f"the model was called without input_ids, and a {facts.family} model starts from tokens; give input_ids."
-        )
-    found = Given((name, told[name]) for name in takes if name in told)
+    if "input_ids" not in passed:
+        raise StepError(f"the model was called without input_ids, which a {facts.family} model needs; pass input_ids.")
+    found = Given((name, passed[name]) for name in takes if name in passed)
     if facts.family == "t5" and "decoder_input_ids" not in found:
         found["decoder_input_ids"] = _shifted(found.get("labels"), facts)
     return found
@@ -67,7 +65,8 @@ def _shifted(labels: Tensor | None, facts: ModelFacts) -> Tensor:
     if labels is None or facts.start_token is None or facts.pad_token is None:
         lacks = "labels" if labels is None else "decoder_start_token_id and pad_token_id in its configuration"
         raise StepError(
-            f"the t5 model was called without decoder_input_ids, and they cannot be made from labels without {lacks}; give one of both."
+            f"the t5 model was called without decoder_input_ids, and they cannot be computed from labels without {lacks}; pass "
+            "decoder_input_ids or labels."
         )
     return functional.pad(labels[:, :-1], (1, 0), value=facts.start_token).masked_fill(
         functional.pad(labels[:, :-1] == IGNORED, (1, 0), value=False), facts.pad_token
@@ -83,7 +82,7 @@ def check_lengths(given: Given, facts: ModelFacts, plugin: MegatronLMPlugin) -> 
     for field, (set_, found) in wanted.items():
         if set_ not in (None, found):
             raise StepError(
-                f"a batch has sequences of {found} tokens, and megatron.{field}={set_}; pad to that length, or leave it out."
+                f"a batch has sequences of {found} tokens, and megatron.{field}={set_}; pad to that length, or remove the setting."
             )
     shares = plugin.tp_degree * plugin.context_parallel_size
     for found in (length, *((given["decoder_input_ids"].shape[1],) if facts.family == "t5" else ())):
@@ -94,7 +93,7 @@ def check_lengths(given: Given, facts: ModelFacts, plugin: MegatronLMPlugin) -> 
             )
     if facts.positions is not None and length > facts.positions:
         raise StepError(
-            f"a batch has sequences of {length} tokens, and the model has {facts.positions} positions; cut the sequences."
+            f"a batch has sequences of {length} tokens, but the model has only {facts.positions} positions; truncate the sequences."
         )
 
 

@@ -30,8 +30,8 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
     half = {"bf16": "bfloat16"}.get(mixed_precision)
     if half is None and mixed_precision != "no":
         raise ConfigError(
-            f"mixed_precision={mixed_precision!r} is not in this version with strategy='megatron', and another precision would change "
-            "the numbers; use 'bf16' or 'no'."
+            f"mixed_precision={mixed_precision!r} is not supported in this version with strategy='megatron', and another precision "
+            "would change the results; use 'bf16' or 'no'."
         )
     lean = facts.family not in ("gpt2", "bert")  # no biases, and RMSNorm
     granularity = plugin.recompute_granularity or ("selective" if plugin.recompute_activations else None)
@@ -134,8 +134,8 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
         )
     if plugin.sequence_parallelism and plugin.tp_degree == 1:
         raise ConfigError(
-            "megatron.sequence_parallelism=True shards along the sequence over tensor parallel ranks, and tp_degree=1; raise "
-            "tp_degree, or leave it out."
+            "megatron.sequence_parallelism=True shards sequences over tensor parallel ranks, but tp_degree=1; increase tp_degree, or "
+            "remove it."
         )
     full = plugin.recompute_granularity == "full"
     for field, value in (
@@ -144,8 +144,8 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
     ):
         if value is not None and not full:
             raise ConfigError(
-                f"megatron.{field}={value!r} chooses layers for full recompute, and recompute_granularity is "
-                f"{plugin.recompute_granularity!r}, so nothing would be chosen; set recompute_granularity='full', or leave it out."
+                f"megatron.{field}={value!r} selects layers for full recompute, but recompute_granularity is "
+                f"{plugin.recompute_granularity!r}, so it would have no effect; set recompute_granularity='full', or remove it."
             )
     if plugin.recompute_activations and full:
         raise ConfigError(
@@ -158,23 +158,23 @@ def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
     name = facts.family
     if name == "t5" and plugin.pp_degree > 1:
         raise ConfigError(
-            f"megatron.pp_degree={plugin.pp_degree} was set for a t5 model, and megatron-core's schedules hand one tensor from stage to "
-            "stage, where a decoder needs the encoder's output as well; set pp_degree=1 and raise tp_degree."
+            f"megatron.pp_degree={plugin.pp_degree} is not supported for t5 models: megatron-core's schedules pass a single tensor "
+            "between stages, but a decoder also needs the encoder's output; set pp_degree=1 and increase tp_degree."
         )
     if name == "t5" and (plugin.recompute_activations or plugin.recompute_granularity):
         raise ConfigError(
-            "recompute was set for a t5 model (megatron.recompute_activations, recompute_granularity), and megatron-core recomputes layers "
-            "without the gradient of relative positions; leave it out."
+            "recompute (megatron.recompute_activations, recompute_granularity) is not supported for t5 models: megatron-core recomputes "
+            "layers without the gradient of relative positions; remove it."
         )
     if plugin.context_parallel_size > 1 and not facts.causal:
         raise ConfigError(
-            f"megatron.context_parallel_size={plugin.context_parallel_size} was set for a {name} model, and sequences are divided for "
-            "causal models (gpt2, llama, mixtral) only; set it to 1."
+            f"megatron.context_parallel_size={plugin.context_parallel_size} is not supported for {name} models: only sequences of "
+            "causal models (gpt2, llama, mixtral) can be split; set it to 1."
         )
     if plugin.use_rotary_position_embeddings and not facts.rotary:
         raise ConfigError(
-            f"megatron.use_rotary_position_embeddings=True was set for a {name} model, whose weights were made for other positions; leave "
-            "it out, the model's own configuration says which it has."
+            f"megatron.use_rotary_position_embeddings=True is not supported for {name} models, which use other position embeddings; "
+            "remove it."
         )
     for field, taken in (
         ("encoder_seq_length", name in ("bert", "t5")),
@@ -183,9 +183,7 @@ def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
     ):
         if getattr(plugin, field) is not None and not taken:
             use = "encoder_seq_length and decoder_seq_length" if name == "t5" else "seq_length"
-            raise ConfigError(
-                f"megatron.{field}={getattr(plugin, field)} has no meaning for a {name} model, so nothing would be checked; use {use}."
-            )
+            raise ConfigError(f"megatron.{field}={getattr(plugin, field)} has no effect for {name} models; use {use}.")
 
 
 def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
@@ -194,7 +192,7 @@ def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
         for field, value in (("expert_model_parallel_size", ranks), ("expert_tensor_parallel_size", inside or 1)):
             if value > 1:
                 raise ConfigError(
-                    f"megatron.{field}={value} was set for a {facts.family} model, which has no experts to divide; leave it out."
+                    f"megatron.{field}={value} is not supported for {facts.family} models, which have no experts; remove it."
                 )
         return
     if facts.experts.number % ranks:
@@ -208,11 +206,11 @@ def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
         )
     if plugin.tp_degree > 1 and not plugin.sequence_parallelism:
         raise ConfigError(
-            f"megatron.tp_degree={plugin.tp_degree} was set for a model with experts, and megatron-core divides their tokens along the "
-            "sequence; set sequence_parallelism=True as well."
+            f"megatron.tp_degree={plugin.tp_degree} is not supported for models with experts without sequence_parallelism, because "
+            "megatron-core splits their tokens along the sequence; set sequence_parallelism=True as well."
         )
     if plugin.use_distributed_optimizer:
         raise ConfigError(
-            "megatron.use_distributed_optimizer=True was set for a model with experts, whose optimizer state has other data parallel ranks "
-            "than the rest, and shares of both are not in this version; leave it out."
+            "megatron.use_distributed_optimizer=True is not supported for models with experts, whose optimizer state has different data "
+            "parallel ranks; remove it."
         )

@@ -144,8 +144,8 @@ _SIZES: Final = MappingProxyType(
 
 def _shown(sizes: Mapping[str, int | None]) -> str:
     """Return the parallel sizes that are not 1, by the names of the plugin's fields."""
-    told = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
-    return ", ".join(told) or "data parallel ranks only"
+    shown = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
+    return ", ".join(shown) or "data parallel ranks only"
 
 
 def refuse_other_devices(ctx: ProcessContext) -> None:
@@ -156,7 +156,7 @@ def refuse_other_devices(ctx: ProcessContext) -> None:
         reached = "none"
     if reached != ctx.device.type:
         raise ConfigError(
-            f"strategy='megatron' was asked for on {ctx.device.type!r}, and megatron-core calls CUDA throughout; train on NVIDIA GPUs, "
+            f"strategy='megatron' is not supported on {ctx.device.type!r}, because megatron-core needs CUDA; train on NVIDIA GPUs, "
             "or use strategy='fsdp' with tp_size and pp_size."
         )
 
@@ -173,8 +173,8 @@ def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
             return
         if world is dist.group.WORLD:
             raise ConfigError(
-                f"an Accelerator with {_shown(sizes)} was made in a process that has one with {_shown(known)}, and megatron-core keeps one "
-                "layout per process. Start another process."
+                f"an Accelerator with {_shown(sizes)} was created in a process that already has one with {_shown(known)}, but "
+                "megatron-core supports one layout per process. Start another process."
             )
         state.destroy_model_parallel()
     with quiet():

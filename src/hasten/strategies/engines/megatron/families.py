@@ -90,7 +90,7 @@ def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a 
     kind: Any = getattr(config, "model_type", None)
     if kind not in _READERS:
         raise PrepareError(
-            f"strategy='megatron' was given a model of type {kind!r}, and the engine's own layers take its place, so that only known "
+            f"strategy='megatron' does not support models of type {kind!r}: the engine replaces a model's layers, so only these "
             f"architectures can be trained: {', '.join(CLASSES)}, as transformers builds them. Use strategy='fsdp' for others."
         )
     facts = _READERS[kind](config)
@@ -111,8 +111,8 @@ def check_class(names: list[str], facts: ModelFacts) -> None:
     wanted = CLASSES[facts.family]
     if wanted not in names:
         raise PrepareError(
-            f"strategy='megatron' was given a {names[0]}, and the engine builds {facts.family} models with the head of a language model "
-            f"only; give a {wanted}, or use strategy='fsdp'."
+            f"strategy='megatron' does not support {names[0]}: the engine only builds {facts.family} models with a language model head; "
+            f"pass a {wanted}, or use strategy='fsdp'."
         )
 
 
@@ -187,7 +187,7 @@ def _llama(
 def _mixtral(config: Any) -> ModelFacts:
     _same("mixtral", config, router_jitter_noise=0.0, sliding_window=None)
     if getattr(config, "output_router_logits", False):
-        raise _variant("mixtral", "output_router_logits", True, "False, which leaves the balancing loss out")
+        raise _variant("mixtral", "output_router_logits", True, "False, which disables the load-balancing loss")
     if config.num_experts_per_tok == 1:
         raise _variant("mixtral", "num_experts_per_tok", 1, "at least 2")
     return _llama(config, "mixtral", ExpertFacts(config.num_local_experts, config.num_experts_per_tok))
@@ -252,6 +252,6 @@ _READERS: Final = MappingProxyType[str, Callable[[Any], ModelFacts]](
 
 def _variant(family: str, name: str, value: object, needed: str) -> PrepareError:
     return PrepareError(
-        f"{name}={value!r} of this {family} model has no counterpart in the engine, which would compute something else; it needs "
+        f"{name}={value!r} of this {family} model is not supported by the engine, which would compute a different result; it needs "
         f"{needed}. Change it, or use strategy='fsdp'."
     )

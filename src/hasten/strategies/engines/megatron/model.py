@@ -17,8 +17,8 @@ from hasten.strategies.engines.megatron.attention import gathered, layout_of
 from hasten.strategies.engines.megatron.call import IGNORED, OUTPUTS, Given, arguments, check_lengths, given_to, targets
 from hasten.strategies.engines.megatron.engine import Built
 from hasten.strategies.engines.megatron.families import ModelFacts
-from hasten.strategies.engines.megatron.layout import WORDS, ShardLocation, entries, expert_of, place, renumbered
 from hasten.strategies.engines.megatron.package import Ranks, hushed, package
+from hasten.strategies.engines.megatron.shard_plan import WORDS, ShardLocation, entries, expert_of, place, renumbered
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, slice_of
 
 

@@ -161,9 +161,9 @@ class MegatronOptimizer(EngineOptimizer):
         room = part.room(shape, dtype)
         if self._shared and shape and isinstance(room, Tensor):
             raise CheckpointError(
-                f"{key} of a parameter was stored with shape {shape}, and this run's shares of the optimizer state "
-                f"(megatron.use_distributed_optimizer) are cut from {tuple(parameter.shape)} on each tensor parallel rank; they cannot be "
-                "put together from another tp_degree. Load with the tp_degree the checkpoint was saved with."
+                f"{key} of a parameter was stored with shape {shape}, but this run splits the optimizer state "
+                f"(megatron.use_distributed_optimizer) from {tuple(parameter.shape)} on each tensor parallel rank, which does not "
+                "support another tp_degree. Load with the tp_degree of the saved run."
             )
         return room
 
@@ -174,7 +174,7 @@ class MegatronOptimizer(EngineOptimizer):
         if bool(state_dict.get(_SHARED, False)) != self._shared:
             raise CheckpointError(
                 f"the optimizer state was saved with megatron.use_distributed_optimizer={not self._shared}, and this run has "
-                f"{self._shared}; shares and whole tensors are laid out differently. Load with the setting it was saved with."
+                f"{self._shared}; the layouts of the state differ. Load with the setting of the saved run."
             )
         for own, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in kept.items() if key != "params"})
@@ -227,8 +227,8 @@ def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) ->
     kind: Any = package("optimizer.distrib_optimizer").DistributedOptimizer
     if type(given) not in (torch.optim.Adam, torch.optim.AdamW):
         raise PrepareError(
-            f"megatron.use_distributed_optimizer=True was asked for with {type(given).__name__}, and megatron-core shares the state of "
-            "Adam and AdamW only; use torch.optim.AdamW, or leave the setting out."
+            f"megatron.use_distributed_optimizer=True is not supported with {type(given).__name__}, because megatron-core only "
+            "distributes the state of Adam and AdamW; use torch.optim.AdamW, or remove the setting."
         )
     made = kind(
         given,

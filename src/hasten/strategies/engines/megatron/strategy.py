@@ -22,22 +22,22 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import LOSS, Axis
-from hasten.strategies.base import Caps, LoopState, Weigh, Wish
+from hasten.strategies.base import Caps, LoopState, PrepareRequest, Weigh
 from hasten.strategies.context.ops import all_parts
 from hasten.strategies.engines.megatron import engine as megatron_engine
 from hasten.strategies.engines.megatron.call import Given
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
-from hasten.strategies.engines.megatron.layout import expert_of, renumbered
 from hasten.strategies.engines.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.strategies.engines.megatron.optimizer import MegatronOptimizer
 from hasten.strategies.engines.megatron.package import hushed, own_ranks, package
+from hasten.strategies.engines.megatron.shard_plan import expert_of, renumbered
 from hasten.strategies.engines.megatron.weights import box_of, part_of, to_hub
-from hasten.strategies.fsdp.filling import WeightSource, copy_from_rank_0, source_of
 from hasten.strategies.native import make_optimizers
-from hasten.strategies.pipeline.split import check_rows
+from hasten.strategies.pipeline.stage_plan import check_rows
 from hasten.strategies.pipeline.travel import share
 from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
 
@@ -97,7 +97,7 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and id(parameter) not in number:
             raise PrepareError(
-                f"{name} takes gradients, but the optimizer does not hold it; the engine clips and updates all it trains. Add it to "
+                f"{name} requires gradients, but is not in the optimizer; the engine clips and updates all trainable parameters. Add it to "
                 "the optimizer, or call requires_grad_(False) on it."
             )
         found[name] = number.get(id(parameter)) if parameter.requires_grad else None
@@ -111,12 +111,12 @@ def bind(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | 
         origins = {groups[hub] for hub in model.entries[name].hub if hub in groups}
         if len(origins) != 1:
             raise PrepareError(
-                f"{', '.join(model.entries[name].hub)} are one tensor in the engine, and lie in different parameter groups (or only some "
-                "are frozen), whose options cannot all hold; put them into one group."
+                f"{', '.join(model.entries[name].hub)} are one tensor in the engine, but are in different parameter groups (or only "
+                "some are frozen); put them into one group."
             )
         if (group := origins.pop()) is None:
             raise PrepareError(
-                f"{model.entries[name].hub[0]} is frozen, and the engine's gradient buffers hold every parameter of the model; train all "
+                f"{model.entries[name].hub[0]} is frozen, but the engine needs gradients for every parameter of the model; train all "
                 "parameters, or use strategy='fsdp'."
             )
         members[group].append(parameter)
@@ -142,14 +142,14 @@ class MegatronStrategy:
         ):
             if set_:
                 raise ConfigError(
-                    f"{name} cannot be honoured with strategy='megatron', whose engine has layers and gradients of its own; leave it "
-                    "out (the engine recomputes with megatron.recompute_activations)."
+                    f"{name} is not supported with strategy='megatron', whose engine manages layers and gradients itself; remove it (to "
+                    "recompute, set megatron.recompute_activations)."
                 )
         if config.checkpoint_in_memory and config.megatron.expert_model_parallel_size > 1:
             raise ConfigError(
-                f"checkpoint_in_memory={config.checkpoint_in_memory} does not go with megatron.expert_model_parallel_size="
-                f"{config.megatron.expert_model_parallel_size}: the experts of a checkpoint are put together over machines. Leave it out, "
-                "and call save_state() every so many updates."
+                f"checkpoint_in_memory={config.checkpoint_in_memory} is not supported with megatron.expert_model_parallel_size="
+                f"{config.megatron.expert_model_parallel_size}, because the experts of a checkpoint come from several machines. Remove "
+                "it, and call save_state() regularly."
             )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
@@ -173,9 +173,9 @@ class MegatronStrategy:
             if item is owner:
                 self._start(item, optimizers[0])
                 continue
-            wish = Wish(place=item.place, train=False)
-            placed = self._place.apply(item.value, wish, ctx, precision)
-            item.value = self._convert.apply(placed, wish, ctx, precision)
+            request = PrepareRequest(place=item.place, train=False)
+            placed = self._place.apply(item.value, request, ctx, precision)
+            item.value = self._convert.apply(placed, request, ctx, precision)
         for item in bundle.of("scheduler"):
             if self._given is not None and getattr(item.value, "optimizer", None) is self._given:
                 item.value.optimizer = self.optimizer
@@ -185,7 +185,7 @@ class MegatronStrategy:
         module: Any = item.value  # Any: a model of transformers
         if given.state:
             raise PrepareError(
-                f"{type(given).__name__} has state of earlier steps, which an engine would lose when it lays out its parameters. "
+                f"{type(given).__name__} has state of earlier steps, which would be lost when the engine creates its parameters. "
                 "Prepare a new optimizer, and load the state with load_state()."
             )
         facts = _facts_of(module)
@@ -194,15 +194,15 @@ class MegatronStrategy:
         source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is WeightSource.RANK_0:
             _materialise(module, self._ctx.device)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             copy_from_rank_0(module, self._ctx)
         megatron_engine.join(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
         shared = self._plugin.use_distributed_optimizer
-        built = megatron_engine.build(made, facts, source is WeightSource.NOBODY, seed, shared)
+        built = megatron_engine.build(made, facts, source is WeightSource.NO_RANK, seed, shared)
         calls = Calls(self._evaluate, self._draw)
         model = MegatronModel(built, facts, module.config, own_ranks(), self._plugin, calls)
-        if source is not WeightSource.NOBODY:
+        if source is not WeightSource.NO_RANK:
             model.fill(dict(module.state_dict()))
         bind(given, model, groups)
         self._cut(model)
@@ -246,7 +246,7 @@ class MegatronStrategy:
     def _trained(self) -> tuple[MegatronModel, MegatronOptimizer]:
         if self.model is None or self.optimizer is None:
             raise StepError(
-                "a loss was given before a model was prepared together with its optimizer, so there is nothing to train; call "
+                "backward() was called before a model was prepared together with its optimizer, so there is nothing to train; call "
                 "prepare(model, optimizer) first."
             )
         return self.model, self.optimizer
@@ -257,7 +257,7 @@ class MegatronStrategy:
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         if self._pp.size > 1:
             raise StepError(
-                "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (megatron.pp_degree > 1). Replace the "
+                "accelerator.backward() cannot reach the layers that are on other pipeline ranks (megatron.pp_degree > 1). Replace the "
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
                 "loss_of takes the model and a batch and returns the loss."
             )
@@ -276,13 +276,13 @@ class MegatronStrategy:
         trained, optimizer = self._trained()
         if weight is not None:
             raise StepError(
-                "forward_backward(weight=...) is not possible under Megatron-LM, whose schedule averages micro-batches alike. Leave it "
-                "out and use batches with equal numbers of labels, or strategy='auto' with pp_size."
+                "forward_backward(weight=...) is not supported under Megatron-LM, whose schedule gives all micro-batches the same "
+                "weight. Remove weight and use batches with equal numbers of labels, or strategy='auto' with pp_size."
             )
         if model is not trained:
             raise StepError(
-                f"forward_backward() was given a {type(model).__name__} that is not the one prepared with an optimizer; pass what "
-                "prepare() returned."
+                f"forward_backward() was called with a {type(model).__name__} that was not prepared with an optimizer; pass the model "
+                "that prepare() returned."
             )
         count = self._plugin.num_micro_batches
         rows = check_rows(trees.batch_size(batch), count)
@@ -305,7 +305,7 @@ class MegatronStrategy:
         """Return the output of the whole model on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
-                f"the model was called with gradients enabled, but its layers lie on {self._pp.size} pipeline ranks, and a backward "
+                f"the model was called with gradients enabled, but its layers are on {self._pp.size} pipeline ranks, and a backward "
                 "would end at the stage's first layer. Train with accelerator.forward_backward(model, batch, loss_of), and call the "
                 "model under torch.no_grad()."
             )
@@ -353,21 +353,20 @@ class MegatronStrategy:
         model, optimizer = self._trained()
         if norm_type != 2.0:
             raise StepError(
-                f"clip_grad_norm_(norm_type={norm_type}) is not possible under megatron, whose engine takes the 2-norm over its ranks; "
-                "leave norm_type out."
+                f"clip_grad_norm_(norm_type={norm_type}) is not supported under megatron, whose engine computes the 2-norm over its "
+                "ranks; remove norm_type."
             )
         held, wanted = {id(p) for p in model.held.values()}, {id(p) for p in parameters}
         if held != wanted:
             raise StepError(
-                f"clip_grad_norm_() got {len(wanted)} parameters, and this rank's part of the model has {len(held)}; the engine clips by "
-                "the norm of all it trains, so that a part would be clipped by the wrong one. Pass model.parameters()."
+                f"clip_grad_norm_() got {len(wanted)} parameters, but this rank's part of the model has {len(held)}; the engine clips "
+                "by the norm of all trainable parameters. Pass model.parameters()."
             )
         return optimizer.clip(max_norm)
 
     def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
         raise StepError(
-            "clip_grad_value_() is not possible under megatron, which keeps gradients where they cannot be clamped one by one; use "
-            "clip_grad_norm_()."
+            "clip_grad_value_() is not supported under megatron, whose gradients cannot be clamped separately; use clip_grad_norm_()."
         )
 
     # -- the user's module ----------------------------------------------------------------------------------------
@@ -403,13 +402,12 @@ class MegatronStrategy:
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if isinstance(model, MegatronModel):
             raise PrepareError(
-                f"{name!r} cannot be marked under megatron: the engine runs its own layers, and only when the model itself is called. Call "
-                "the model."
+                f"{name!r} cannot be marked under megatron: the engine only runs its layers in the model's forward. Call the model."
             )
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible under megatron: every rank must take part in every exchange. Use "
+            "join_uneven_inputs() is not supported under megatron: every rank must take part in every collective. Use "
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
@@ -420,8 +418,8 @@ class MegatronStrategy:
     def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
         if open_window and isinstance(model, MegatronModel):
             raise CheckpointError(
-                "the state was asked for in the middle of an accumulation window, whose gradients the engine has added up where a "
-                "checkpoint cannot put them back. Save where accelerator.sync_gradients is true, after the optimizer's step."
+                "save_state() was called in the middle of an accumulation window, whose accumulated gradients inside the engine cannot "
+                "be restored. Save when accelerator.sync_gradients is True, after the optimizer's step."
             )
         return LoopState()
 
@@ -451,7 +449,7 @@ def _tokens(micro: Any) -> Tensor:  # Any: a micro-batch of the user
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
             return tensor
     raise StepError(
-        "a batch holds no tensor of shape (samples, tokens), so that stages cannot know what they will receive; give input_ids in it."
+        "a batch has no tensor of shape (samples, tokens), so pipeline stages cannot allocate their buffers; add input_ids to the batch."
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hasten.checkpoint.base import Slice
 from hasten.strategies.engines.megatron.families import ModelFacts
-from hasten.strategies.engines.megatron.layout import ShardLocation, TensorEntry
+from hasten.strategies.engines.megatron.shard_plan import ShardLocation, TensorEntry
 
 
 def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:

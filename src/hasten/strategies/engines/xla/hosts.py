@@ -18,7 +18,7 @@ from hasten.optional import need
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
-from hasten.strategies.base import Stage, Wish, is_trainable
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.engines.xla.placing import PlaceOnDevices
 from hasten.strategies.native import Alone
 
@@ -39,13 +39,13 @@ class FromFirstHost:
         self._hosts = hosts
 
     @torch.no_grad()
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train or not is_trainable(model):
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or not is_trainable(model):
             return model
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if any(isinstance(tensor, _LAZY) for tensor in held.values()):
             raise PrepareError(
-                f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so that hosts cannot be given the same ones; "
+                f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be broadcast to all hosts; "
                 "run one batch through the model before prepare()."
             )
         self._compare(model, [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in held.items()])
@@ -88,8 +88,8 @@ class AcrossHosts(Alone):
         self._pass = -1
         """Id of the backward pass that `_reached` belongs to, as torch numbers them."""
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not wish.train or not is_trainable(model) or model in self._numbers:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or not is_trainable(model) or model in self._numbers:
             return model
         self._numbers[model] = number = next(self._counter)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -163,7 +163,7 @@ class AcrossHosts(Alone):
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
-            "join_uneven_inputs() is not possible on several XLA hosts: each takes part in every average of gradients. Use "
+            "join_uneven_inputs() is not supported on several XLA hosts: each host must take part in every gradient reduction. Use "
             "even_batches=True (the default), which gives every host the same number of batches."
         )
 

@@ -17,7 +17,7 @@ from hasten.data.source import Item
 from hasten.optional import need
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.placing import PlaceOnDevice
 
@@ -73,14 +73,14 @@ class PlaceOnDevices:
         self._devices = devices
         self._shards = shards
 
-    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        model = PlaceOnDevice().apply(model, wish, ctx, precision)
-        if wish.place:  # .to() makes a new tensor per name on this kind of device
+        model = PlaceOnDevice().apply(model, request, ctx, precision)
+        if request.place:  # .to() makes a new tensor per name on this kind of device
             _tie(model, parameters, dict(model.named_parameters(remove_duplicate=False)))
             _tie(model, buffers, dict(model.named_buffers(remove_duplicate=False)))
-        if self._shards and wish.train and self._devices.count > 1:
+        if self._shards and request.train and self._devices.count > 1:
             for parameter in model.parameters():
                 self._shard(parameter)
             for module in (model, *(block for _, block in repeated_blocks(model))):

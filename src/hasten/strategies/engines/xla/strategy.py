@@ -61,8 +61,8 @@ def _try_backward(device: torch.device) -> None:
         if "device_ready_queues_" not in str(error):
             raise
         raise DeviceError(
-            "backward() ran on the CPU before XLA was started, and torch then never backpropagates on XLA devices in this process. Make "
-            "the Accelerator before the first backward()."
+            "backward() ran on the CPU before XLA was started, after which torch cannot run backward on XLA devices in this process. "
+            "Create the Accelerator before the first backward()."
         ) from error
 
 
@@ -70,8 +70,8 @@ def refuse_processes(topology: Topology) -> None:
     """Raise if a host has several processes (one drives all its devices), or if hosts have no rendezvous."""
     if topology.local_world_size > 1:
         raise ConfigError(
-            f"{topology.local_world_size} processes were started on this machine with strategy='xla', where one process drives all devices "
-            "of a host and they share each batch. Start the script once on each: `hasten launch --tpu script.py`, or `python script.py`."
+            f"{topology.local_world_size} processes were started on this machine with strategy='xla', where one process controls all "
+            "devices of a host. Start the script once on each host: `hasten launch --tpu script.py`, or `python script.py`."
         )
     if topology.source == "xla" and topology.world_size > 1:
         raise ConfigError(tpu_hosts.refusal(topology.world_size))
@@ -88,7 +88,7 @@ def refuse_other_torch(version: str) -> None:
     """Raise for a torch that torch_xla was not built for, which would crash at import."""
     if version.split(".")[:2] != ["2", "9"]:
         raise MissingPackageError(
-            f"torch {version} is installed, but torch_xla{VERSIONS} runs on torch 2.9 alone. Make an environment of its own for TPUs; "
+            f"torch {version} is installed, but torch_xla{VERSIONS} needs torch 2.9. Create a separate environment for TPUs; "
             "docs/engines.md has the commands."
         )
 
@@ -99,15 +99,15 @@ def refuse(config: Config) -> None:
         (
             "cpu",
             config.cpu,
-            "XLA chooses the device; leave it out, and set the variable PJRT_DEVICE=CPU to try XLA on the CPU",
+            "XLA chooses the device; remove it, and set PJRT_DEVICE=CPU to test XLA on the CPU",
         ),
-        ("dynamo.backend", config.dynamo.backend != "no", "XLA compiles every step by itself; leave it out"),
-        ("recompute", bool(config.recompute), "it was not tried with XLA; leave it out, or set xla.fsdp_v2"),
-        ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients by itself; leave it out"),
-        ("performance", bool(given(config.performance)), "its choices are for other devices; leave it out"),
+        ("dynamo.backend", config.dynamo.backend != "no", "XLA always compiles every step; remove it"),
+        ("recompute", bool(config.recompute), "it was not tested with XLA; remove it, or set xla.fsdp_v2"),
+        ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients; remove it"),
+        ("performance", bool(given(config.performance)), "its optimizations are for other devices; remove it"),
     ):
         if set_:
-            raise ConfigError(f"{name} was given with strategy='xla' and cannot be honoured: {instead}.")
+            raise ConfigError(f"{name} is not supported with strategy='xla': {instead}.")
 
 
 def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
@@ -118,15 +118,15 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
     refuse(config)
     if ctx.mesh.size(Axis.DP_SHARD) > 1:
         raise ConfigError(
-            f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks to shard parameters over hosts, and strategy='xla' shards them over the devices "
-            "of each host alone. Leave it out, and set xla.fsdp_v2."
+            f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} shards parameters over hosts, but strategy='xla' only shards them over the "
+            "devices of each host. Remove it, and set xla.fsdp_v2."
         )
     devices = Devices.all()
     log.info(
-        "xla: %d %s device(s) share each batch of this process; parameters are %s",
+        "xla: each batch of this process is split over %d %s device(s); parameters are %s",
         devices.count,
         devices.kind,
-        "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "whole on each",
+        "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "replicated on each",
     )
     placing = PlaceOnDevices(devices, config.xla.fsdp_v2)
     hosts = ctx.groups(*LOSS)

@@ -1,0 +1,128 @@
+"""Source of batches that torch itself reads, since a prepared loader must be a true DataLoader; and their move to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hasten import trees
+from hasten.data.loader import Loader, forward_epoch, skip_first_batches
+from hasten.data.position import Position, Unit
+from hasten.data.prefetch import InLine, Queue, with_next
+from hasten.data.source import Item
+from hasten.runtime.devices import kind_of
+
+# Any in this file: batches and samplers are objects of the user.
+
+
+class TorchSource:
+    """Source of batches that torch, or torchdata, reads through the prepared loader, with any sampler and workers.
+
+    Nothing is planned: the sampler has this process's share already, and torch draws order and worker seeds as
+    in a plain loop. A position counts this process's batches, with the state of `generator`, which the order is drawn
+    from; `set_epoch` is called on the `followers`. A process that does not read (`reads=False`, because another reads
+    for it) draws the same random numbers as reading would before the order.
+    """
+
+    unit: Unit = "batches"
+
+    def __init__(
+        self, loader: Loader, generator: torch.Generator | None, followers: tuple[Any, ...] = (), reads: bool = True
+    ) -> None:
+        self.engine: DataLoader[Any] = loader
+        self._loader = loader
+        self._generator = generator
+        self._followers = followers
+        self._reads = reads
+        self._begun: Iterator[Any] | None = None
+
+    def size(self) -> int | None:
+        return None
+
+    def steps(self) -> int | None:
+        try:
+            return super(Loader, self._loader).__len__()
+        except TypeError:
+            return None
+
+    def begin(self, at: Position) -> Position:
+        for one in self._followers:
+            forward_epoch(one, at.epoch)
+        if self._generator is not None and at.generator is not None:
+            self._generator.set_state(at.generator["order"])
+        if not self._reads:  # same draw as the main process's iterator: the generators agree
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return self.remember(at)
+
+    def remember(self, at: Position) -> Position:
+        if self._generator is None or at.generator is not None:
+            return at
+        return replace(at, generator={"order": self._generator.get_state()})
+
+    def first(self, at: Position) -> Any:
+        """Return the epoch's first batch; the next `open` continues after it."""
+        self._begun = self._iterated()
+        return next(self._begun, None)
+
+    def open(self, at: Position) -> Iterator[Item]:
+        """Yield the batches from `at` on; earlier ones are not read if they are selected by index."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            batches: Iterator[Any] = islice(begun, at.consumed - 1, None)
+        elif at.consumed:
+            plain = DataLoader.__new__(DataLoader)
+            plain.__dict__.update(self._loader.__dict__, _iterator=None)
+            batches = iter(skip_first_batches(plain, at.consumed))
+        else:
+            batches = self._iterated()
+        return ((batch, None, False, None) for batch in batches)
+
+    def _iterated(self) -> Iterator[Any]:
+        return super(Loader, self._loader).__iter__()
+
+    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+        return replace(start, consumed=start.consumed + steps)
+
+    def skipped(self, start: Position, num_batches: int) -> Position:
+        return self.reached(start, num_batches, None)
+
+    def change(self, name: str, value: Any) -> None:
+        pass  # the changed loader is the one that reads
+
+    def copied(self, even: bool | None = None) -> TorchSource:
+        return self
+
+
+class OneAhead:
+    """Move that puts batches on the device and marks the last, reading one batch ahead and copying it if large.
+
+    No batch is read earlier: datasets that draw from the process's random generators draw as in any loop that looks
+    one batch ahead. With `device=None` batches are not moved.
+    """
+
+    def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
+        self._device = device
+        self._non_blocking = non_blocking
+
+    def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
+        device = self._device
+        if device is None or not kind_of(device).side_streams:
+            for (batch, real, _, mark), following in with_next(items):
+                yield _put(batch, device, self._non_blocking), real, following is None, mark
+            return
+        with Queue(device, 1, InLine(device)) as queue:
+            for (batch, real, _, mark), following in with_next(items):
+                if not len(queue):
+                    queue.append(batch)
+                if following is not None:
+                    queue.append(following[0])
+                yield queue.popleft(), real, following is None, mark
+
+
+def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:
+    return batch if device is None else trees.to_device(batch, device, non_blocking)

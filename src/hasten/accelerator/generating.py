@@ -1,0 +1,57 @@
+"""Text generation with a prepared model, replicated or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ArgumentError
+from hasten.modules.names import is_dtensor
+
+
+def generate(
+    model: nn.Module, batch: Tensor | Mapping[str, Any], num_processes: int, options: Mapping[str, Any]
+) -> Tensor:  # Any: inputs of the model, and options of its generate()
+    """Return the tokens that the model's `generate` produces for this rank's prompts, prompts included.
+
+    Ranks of a sharded model continue until the last of them has finished, because each forward needs all of them.
+    Raises: ArgumentError for a model without `generate`, or a batch without `input_ids`.
+    """
+    if not callable(method := getattr(model, "generate", None)):
+        raise ArgumentError(
+            f"generate(model) was given a {type(model).__name__}, which has no generate() method, so there is nothing to run; "
+            "give a model with text generation, such as a causal language model of transformers."
+        )
+    inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    inputs.pop("labels", None)
+    if "input_ids" not in inputs and "inputs" not in inputs and "inputs_embeds" not in inputs:
+        raise ArgumentError(
+            f"generate(batch) has the fields {sorted(inputs)} and no 'input_ids', the prompts; give the tokens, or a batch that "
+            "holds them."
+        )
+    chosen = dict(options)
+    if num_processes > 1 and any(is_dtensor(parameter) for parameter in model.parameters()):
+        chosen.setdefault("synced_gpus", True)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            made = method(**inputs, **chosen)
+    finally:
+        model.train(was_training)
+    tokens: Tensor = made if isinstance(made, Tensor) else made.sequences
+    return tokens
+
+
+def padding_token(model: nn.Module, options: Mapping[str, Any]) -> int:  # Any: options of generate()
+    """Return the token that fills rows which are shorter than the longest of all ranks."""
+    settings = options.get("generation_config", getattr(model, "generation_config", None))
+    for name in ("pad_token_id", "eos_token_id"):
+        found = options.get(name, getattr(settings, name, None))
+        found = found[0] if isinstance(found, list | tuple) and found else found
+        if isinstance(found, int):
+            return found
+    return 0

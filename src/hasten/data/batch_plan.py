@@ -1,0 +1,354 @@
+"""Split of a loader over ranks and steps, and the shuffled order with random access; pure functions without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.config.sections.loop import Pad
+from hasten.errors import ConfigError, DataError
+
+Indices = NDArray[np.int64]
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_TABLE_SIZE: Final = 4096
+_ROUNDS: Final = 8
+_STRETCH: Final = np.uint32(0x7FEB352D)
+_SPREAD: Final = np.uint32(0x846CA68B)
+_FOLD: Final = np.uint32(15)
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """A permutation of `range(size)` that depends only on (seed, epoch).
+
+    Small sizes use a sorted-by-hash table of at most 32 KiB. Larger ones run each position through a keyed Feistel
+    network over the next power of two, repeatedly until the value is in range, so memory does not grow with size.
+    The order is part of the format of saved positions: it must not change between versions.
+    """
+
+    size: int
+    seed: int
+    epoch: int
+    _keys: NDArray[np.uint32] = field(init=False, repr=False, compare=False)
+    _table: Indices | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.size < 1 << 62, f"a shuffle of {self.size} samples is out of range"
+        keys = np.array(_key_stream(self.seed, self.epoch, 2 * _ROUNDS), dtype=np.uint64).astype(np.uint32)
+        object.__setattr__(self, "_keys", keys)
+        table = _sorted_by_hash(self.size, keys) if self.size <= _TABLE_SIZE else None
+        object.__setattr__(self, "_table", table)
+
+    def at(self, positions: Indices) -> Indices:
+        """Return the dataset index at each position."""
+        if self._table is not None:
+            return self._table[positions]
+        assert not positions.size or 0 <= positions.min() <= positions.max() < self.size, "a position past the end"
+        values = self._encrypt(positions)
+        outside = np.flatnonzero(values >= self.size)
+        while outside.size:
+            values[outside] = walked = self._encrypt(values[outside])
+            outside = outside[walked >= self.size]
+        return values
+
+    def _encrypt(self, x: Indices) -> Indices:
+        """Apply an alternating Feistel network once: a bijection of the next power of two.
+
+        Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which vectorise eight at a time.
+        """
+        bits = (self.size - 1).bit_length()
+        low_bits = bits // 2
+        low = (x & ((1 << low_bits) - 1)).astype(np.uint32)
+        high = (x >> low_bits).astype(np.uint32)
+        keys = self._keys
+        for turn in range(0, 2 * _ROUNDS, 4):
+            low ^= _hash_bits(high, keys[turn], keys[turn + 1], low_bits)
+            high ^= _hash_bits(low, keys[turn + 2], keys[turn + 3], bits - low_bits)
+        out = high.astype(np.int64)
+        out <<= low_bits
+        out |= low
+        return out
+
+
+def derive_seed(*parts: int) -> int:
+    """Return a 63-bit seed from several numbers; different parts give unrelated seeds."""
+    state = 0
+    for part in parts:
+        state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
+    return state >> 1
+
+
+def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int) -> NDArray[np.uint32]:
+    """Return `num_bits` well-mixed bits of each value under two keys."""
+    h = x ^ key
+    h *= _STRETCH
+    h ^= h >> _FOLD
+    h += tweak
+    h *= _SPREAD
+    h >>= np.uint32(32 - num_bits)
+    return h
+
+
+def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
+    """Return `range(size)` sorted by a 62-bit hash of each number."""
+    places = np.arange(size, dtype=np.uint32)
+    high, low = (_hash_bits(places ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
+    return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
+
+
+def _key_stream(seed: int, epoch: int, count: int) -> list[int]:
+    state = derive_seed(seed, epoch)
+    return [_mix((state + (turn + 1) * _GOLDEN) & _MASK) for turn in range(count)]
+
+
+def _mix(x: int) -> int:
+    """Apply the finaliser of splitmix64: every input bit affects every output bit."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+How = Literal["shard", "split", "dispatch"]
+
+
+class RankShare(NamedTuple):
+    """A contiguous piece of the global order; positions past the epoch's size are padding."""
+
+    first: int
+    rows: int
+    real: int
+
+
+class Padding(NamedTuple):
+    """Number of real rows of a batch, and of all its rows; None when only its tensors show it."""
+
+    real: int
+    rows: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPlan:
+    """Split of an epoch for one rank; equal on all ranks except for `shard`."""
+
+    how: How
+    num_shards: int
+    shard: int
+    global_batch: int
+    """Number of units that all ranks together take in one step."""
+    drop_last: bool = False
+    even: bool = True
+    pad: Pad = "least"
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.shard < self.num_shards, f"shard {self.shard} of {self.num_shards}"
+        assert self.global_batch > 0, f"a step of {self.global_batch} units"
+        assert self.even or self.global_batch >= self.num_shards, f"{self.global_batch} units for {self.num_shards}"
+        assert not self.even or self.global_batch % self.num_shards == 0, "an even plan has equal shares"
+
+    @property
+    def rows(self) -> int:
+        """Number of units this rank takes in a full step."""
+        return self.part(self.global_batch).rows
+
+    @property
+    def whole(self) -> int | None:
+        """Units of a full step, if short steps are cut like it; None when their units are spread over the ranks."""
+        return self.global_batch if self.pad == "full" else None
+
+    @property
+    def head(self) -> int:
+        """Maximum number of units from the start of an epoch that pad its end."""
+        return self.whole or self.num_shards
+
+    def steps(self, size: int, start: int = 0) -> int:
+        """Return the number of batches this rank reads from position `start` of an epoch of `size` units."""
+        full, tail = divmod(max(size - start, 0), self.global_batch)
+        return full + int(self.tail(size, start) is not None if tail else 0)
+
+    def tail(self, size: int, start: int = 0) -> RankShare | None:
+        """Return this rank's share of the last, short step of the epoch, if there is one."""
+        left = max(size - start, 0) % self.global_batch
+        if left == 0 or self.drop_last:
+            return None
+        share = self.part(left, size - left)
+        return share if share.rows else None
+
+    def share(self, size: int, step: int, start: int = 0) -> RankShare:
+        """Return this rank's share of the `step`-th step after position `start`."""
+        first = start + step * self.global_batch
+        if first + self.global_batch <= size:
+            return self.part(self.global_batch, first)
+        share = self.tail(size, start)
+        assert share is not None, f"step {step} is past the end of {size} units from {start}"
+        return share
+
+    def consumed(self, size: int | None, steps: int, start: int = 0) -> int:
+        """Return the position that all ranks have reached together after `steps` steps from `start`."""
+        reached = start + steps * self.global_batch
+        return reached if size is None else min(reached, max(size, start))
+
+    def assign(self, size: int, start: int = 0, chunk: int = 8192) -> Iterator[Indices]:
+        """Yield this rank's positions, step by step, as rows of arrays that hold about `chunk` positions each.
+
+        The last array may be one shorter row: the tail, whose padding wraps to the start of the epoch.
+        """
+        whole = self.part(self.global_batch)
+        full = max(size - start, 0) // self.global_batch
+        per_chunk = max(chunk // max(whole.rows, 1), 1)
+        offsets = start + whole.first + np.arange(whole.rows, dtype=np.int64)
+        for first in range(0, full, per_chunk):
+            steps = np.arange(first, min(first + per_chunk, full), dtype=np.int64)
+            yield steps[:, None] * self.global_batch + offsets
+        tail = self.tail(size, start)
+        if tail is not None:
+            yield (np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size)[None, :]
+
+    def part(self, left: int, first: int = 0, shard: int | None = None) -> RankShare:
+        """Return the share of this rank, or of `shard`, in a step of `left` units that starts at `first`."""
+        share = cut(left, self.num_shards, self.shard if shard is None else shard, self.even, self.whole)
+        return share._replace(first=first + share.first)
+
+
+def plan_rows(
+    *,
+    batch_size: int,
+    num_shards: int,
+    shard: int,
+    split: bool,
+    dispatch: bool,
+    drop_last: bool,
+    even: bool,
+    pad: Pad = "least",
+) -> LoaderPlan:
+    """Return the plan for a loader with a fixed batch size.
+
+    Raises: ConfigError when a global batch cannot be split over the ranks.
+    """
+    if split and (batch_size % num_shards if even else batch_size < num_shards):
+        smaller = batch_size // num_shards * num_shards
+        choices = f"{smaller} or {smaller + num_shards}" if smaller else f"{num_shards}"
+        raise ConfigError(
+            f"split_batches=True with batch_size={batch_size} over {num_shards} data-parallel processes leaves some "
+            f"with fewer samples than others in every step, which biases averaged gradients. Set batch_size to "
+            f"{choices}{', or even_batches=False to accept unequal shares' if even and smaller else ''}."
+        )
+    return LoaderPlan(
+        how="dispatch" if dispatch else "split" if split else "shard",
+        num_shards=num_shards,
+        shard=shard,
+        global_batch=batch_size if split else batch_size * num_shards,
+        drop_last=drop_last,
+        even=even,
+        pad=pad,
+    )
+
+
+def plan_batches(
+    *, num_shards: int, shard: int, split: bool, dispatch: bool, drop_last: bool, even: bool
+) -> LoaderPlan:
+    """Return the plan for a loader whose batches are formed by the user: a unit is a batch."""
+    if split:  # every rank takes rows of each batch, so all ranks read the same batches
+        return LoaderPlan(
+            how="dispatch" if dispatch else "split", num_shards=1, shard=0, global_batch=1, drop_last=False, even=even
+        )
+    return LoaderPlan(
+        how="dispatch" if dispatch else "shard",
+        num_shards=num_shards,
+        shard=shard,
+        global_batch=num_shards,
+        drop_last=drop_last,
+        even=even,
+    )
+
+
+def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> RankShare:
+    """Return the share of `shard` in `size` units, or in the `whole` units of a full step if given.
+
+    An even share may extend past the end, into padding.
+    """
+    if whole is not None:
+        rows = -(-whole // num_shards)
+        real = min(max(size - shard * rows, 0), rows)
+        return RankShare(shard * rows, rows if even else real, real)
+    if even:
+        rows = -(-size // num_shards)
+        return RankShare(shard * rows, rows, min(max(size - shard * rows, 0), rows))
+    rows, longer = divmod(size, num_shards)
+    mine = rows + (shard < longer)
+    return RankShare(shard * rows + min(shard, longer), mine, mine)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSample:
+    """A batch of one rank."""
+
+    epoch: int
+    batch: int
+    """Number of the batch in the epoch, counted from 1."""
+    num_batches: int
+    """Number of batches of that rank in the epoch."""
+    samples: tuple[int, ...]
+    """Dataset indices, without padding."""
+    given: bool
+    """True if the batch had been returned when the checkpoint was saved."""
+    left_out: bool
+    """True if the run skips the batch after a rollback."""
+
+
+def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON values
+    """Return the settings that `find` needs to compute the samples of a batch; equal on every rank."""
+    return {
+        "shuffled": shuffled,
+        "shards": plan.num_shards,
+        "global_batch": plan.global_batch,
+        "drop_last": plan.drop_last,
+        "even": plan.even,
+        "pad": plan.pad,
+    }
+
+
+def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None) -> FoundSample:
+    """Return batch number `batch` (from 1) of data-parallel rank `shard` in an epoch, by default the epoch of `state`.
+
+    Raises: DataError when the state lacks the settings, or there is no such batch.
+    """
+    reading = state.get("reading")
+    if reading is None:
+        raise DataError(
+            "the checkpoint does not contain the order of its loader, so the samples of a batch cannot be computed: the loader reads a "
+            "stream, or has a custom sampler. Number the samples in the dataset, and log the numbers with the batch."
+        )
+    shards, size = int(reading["shards"]), int(state["size"])
+    if not 0 <= shard < shards:
+        raise DataError(
+            f"the loader was read by {shards} data-parallel ranks, and rank {shard} is not among 0 to {shards - 1}."
+        )
+    even, drop_last = bool(reading["even"]), bool(reading["drop_last"])
+    plan = LoaderPlan(
+        how="shard",
+        num_shards=shards,
+        shard=shard,
+        global_batch=int(reading["global_batch"]),
+        drop_last=drop_last,
+        even=even,
+        pad=reading.get("pad", "least"),
+    )
+    steps = plan.steps(size)
+    if not 1 <= batch <= steps:
+        raise DataError(
+            f"batch {batch} does not exist: an epoch has batches 1 to {steps} on each rank ({size} samples, {plan.global_batch} a step)."
+        )
+    at = int(state["epoch"]) if epoch is None else epoch
+    share = plan.share(size, batch - 1)
+    positions = np.arange(share.first, share.first + share.real, dtype=np.int64)
+    indices = Shuffle(size, int(state["seed"]), at).at(positions) if reading["shuffled"] else positions
+    first, end = plan.consumed(size, batch - 1), plan.consumed(size, batch)
+    given = (at, end) <= (int(state["epoch"]), int(state["consumed"]))
+    out = any(one[0] == at and one[1] < end and first < one[2] for one in state.get("left_out", ()))
+    return FoundSample(at, batch, steps, tuple(int(index) for index in indices), given, out)

@@ -1,0 +1,207 @@
+"""Sequence packing: samples of different lengths concatenated into rows of at most `max_tokens` tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from hasten.errors import ConfigError, DataError
+from hasten.optional import need
+
+IGNORED: Final = -100
+"""Label that loss functions ignore."""
+TooLong = Literal["error", "skip", "truncate"]
+
+
+class PackedBatchSampler(Sampler[list[int]]):
+    """Batch sampler whose batches are packs: samples that fit together into `max_tokens` tokens.
+
+    The packs are made once, by best fit over the samples in an order that depends on `seed`, so that the number of batches
+    is the same in every epoch; `set_epoch` changes their order. Samples longer than `max_tokens` raise an error, are left
+    out (`too_long="skip"`), or form a pack of their own that `PackedCollator(max_tokens=...)` truncates.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        too_long: TooLong = "error",
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.skipped: list[int] = []
+        """Indices of samples that are too long and left out."""
+        if max_tokens < 1:
+            raise ConfigError(f"PackedBatchSampler(max_tokens={max_tokens}) must be 1 or more tokens in a row.")
+        if too_long not in ("error", "skip", "truncate"):
+            raise ConfigError(f"too_long={too_long!r} is unknown; use 'error', 'skip' or 'truncate'.")
+        self._packs = self._pack([int(length) for length in lengths], too_long)
+
+    def _pack(self, lengths: Sequence[int], too_long: TooLong) -> list[list[int]]:
+        order: Sequence[int] = range(len(lengths))
+        if self.shuffle:
+            order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(self.seed)).tolist()
+        packs: list[list[int]] = []
+        free: list[tuple[int, int]] = []  # (free tokens, pack), sorted: the fullest pack that fits comes first
+        for index in order:
+            length = lengths[index]
+            if length > self.max_tokens:
+                if too_long == "error":
+                    raise DataError(
+                        f"sample {index} has {length} tokens, more than max_tokens={self.max_tokens}, so it fits into no row. "
+                        "Increase max_tokens, shorten the sample, or choose too_long='skip' or 'truncate'."
+                    )
+                if too_long == "skip":
+                    self.skipped.append(index)
+                    continue
+                length = self.max_tokens
+            place = bisect_left(free, (length, -1))
+            if place < len(free):
+                left, number = free.pop(place)
+                packs[number].append(index)
+            else:
+                left, number = self.max_tokens, len(packs)
+                packs.append([index])
+            if left - length > 0:
+                insort(free, (left - length, number))
+        return packs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which determines the order of the packs."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order: Sequence[int] = range(len(self._packs))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (self.epoch + 1))
+            order = torch.randperm(len(self._packs), generator=generator).tolist()
+        for number in order:
+            yield list(self._packs[number])
+
+
+def num_label_tokens(labels: Tensor) -> Tensor:
+    """Return the number of labels that count in a loss: the weight of its mean."""
+    return (labels != IGNORED).sum()
+
+
+class PackedCollator:
+    """Collate function that concatenates samples into one row, with what attention needs to keep them apart.
+
+    Every sample is a mapping with `input_ids` and fields of the same length. The batch has `input_ids`, `labels` (the
+    samples' labels, or their `input_ids`, with the first token of each sample ignored, because no earlier token of the
+    sample predicts it), `position_ids` that restart at 0, and `num_tokens`, the number of labels that count: the weight of
+    the batch's mean loss. For models of transformers, `transformers=True` adds `use_cache=False`, without which they let
+    samples attend to each other, and leaves out `num_tokens`; `cu_seqlens=True` adds `cu_seq_lens_q`, `cu_seq_lens_k`,
+    `max_length_q` and `max_length_k` for variable-length attention kernels. `pad_to` pads the row with ignored tokens, for compiled
+    models that need one length.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int | None = None,
+        pad_to: int | None = None,
+        pad_token_id: int = 0,
+        transformers: bool = False,
+        cu_seqlens: bool = False,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.pad_to = pad_to
+        self.pad_token_id = pad_token_id
+        self.transformers = transformers
+        self.cu_seqlens = cu_seqlens
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: lists, arrays or tensors
+        rows = [self._fields(number, sample) for number, sample in enumerate(samples)]
+        lengths = [len(row["input_ids"]) for row in rows]
+        batch: dict[str, Any] = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
+        padding = 0 if self.pad_to is None else self.pad_to - sum(lengths)
+        if padding < 0:
+            raise DataError(
+                f"a pack has {sum(lengths)} tokens, more than pad_to={self.pad_to}; set pad_to to max_tokens or more."
+            )
+        if padding:
+            lengths.append(padding)
+            for name, value in batch.items():
+                batch[name] = torch.cat([value, self._filler(name, padding, value.dtype)])
+        found: dict[str, Any] = {name: value[None] for name, value in batch.items()}
+        if self.transformers:
+            found["use_cache"] = False
+        else:
+            found["num_tokens"] = num_label_tokens(batch["labels"])
+        if self.cu_seqlens:
+            ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+            found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        return found
+
+    def _fields(self, number: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:  # Any: lists, arrays or tensors
+        if "input_ids" not in sample:
+            raise DataError(
+                f"sample {number} of a pack has the fields {sorted(sample)} and no 'input_ids', the tokens to concatenate."
+            )
+        fields = {name: torch.as_tensor(value)[: self.max_tokens] for name, value in sample.items() if _is_row(value)}
+        fields.pop("attention_mask", None)  # one row without padding inside; position_ids keep the samples apart
+        fields.pop("position_ids", None)
+        length = len(fields["input_ids"])
+        wrong = next((name for name, value in fields.items() if len(value) != length), None)
+        if wrong is not None:
+            raise DataError(
+                f"field {wrong!r} of sample {number} has {len(fields[wrong])} values and input_ids {length}; fields of a packed "
+                "sample have one value per token."
+            )
+        labels = fields.get("labels", fields["input_ids"]).clone()
+        labels[:1] = IGNORED
+        return {**fields, "labels": labels}
+
+    def _filler(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        if name == "position_ids":
+            return torch.arange(count)
+        value = {"labels": IGNORED, "input_ids": self.pad_token_id}.get(name, 0)
+        return torch.full((count,), value, dtype=dtype)
+
+
+def _is_row(value: Any) -> bool:  # Any: a field of the user's sample
+    return not isinstance(value, str) and getattr(value, "ndim", 1) == 1 and hasattr(value, "__len__")
+
+
+def sample_numbers(position_ids: Tensor) -> Tensor:
+    """Return the number of the packed sample that each token belongs to: 0, 0, 1, 1, 1, 2 for 0, 1, 0, 1, 2, 0."""
+    return (position_ids == 0).long().cumsum(-1) - 1
+
+
+def packed_attention_mask(position_ids: Tensor, causal: bool = True) -> Tensor:
+    """Return a boolean mask (batch, 1, tokens, tokens) for `scaled_dot_product_attention`: True where a token may attend."""
+    numbers = sample_numbers(position_ids)
+    mask = numbers[:, None, :, None] == numbers[:, None, None, :]
+    if causal:
+        size = position_ids.shape[-1]
+        mask = mask & torch.ones(size, size, dtype=torch.bool, device=position_ids.device).tril()
+    return mask
+
+
+def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:  # Any: torch's BlockMask
+    """Return the same mask as `packed_attention_mask` for FlexAttention, which skips blocks without attention."""
+    numbers = sample_numbers(position_ids)
+    size = position_ids.shape[-1]
+
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = numbers[row, query] == numbers[row, key]
+        return same & (query >= key) if causal else same
+
+    create = need("torch.nn.attention.flex_attention").create_block_mask
+    return create(attends, len(position_ids), None, size, size, device=str(position_ids.device))

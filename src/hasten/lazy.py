@@ -1,0 +1,34 @@
+"""Lazy exports (PEP 562) of the public modules: a table of names, each imported from its module on first use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def exports(
+    face: str, table: Mapping[str, str], modules: tuple[str, ...] = ()
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for the public module `face`.
+
+    `table` maps each name to its defining module; `modules` are submodules that an attribute access imports as well.
+    """
+
+    def load(name: str) -> object:
+        """Import the module that defines `name` and cache the attribute for later accesses."""
+        if name in modules:
+            return import_module(f"{face}.{name}")
+        if (module := table.get(name)) is None:
+            raise AttributeError(
+                f"module {face!r} has no attribute {name!r}; public names are listed in {face}.__all__"
+            )
+        value: object = getattr(import_module(module), name)
+        setattr(sys.modules[face], name, value)
+        return value
+
+    def names() -> list[str]:
+        """Return every public name, loaded or not."""
+        return sorted([*sys.modules[face].__all__, *modules])
+
+    return load, names

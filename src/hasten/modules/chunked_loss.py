@@ -1,0 +1,471 @@
+"""Cross entropy of a linear head, computed for a few tokens at a time, so that the logits of a batch never exist at once.
+
+A batch of 16 384 tokens and a vocabulary of 131 072 has 8.6 GB of float32 logits, and their gradient as much again. Here the
+head is multiplied by a chunk of tokens, and the chunk's loss and gradients are computed before the next chunk's logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+from hasten.errors import ArgumentError, ConfigError, StepError
+
+# Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
+# Records are named tuples: torch.compile does not trace the construction of frozen dataclasses.
+Reduction = Literal["mean", "sum", "none"]
+_SMALLEST: Final = 128
+"""Tokens below which a chunk is not divided further: smaller products do not use the device well."""
+
+
+class LogitsChange(NamedTuple):
+    """Change that a model makes to its logits: `after * tanh(before * logits)`, or `after * logits` without `capped`."""
+
+    before: float = 1.0
+    capped: bool = False
+    after: float = 1.0
+
+    def scaled(self, factor: float) -> LogitsChange:
+        """Return this change followed by a multiplication."""
+        return LogitsChange(before=self.before, capped=self.capped, after=self.after * factor)
+
+    def tanh(self) -> LogitsChange | None:
+        """Return this change followed by a hyperbolic tangent; None after an earlier one."""
+        return None if self.capped else LogitsChange(before=self.after, capped=True)
+
+    def applied(self, logits: Tensor) -> Tensor:
+        """Return the changed logits, differentiable."""
+        if self.capped:
+            return (logits * self.before).tanh() * self.after
+        return logits if self.after == 1.0 else logits * self.after
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """Change the logits in place; returns them."""
+        if self.capped:
+            logits.mul_(self.before).tanh_()
+        return logits if self.after == 1.0 else logits.mul_(self.after)
+
+    def chain_(self, grad: Tensor, changed: Tensor | None) -> Tensor:
+        """Turn the gradient of the changed logits into that of the logits, in place; returns it."""
+        if self.capped:
+            assert changed is not None, "the changed logits of a capped chunk are kept"
+            slope = changed.div_(self.after).square_().neg_().add_(1)
+            grad.mul_(slope).mul_(self.before)
+        return grad if self.after == 1.0 else grad.mul_(self.after)
+
+
+class _How(NamedTuple):
+    """Settings of one computation: dtype of the products, rows of a chunk, smoothing, and the ranks of a split vocabulary."""
+
+    compute: torch.dtype
+    rows: int
+    smoothing: float = 0.0
+    change: LogitsChange = LogitsChange()
+    vocabulary: int = 0
+    first: int = 0
+    """First vocabulary entry of this rank's rows of the weight."""
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Dtype of the softmax and of sums over chunks."""
+        return torch.promote_types(self.compute, torch.float32)
+
+    def chunks(self, number: int) -> Iterator[slice]:
+        """Yield the row ranges of `number` tokens."""
+        for start in range(0, number, self.rows):
+            yield slice(start, min(start + self.rows, number))
+
+
+class _Chunk(NamedTuple):
+    """Losses of a chunk of tokens, and what its gradient is computed from."""
+
+    losses: Tensor
+    shares: Tensor
+    """exp(logits - maximum) of this rank's entries."""
+    total: Tensor
+    """Sum of the shares over the whole vocabulary."""
+    local: Tensor
+    mine: Tensor | None
+    changed: Tensor | None
+
+    def gradient_(self, factors: Tensor, how: _How) -> Tensor:
+        """Return the gradient of `factors * losses` with respect to the logits, in the memory of the shares."""
+        grad = self.shares.mul_((factors / self.total).unsqueeze(-1))
+        if how.smoothing:
+            grad.sub_((factors * (how.smoothing / how.vocabulary)).unsqueeze(-1))
+        picked = factors * (how.smoothing - 1)
+        picked = picked if self.mine is None else picked.masked_fill(~self.mine, 0)
+        grad.scatter_add_(-1, self.local.unsqueeze(-1), picked.unsqueeze(-1))
+        return how.change.chain_(grad, self.changed)
+
+
+def _uncast(x: Tensor) -> torch.autocast:
+    """Return a context manager without autocast: dtypes are chosen here."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _How) -> _Chunk:
+    """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
+    logits = F.linear(hidden.to(how.compute), weight, bias)
+    logits = how.change.apply_(logits.to(how.sums))
+    changed = logits.clone() if how.change.capped else None
+    largest = logits.amax(-1)
+    if how.group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=how.group)
+    local, mine = _located(target, weight.shape[0], how)
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    picked = picked if mine is None else picked.masked_fill(~mine, 0)
+    spread = logits.sum(-1) if how.smoothing else torch.zeros_like(picked)
+    shares = logits.sub_(largest.unsqueeze(-1)).exp_()
+    sums = torch.stack([shares.sum(-1), picked, spread])
+    if how.group is not None:
+        dist.all_reduce(sums, group=how.group)
+    losses = sums[0].log() + largest - (1 - how.smoothing) * sums[1]
+    if how.smoothing:
+        losses = losses - sums[2] * (how.smoothing / how.vocabulary)
+    return _Chunk(losses, shares, sums[0], local, mine, changed)
+
+
+def _located(target: Tensor, number: int, how: _How) -> tuple[Tensor, Tensor | None]:
+    """Return the targets as rows of this rank's weight, and which of them it holds; None if it holds all."""
+    if how.group is None:
+        return target, None
+    local = target - how.first
+    return local.clamp(0, number - 1), (local >= 0) & (local < number)
+
+
+class _Gradients:
+    """Gradients of hidden states, weight and bias, summed over chunks."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...], how: _How
+    ) -> None:
+        self._how, self._wanted = how, wanted
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        self.weight = torch.zeros(weight.shape, dtype=how.sums, device=weight.device) if wanted[1] else None
+        self.bias = (
+            torch.zeros(bias.shape, dtype=how.sums, device=bias.device) if bias is not None and wanted[2] else None
+        )
+
+    def add(self, rows: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Add the contribution of a chunk, from the gradient of its logits."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        grad = grad.to(self._how.compute)
+        if self.hidden is not None:
+            self.hidden[rows] = grad @ weight
+        if self.weight is not None:
+            self.weight += grad.t() @ hidden[rows].to(self._how.compute)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Sum of the losses of all tokens, each multiplied by its factor; the gradients are computed in the forward pass.
+
+    They are those of the sum, so that float16 keeps them: a mean divides the sum outside, after a loss scale has multiplied it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        factors: Tensor,
+        how: _How,
+        wanted: tuple[bool, ...],
+    ) -> Tensor:
+        cast, cast_bias = weight.to(how.compute), None if bias is None else bias.to(how.compute)
+        total = torch.zeros((), dtype=how.sums, device=hidden.device)
+        grads = _Gradients(hidden, weight, bias, wanted, how)
+        with _uncast(hidden):
+            for rows in how.chunks(hidden.shape[0]):
+                chunk = _chunk(hidden[rows], cast, cast_bias, target[rows], how)
+                total += (chunk.losses * factors[rows]).sum()
+                if any(wanted):
+                    grads.add(rows, chunk.gradient_(factors[rows], how), hidden, cast)
+        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, bias = ctx.saved_tensors
+        of_weight, of_bias = ctx.dtypes
+        return (
+            None if hidden is None else (hidden * grad).to(hidden.dtype),
+            None if weight is None else (weight * grad).to(of_weight),
+            None if bias is None else (bias * grad).to(of_bias),
+            *[None] * 4,
+        )
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Loss of each token; the backward pass multiplies the head again, because only it knows the tokens' factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        how: _How,
+        wanted: tuple[bool, ...],
+    ) -> Tensor:
+        cast, cast_bias = weight.to(how.compute), None if bias is None else bias.to(how.compute)
+        with _uncast(hidden):
+            ranges = how.chunks(hidden.shape[0])
+            parts = [_chunk(hidden[rows], cast, cast_bias, target[rows], how).losses for rows in ranges]
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.how, ctx.wanted = how, wanted
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=how.sums, device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, bias, target = ctx.saved_tensors
+        how: _How = ctx.how
+        cast, cast_bias = weight.to(how.compute), None if bias is None else bias.to(how.compute)
+        grads = _Gradients(hidden, weight, bias, ctx.wanted, how)
+        with _uncast(hidden):
+            for rows in how.chunks(hidden.shape[0]):
+                chunk = _chunk(hidden[rows], cast, cast_bias, target[rows], how)
+                grads.add(rows, chunk.gradient_(grad[rows].to(how.sums), how), hidden, cast)
+        return (
+            grads.hidden,
+            None if grads.weight is None else grads.weight.to(weight.dtype),
+            None if grads.bias is None or bias is None else grads.bias.to(bias.dtype),
+            *[None] * 3,
+        )
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose gradient is summed over the ranks that share the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Options of `cross_entropy` as torch defines them, and the number of tokens in a chunk."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: Reduction = "mean"
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at once; by default chosen from the head's size."""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise ConfigError(
+                f"reduction={self.reduction!r} is unknown, so that the loss has no definition; use one of {get_args(Reduction)}."
+            )
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not a share of the probability; give a number between 0 and 1."
+            )
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ConfigError(
+                f"chunk_tokens={self.chunk_tokens} leaves no token in a chunk; give a positive number, or None to have it chosen."
+            )
+
+
+class Head(NamedTuple):
+    """This rank's part of a linear head: its weight and bias, the ranks it is split over, and the dtype of its products."""
+
+    weight: Tensor
+    bias: Tensor | None
+    group: dist.ProcessGroup | None
+    vocabulary: int
+    compute: torch.dtype
+    change: LogitsChange = LogitsChange()
+
+
+def summed_loss(
+    hidden: Tensor, head: Head, target: Tensor, options: LossOptions, token_weights: Tensor | None = None
+) -> Tensor:
+    """Return the cross entropy of hidden states `[tokens, width]`; a split head's gradient of `hidden` is this rank's part.
+
+    Ranks: those that share the vocabulary.
+    """
+    _check_present(head)
+    kept = target != options.ignore_index
+    how = _how(hidden, head, options)
+    known = target.masked_fill(~kept, 0)
+    wanted = (hidden.requires_grad, head.weight.requires_grad, head.bias is not None and head.bias.requires_grad)
+    wanted = wanted if torch.is_grad_enabled() else (False, False, False)
+    weighs_with_gradient = token_weights is not None and token_weights.requires_grad and torch.is_grad_enabled()
+    factors = kept.to(how.sums)
+    if how.group is not None:  # a class that no rank holds; a whole head's own look-up notices it
+        outside = kept & ((target < 0) | (target >= head.vocabulary))
+        factors = factors.masked_fill(outside, torch.nan)
+    if token_weights is not None:
+        factors = factors * token_weights.to(how.sums)
+    if options.reduction == "none" or weighs_with_gradient:
+        losses: Tensor = _TokenLosses.apply(hidden, head.weight, head.bias, known, how, wanted)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        losses = losses.masked_fill(~kept, 0) * factors
+        if options.reduction == "none":
+            return losses
+        total = losses.sum()
+    else:
+        total = _WeightedSum.apply(hidden, head.weight, head.bias, known, factors, how, wanted)  # type: ignore[no-untyped-call]
+    return total / factors.sum() if options.reduction == "mean" else total
+
+
+def _how(hidden: Tensor, head: Head, options: LossOptions) -> _How:
+    tokens, width = hidden.shape
+    rows = options.chunk_tokens
+    if rows is None:
+        # as many tokens as make the chunk's logits about as large as half of the weight's gradient, and at least 8 chunks
+        rows = min(max(512, width // 2), max(_SMALLEST, -(-tokens // 8)))
+    ranks = 1 if head.group is None else head.group.size()
+    first = 0 if head.group is None else min(head.group.rank() * -(-head.vocabulary // ranks), head.vocabulary)
+    return _How(
+        compute=head.compute,
+        rows=rows,
+        smoothing=options.label_smoothing,
+        change=head.change,
+        vocabulary=head.vocabulary,
+        first=first,
+        group=head.group if ranks > 1 else None,
+    )
+
+
+def _check_present(head: Head) -> None:
+    if torch.compiler.is_compiling() or head.weight.is_meta:
+        return
+    if head.weight.numel() == 0 or head.weight.untyped_storage().size() == 0:
+        raise StepError(
+            f"the weight of the head (a vocabulary of {head.vocabulary}) is not on this rank when the loss is computed: its "
+            "shards were freed when the head returned. Leave the head in the root's shard group (auto_wrap_policy of "
+            "the blocks only), or do without the chunked loss."
+        )
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer multiplies `x` here: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
+
+
+class ChunkedCrossEntropyLoss(nn.Module):
+    """Cross entropy of `hidden @ weight.T + bias`, computed for `chunk_tokens` tokens at a time.
+
+    The options are those of `torch.nn.CrossEntropyLoss`, and so are losses and gradients, within rounding. A weight that is a
+    DTensor with its vocabulary sharded over the mesh axis `vocabulary_axis` stays sharded: every rank computes its entries.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        chunk_tokens: int | None = None,
+        vocabulary_axis: str = "tp",
+    ) -> None:
+        super().__init__()
+        self.options = LossOptions(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            chunk_tokens=chunk_tokens,
+        )
+        self.vocabulary_axis = vocabulary_axis
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of hidden states `[..., width]` for a head `[vocabulary, width]` and class indices `[...]`.
+
+        `token_weights` has the shape of `target` and multiplies the tokens' losses; "mean" divides by the sum of the
+        weights of tokens that are not ignored. "none" returns a loss for each token, in the shape of `target`.
+
+        Ranks: those that share the vocabulary; they pass the same hidden states and targets.
+        Raises: ArgumentError for shapes that do not fit; ConfigError for a weight sharded over another axis.
+        """
+        _check_shapes(hidden, weight, target, bias, token_weights)
+        head, hidden = self._head(hidden, weight, bias)
+        flat = None if token_weights is None else token_weights.flatten()
+        try:
+            loss = summed_loss(hidden.flatten(0, -2), head, target.flatten(), self.options, flat)
+        except (RuntimeError, IndexError) as error:
+            if "out of bounds" not in str(error):
+                raise
+            raise ArgumentError(
+                f"a target is not one of the head's {head.vocabulary} classes ({error}), so that its token has no loss. Mark "
+                f"tokens to leave out with ignore_index, which is {self.options.ignore_index}."
+            ) from error
+        return loss.view(target.shape) if self.options.reduction == "none" else loss
+
+    def _head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Head, Tensor]:
+        vocabulary = weight.shape[0]
+        if isinstance(hidden, DTensor):
+            hidden = hidden.redistribute(placements=[Replicate()] * hidden.device_mesh.ndim).to_local()
+        if not isinstance(weight, DTensor):
+            return Head(weight, bias, None, vocabulary, compute_dtype(hidden)), hidden
+        mesh = weight.device_mesh
+        names = mesh.mesh_dim_names or ()
+        if names != (self.vocabulary_axis,) or weight.placements != (Shard(0),):
+            raise ConfigError(
+                f"the head's weight is a DTensor with placements {weight.placements} over the mesh axes {names or 'without names'}; "
+                f"only a vocabulary sharded over the axis {self.vocabulary_axis!r}, whose ranks hold the same tokens, can be "
+                "summed over ranks. Under FSDP2 compute the loss inside the model's forward, where the weight is whole; with a "
+                "tensor-parallel axis of another name give vocabulary_axis=."
+            )
+        group = mesh.get_group()
+        if (group.size() - 1) * -(-vocabulary // group.size()) >= vocabulary:
+            raise ConfigError(
+                f"a vocabulary of {vocabulary} leaves the last of {group.size()} ranks without an entry; use fewer ranks, or "
+                "pad the vocabulary to a multiple of their number."
+            )
+        part = bias.to_local() if isinstance(bias, DTensor) else bias
+        if part is not None and part.shape[0] != weight.to_local().shape[0]:
+            raise ConfigError(
+                f"the head's weight is sharded over {group.size()} ranks and its bias is not: this rank holds {weight.to_local().shape[0]} "
+                f"rows of the one and {part.shape[0]} of the other. Shard the bias like the weight."
+            )
+        if group.size() > 1 and hidden.requires_grad:
+            hidden = _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return Head(weight.to_local(), part, group, vocabulary, compute_dtype(hidden)), hidden
+
+
+def _check_shapes(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, token_weights: Tensor | None
+) -> None:
+    wrong = ""
+    if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+        wrong = f"hidden states {list(hidden.shape)} do not fit a weight {list(weight.shape)}"
+    elif target.shape != hidden.shape[:-1] or target.is_floating_point():
+        wrong = f"targets {list(target.shape)} of {target.dtype} are not class indices of hidden states {list(hidden.shape)}"
+    elif bias is not None and bias.shape != weight.shape[:1]:
+        wrong = f"a bias {list(bias.shape)} does not fit a weight {list(weight.shape)}"
+    elif token_weights is not None and token_weights.shape != target.shape:
+        wrong = f"token weights {list(token_weights.shape)} do not have the shape of the targets {list(target.shape)}"
+    if wrong:
+        raise ArgumentError(
+            f"{wrong}, so that tokens and logits cannot be matched. Give hidden states [..., width], a weight [vocabulary, "
+            "width], and class indices (and token weights) [...]; shift labels before the call."
+        )

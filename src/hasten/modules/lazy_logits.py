@@ -1,0 +1,331 @@
+"""Chunked loss of existing models: a head whose logits are computed when they are used, and for a loss in chunks.
+
+`use_chunked_loss(model)` is all a script needs; the model's code and its loss stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasten.errors import PrepareError, StepError
+from hasten.modules import forwarding
+from hasten.modules.chunked_loss import Head, LogitsChange, LossOptions, compute_dtype, summed_loss
+
+log = logging.getLogger(__name__)
+
+# Any in this file: arguments of torch's functions, and models of other packages.
+_CASTS: Final = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type})
+_SAME: Final = frozenset({Tensor.contiguous, Tensor.clone})
+_SHAPES: Final = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten})
+"""Functions that may merge the dimensions before the vocabulary."""
+_PRODUCTS: Final = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
+_QUOTIENTS: Final = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide})
+_SUMS: Final = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
+_TANH: Final = frozenset({torch.tanh, Tensor.tanh})
+_OF_SHAPE: Final = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "_base")),
+        *(getattr(Tensor, name) for name in ("size", "numel", "nelement", "dim", "__len__")),
+        *(getattr(where, name) for where in (torch, Tensor) for name in ("is_floating_point", "is_complex")),
+    }
+)
+"""Attributes and methods that need no values."""
+_OF_HIDDEN: Final = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("requires_grad", "grad_fn", "is_leaf", "device", "layout", "is_cuda")
+        ),
+        *(getattr(Tensor, name) for name in ("register_hook", "get_device")),
+    }
+)
+"""Attributes and methods with the same result for the hidden states and for the logits."""
+
+
+def _same(logits: Tensor) -> Tensor:
+    return logits
+
+
+class LogitsSource(NamedTuple):
+    """Properties of a head that its logits need later."""
+
+    chunk_tokens: int | None = None
+    finish: Callable[[Tensor], Tensor] = _same
+    """Gathers a rank's part of the vocabulary."""
+    gather: Callable[[], object] | None = None
+    """Gathers the weight of a sharded head again for the loss."""
+
+
+class LazyLogits(Tensor):
+    """Logits that are computed when they are used; `cross_entropy` computes them for a chunk of tokens at a time.
+
+    Without storage, it has the shape and dtype of the logits. Casts, scaling, soft caps, slices of tokens and merged dimensions
+    leave it so; any other function gets the whole logits.
+    """
+
+    plain: Tensor
+    """Meta tensor with the shape and dtype of the logits."""
+    hidden: Tensor
+    head: Head
+    source: LogitsSource
+    version: int
+    made: Tensor | None
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head, source: LogitsSource, dtype: torch.dtype | None = None) -> LazyLogits:
+        """Create the logits of a head."""
+        shape = (*hidden.shape[:-1], head.vocabulary)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = torch.empty(shape, device="meta", dtype=dtype or head.compute)
+            made = plain.as_subclass(LazyLogits)
+        made.plain, made.hidden, made.head, made.source, made.made = plain, hidden, head, source, None
+        made.version = _version(head.weight)
+        return made
+
+    def whole(self) -> Tensor:
+        """Return the logits, differentiable.
+
+        Raises: StepError if the weights have changed since the forward pass.
+        """
+        if getattr(self, "head", None) is None:
+            raise StepError(
+                "the logits of a compiled model with a chunked loss are not part of its graph's results, so they cannot be "
+                "read outside. Compute what you need of them inside the model, call the model without labels under "
+                "torch.no_grad(), or do not compile the whole model."
+            )
+        if self.made is not None:
+            return self.made
+        hidden, head = self.hidden, self.head
+        self._check()
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.to(head.compute)
+            logits = F.linear(hidden.to(head.compute), head.weight.to(head.compute), bias)
+            return head.change.applied(self.source.finish(logits)).to(self.plain.dtype)
+
+    def _check(self) -> None:
+        """Raise if the weights are others than in the forward pass."""
+        freed = not torch.compiler.is_compiling() and self.head.weight.untyped_storage().size() == 0
+        if freed or self._outdated():
+            raise StepError(
+                "these logits of a model with a chunked loss are computed when they are used, and the head's weights have been "
+                f"{'freed' if freed else 'changed'} since the forward pass, so that they would be others. Use them before "
+                "optimizer.step(), or keep what you need of them: `outputs.logits.detach()`."
+            )
+
+    def _outdated(self) -> bool:
+        return _version(self.head.weight) != self.version
+
+    def _like(
+        self, hidden: Tensor | None = None, head: Head | None = None, dtype: torch.dtype | None = None
+    ) -> LazyLogits:
+        made = LazyLogits.of(
+            self.hidden if hidden is None else hidden,
+            self.head if head is None else head,
+            self.source,
+            self.plain.dtype if dtype is None else dtype,
+        )
+        made.version = self.version
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, LazyLogits) and getattr(first, "head", None) is not None and first.made is None:
+            answer = first._answered(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+            if _writes(func):
+                first.made = first.whole()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_whole(args), **_whole(kwargs))
+
+    def _answered(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the function's result as far as it needs no logits; NotImplemented otherwise."""
+        if func is F.cross_entropy:
+            return self._cross_entropy(*args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+        if func in _OF_SHAPE:
+            return func(self.plain, *args[1:], **kwargs)
+        if func in _OF_HIDDEN:
+            return func(self.hidden, *args[1:], **kwargs)
+        if func in _SAME:
+            return self
+        if func in _CASTS:
+            return self._cast(func, args[1:], kwargs)
+        if func in _SHAPES:
+            shape = func(self.plain, *args[1:], **kwargs).shape
+            if shape and shape[-1] == self.head.vocabulary:
+                return self._like(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+            return NotImplemented
+        if func is Tensor.__getitem__ and leaves_last(args[1], self.plain.ndim):
+            return self._like(self.hidden[args[1]])
+        return self._changed(func, args, kwargs)
+
+    def _cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        fixed = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+        if func in fixed:
+            return self._like(dtype=fixed[func])
+        values = [*args, *kwargs.values()]
+        known = all(isinstance(value, torch.dtype) or value == self.hidden.device for value in values)
+        dtype = next((value for value in values if isinstance(value, torch.dtype)), None)
+        if not known or dtype == torch.float64:
+            return NotImplemented
+        return self._like(dtype=dtype)
+
+    def _changed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return scaled or soft-capped logits, or logits with a bias added; NotImplemented for another function."""
+        change = self.head.change
+        if func in _TANH and len(args) == 1:
+            capped = change.tanh()
+            return NotImplemented if capped is None else self._like(head=self.head._replace(change=capped))
+        if len(args) != 2 or kwargs:
+            return NotImplemented
+        other = args[1]
+        if isinstance(other, (int, float)) and not isinstance(other, bool) and func in _PRODUCTS | _QUOTIENTS:
+            factor = float(other) if func in _PRODUCTS else 1 / float(other)
+            return self._like(head=self.head._replace(change=change.scaled(factor)))
+        if func in _SUMS and self._is_bias(other):
+            flat = other.flatten()
+            bias = flat if self.head.bias is None else self.head.bias + flat
+            dtype = torch.promote_types(self.plain.dtype, other.dtype)
+            return self._like(head=self.head._replace(bias=bias), dtype=dtype)
+        return NotImplemented
+
+    def _is_bias(self, other: Any) -> bool:
+        fits = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.head.vocabulary
+        return fits and self.head.group is None and self.head.change == LogitsChange()
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        by_class = weight is not None or size_average is not None or reduce is not None or target.is_floating_point()
+        if by_class or self.hidden.ndim != 2 or target.ndim != 1:
+            return NotImplemented
+        if self._outdated():
+            self._check()
+        options = LossOptions(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,  # type: ignore[arg-type]  # any text; checked there
+            chunk_tokens=self.source.chunk_tokens,
+        )
+        if self.source.gather is not None and not self.head.weight.untyped_storage().size():
+            self.source.gather()
+        return summed_loss(self.hidden, self.head, target, options)
+
+
+def leaves_last(index: Any, ndim: int) -> bool:
+    """Return whether an index of a tensor takes all of its last dimension."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is None for part in parts):
+        return False
+    used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts)
+    if any(part is Ellipsis for part in parts):
+        last = parts[-1]
+        return isinstance(last, slice) and last == slice(None)
+    return used < ndim or (isinstance(parts[-1], slice) and parts[-1] == slice(None))
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of in-place changes; while a graph is traced, none happens between forward pass and loss."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Return whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    augmented = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
+    return name == "__setitem__" or augmented or (name.endswith("_") and not name.endswith("__"))
+
+
+def _whole(values: Any) -> Any:
+    """Return the arguments with computed logits."""
+    if isinstance(values, LazyLogits):
+        return values.whole()
+    if isinstance(values, (list, tuple)):
+        return type(values)([_whole(value) for value in values])
+    if isinstance(values, dict):
+        return {key: _whole(value) for key, value in values.items()}
+    return values
+
+
+class ChunkedHead(forwarding.Forward):
+    """Forward of a linear head that returns logits to be computed later."""
+
+    tag = forwarding.CHUNKED_LOSS
+    sharded: weakref.ref[Any] | None = None
+    """Module of FSDP2 whose shard group has the head's weight; it frees the weight at the end of its forward."""
+
+    def __init__(self, chunk_tokens: int | None) -> None:
+        self.chunk_tokens = chunk_tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # a split head's own forward makes its logits; without gradients the ranks of a sharded head need not meet again
+        if forwarding.find(self.module, "tensor") or (self.sharded is not None and not torch.is_grad_enabled()):
+            made: Tensor = self.inner(x)
+            return made
+        assert isinstance(self.module, nn.Linear), "use_chunked_loss checked it"
+        weight, bias = self.module.weight, self.module.bias
+        head = Head(weight, bias, None, weight.shape[0], compute_dtype(x))
+        return LazyLogits.of(x, head, LogitsSource(self.chunk_tokens, gather=self.gather()))
+
+    def gather(self) -> Callable[[], object] | None:
+        """Return a function that gathers a sharded weight again; None for a weight that is whole. Ranks: every rank."""
+        owner = None if self.sharded is None else self.sharded()
+        return None if owner is None else owner.unshard
+
+
+def use_chunked_loss(model: nn.Module, head: nn.Module | str | None = None, chunk_tokens: int | None = None) -> None:
+    """Compute the model's cross entropy in chunks of tokens, so that the logits of a batch never exist at once.
+
+    The model and its loss stay as they are: its head returns logits that `torch.nn.functional.cross_entropy` computes for
+    `chunk_tokens` tokens at a time, and that any other function gets whole. Call it before `prepare()`. `head` is the
+    output layer or its name; by default that of transformers' `get_output_embeddings()`.
+
+    Raises: PrepareError for a model without a known head, or a head that is not a plain linear layer.
+    """
+    layer, name = _head_of(model, head)
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise PrepareError(
+            f"the head {name!r} of {type(model).__name__} is a {type(layer).__name__}, which computes more than a plain linear "
+            "layer, so that a loss from its weight alone would be another. Leave this head as it is (adapters, quantised layers), "
+            "or pass head= with the torch.nn.Linear that returns the logits."
+        )
+    forwarding.restore(layer, ChunkedHead.tag)
+    forwarding.replace(layer, ChunkedHead(chunk_tokens))
+    log.info("chunked loss: logits of %s (%d classes) are computed for the loss in chunks", name, layer.out_features)
+
+
+def _head_of(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Module, str]:
+    if isinstance(head, str):
+        return model.get_submodule(head), head
+    if head is None:
+        inner: Any = getattr(model, "module", model)  # of a wrapper such as DistributedDataParallel
+        head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if head is None:
+        linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+        raise PrepareError(
+            f"{type(model).__name__} does not say which layer computes its logits (it has no method get_output_embeddings), so nothing can be "
+            f"computed in chunks. Name the layer with head=; its last linear layer is {(linears or ['none'])[-1]!r}."
+        )
+    return head, next((name for name, part in model.named_modules() if part is head), type(head).__name__)

@@ -1,0 +1,176 @@
+"""Exponential moving average of a model's weights, kept sharded as the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError, StepError
+from hasten.modules.names import is_dtensor, plain_name
+from hasten.optim.engine import EngineOptimizer
+from hasten.optim.optimizer import PreparedOptimizer
+
+Decay = float | Callable[[int], float]
+_KEY = "average"
+
+
+class AverageState(torch.optim.Optimizer):
+    """Averages in the form of optimizer state, so that checkpoints store and reshard them by parameter name."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__([{"params": list(parameters)}], {})
+        self.num_updates: dict[str, int] = {}
+        self.buffers: dict[str, Tensor] = {}
+        for parameter in parameters:
+            self.state[parameter][_KEY] = parameter.detach().to(torch.float32, copy=True)
+
+    def average(self, parameter: Tensor) -> Tensor:
+        """Return this rank's shard of a parameter's average."""
+        found: Tensor = self.state[parameter][_KEY]
+        return _local(found)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: as in torch
+        """Return the averages by index of their parameter, the averaged buffers and the number of updates."""
+        return {**super().state_dict(), "num_updates": dict(self.num_updates), "buffers": dict(self.buffers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
+        """Load averages, buffers and counters."""
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        for parameter, values in self.state.items():  # torch casts state to the parameter's dtype
+            values[_KEY] = values[_KEY].to(torch.float32)
+            assert values[_KEY].shape == parameter.shape
+        self.num_updates = {str(key): int(value) for key, value in state_dict["num_updates"].items()}
+        self.buffers = {
+            name: state_dict["buffers"].get(name, value).to(value.device, torch.float32, copy=True)
+            for name, value in self.buffers.items()
+        }
+
+    def restart(self) -> None:
+        """Set the averages to the present weights, as at the beginning of a run."""
+        for parameter in self.param_groups[0]["params"]:
+            self.average(parameter).copy_(_local(parameter.detach()))
+        self.num_updates = dict.fromkeys(self.num_updates, 0)
+
+
+class EMA:
+    """Exponential moving average of one prepared model, updated after every applied optimizer update.
+
+    Made by `Accelerator.ema`. Averages are float32 and sharded as the parameters, so that their update needs no
+    communication; they are part of `save_state` and `load_state`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[PreparedOptimizer],
+        *,
+        decay: Decay = 0.999,
+        every: int = 1,
+        start: int = 0,
+        only_trained: bool = True,
+        average_buffers: bool = False,
+    ) -> None:
+        _check(decay, every, start)
+        self._model, self._decay, self._every, self._start = model, decay, every, start
+        self._average_buffers = average_buffers
+        if (engine := next((o for o in optimizers if isinstance(o.optimizer, EngineOptimizer)), None)) is not None:
+            raise ConfigError(
+                f"ema() does not work with {type(engine.optimizer).__name__}: the engine holds the weights in a layout of "
+                "its own, so that they cannot be averaged beside it. Use strategy='ddp' or 'fsdp'."
+            )
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        averaged = [p for p in model.parameters() if p.is_floating_point() and (id(p) in held or not only_trained)]
+        if not held & {id(p) for p in averaged}:
+            raise ConfigError(
+                f"ema() was called for {type(model).__name__}, none of whose parameters is in a prepared optimizer, so the "
+                "average would never change. Call ema() after prepare() with the model that prepare() returned, and "
+                "prepare its optimizer as well."
+            )
+        self.state = AverageState(averaged)
+        self._swapped = False
+        for name, buffer in self._float_buffers():
+            self.state.buffers[name] = buffer.detach().to(torch.float32, copy=True)
+        members = {id(p) for p in averaged}
+        first = True
+        for index, optimizer in enumerate(optimizers):
+            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in members]
+            if mine:
+                self.state.num_updates[str(index)] = 0
+                optimizer.after_update.append(partial(self._update, str(index), mine, first))
+                first = False
+
+    @property
+    def num_updates(self) -> int:
+        """Number of optimizer updates that the average has seen."""
+        return max(self.state.num_updates.values())
+
+    @torch.no_grad()
+    def _update(self, key: str, parameters: Sequence[Tensor], with_buffers: bool) -> None:
+        """Average the parameters of one optimizer after its update."""
+        if self._swapped:
+            raise StepError(
+                "an optimizer was stepped inside `with ema.swapped():`, where the model holds the averaged weights; the "
+                "update would be lost at the end of the block. Train outside the block."
+            )
+        seen = self.state.num_updates[key] = self.state.num_updates[key] + 1
+        if seen <= self._start:
+            weight = 1.0
+        elif (seen - self._start) % self._every:
+            return
+        else:
+            decay = self._decay(seen) if callable(self._decay) else self._decay
+            weight = 1.0 - decay
+        averages = [self.state.average(parameter) for parameter in parameters]
+        current = [_local(parameter.detach()).to(torch.float32) for parameter in parameters]
+        torch._foreach_lerp_(averages, current, weight)
+        if with_buffers:
+            for name, buffer in self._float_buffers():
+                self.state.buffers[name].lerp_(buffer.to(torch.float32), weight)
+
+    def _float_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        if self._average_buffers:
+            for name, buffer in self._model.named_buffers():
+                if buffer.is_floating_point() and not is_dtensor(buffer):
+                    yield plain_name(name), buffer
+
+    @contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        """Return a context manager in which the model holds the averaged weights, for evaluation and export.
+
+        The training weights return at the end of the block, bit for bit. Buffers keep their current values, unless they
+        are averaged. Ranks: every rank that holds a shard.
+        """
+        if self._swapped:
+            raise StepError("`ema.swapped()` was entered twice; the inner block would swap the weights back.")
+        pairs = [(_local(p.detach()), self.state.average(p)) for p in self.state.param_groups[0]["params"]]
+        pairs += [(buffer, self.state.buffers[name]) for name, buffer in self._float_buffers()]
+        kept = [value.clone() for value, _ in pairs]
+        self._swapped = True
+        try:
+            with torch.no_grad():
+                for value, average in pairs:
+                    value.copy_(average)
+            yield self._model
+        finally:
+            with torch.no_grad():
+                for (value, _), before in zip(pairs, kept, strict=True):
+                    value.copy_(before)
+            self._swapped = False
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _check(decay: Decay, every: int, start: int) -> None:
+    if not callable(decay) and not 0.0 <= decay < 1.0:
+        raise ConfigError(
+            f"ema(decay={decay}) is outside [0, 1): the average keeps this fraction of itself at every update; 0.999 is usual."
+        )
+    if every < 1 or start < 0:
+        raise ConfigError(f"ema(every={every}, start={start}): every must be 1 or more, and start 0 or more updates.")

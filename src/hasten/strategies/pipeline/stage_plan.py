@@ -1,0 +1,134 @@
+"""Partition of blocks into pipeline stages, and of stages over ranks; pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from hasten.config.sections.parallel import PipelineSchedule
+from hasten.errors import ConfigError
+from hasten.runtime.mesh_plan import divisors
+
+Range = tuple[int, int]
+"""First block of a stage, and first block of the next stage."""
+SINGLE: Final = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
+IN_A_V: Final = "zbv_zero_bubble"
+"""Schedule with two stages per rank, whose stages are ordered down the ranks and back up."""
+
+
+def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0) -> tuple[Range, ...]:
+    """Return contiguous ranges of at least one block each, with the lowest possible maximum cost.
+
+    `before` and `after` are additional costs of the first and of the last range. Among equally good partitions the most even
+    one is chosen.
+    """
+    assert 1 <= parts <= len(costs), f"{len(costs)} blocks do not make {parts} parts"
+    sums = [0.0, *accumulate(costs)]
+    total = len(costs)
+
+    def cost(start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + (before if start == 0 else 0.0) + (after if stop == total else 0.0)
+
+    best = {stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)]) for stop in range(1, total - parts + 2)}
+    for part in range(2, parts + 1):
+        longer = {}
+        for stop in range(part, total - parts + part + 1):
+            found = [
+                ((max(most, cost(start, stop)), spread + cost(start, stop) ** 2), [*ranges, (start, stop)])
+                for start, ((most, spread), ranges) in best.items()
+                if start < stop
+            ]
+            longer[stop] = min(found, key=lambda item: item[0])
+        best = longer
+    return tuple(best[total][1])
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlacement:
+    """Assignment of stages to the ranks of a pipeline."""
+
+    ranks: int
+    per_rank: int = 1
+    in_a_v: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.ranks * self.per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline position of the rank that holds a stage."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.in_a_v and turn % 2 else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, ascending."""
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+
+
+def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> StagePlacement:
+    """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""
+    wanted = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
+    per_rank = stages_per_rank or (wanted[0] if wanted else 2)
+    if wanted and per_rank not in wanted:
+        raise ConfigError(
+            f"pp_handler.stages_per_rank={per_rank} is not supported with schedule {schedule!r}, which has {wanted[0]} "
+            f"stage{'s' if wanted[0] > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
+        )
+    return StagePlacement(ranks, per_rank, schedule == IN_A_V)
+
+
+def default_microbatches(schedule: PipelineSchedule, ranks: int) -> int:
+    """Return the default number of micro-batches per step: one per rank, twice as many for the zero-bubble V."""
+    return 2 * ranks if schedule == IN_A_V else ranks
+
+
+def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> None:
+    """Raise ConfigError, with numbers that work, unless the schedule can run this number of micro-batches."""
+    if schedule == "1f1b" and count < ranks:
+        raise ConfigError(
+            f"num_microbatches={count} is less than pp_size={ranks}, and schedule '1f1b' needs at least one micro-batch "
+            f"per rank. Set num_microbatches to {ranks} or more, or use 'gpipe'."
+        )
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and count % ranks:
+        raise ConfigError(
+            f"num_microbatches={count} is not a multiple of pp_size={ranks}, which schedule {schedule!r} needs. Set it "
+            f"to {max(1, count // ranks) * ranks}, or use '1f1b' or 'gpipe'."
+        )
+    if schedule == IN_A_V and count < 2 * ranks:
+        raise ConfigError(
+            f"num_microbatches={count} is less than twice pp_size={ranks}, which schedule {schedule!r} needs to have no "
+            f"bubble. Set it to {2 * ranks} or more."
+        )
+
+
+def check_rows(rows: int | None, count: int) -> int:
+    """Return the rows of one micro-batch. Raises: ConfigError with numbers that divide the batch."""
+    if rows is None:
+        raise ConfigError(
+            "forward_backward() got a batch without a tensor that has rows, so it cannot be split into micro-batches. "
+            "Give tensors whose first dimension is the batch."
+        )
+    if rows % count:
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be split into num_microbatches={count} equal parts, so the mean of their losses would not "
+            f"be the loss of the batch. Use a batch size that is a multiple of {count} (with "
+            f"drop_last=True for the last batch), or num_microbatches from {divisors(rows)}."
+        )
+    return rows // count
+
+
+def bubble(schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1) -> float:
+    """Return the fraction of a step in which a rank is idle, if all stages take the same time.
+
+    Forward, gradient of the input and gradient of the weights take one unit of time each; communication takes none.
+    """
+    chunks = count * per_rank
+    if schedule == IN_A_V:
+        return 0.0
+    if schedule == "interleaved_zero_bubble":
+        return (ranks - 1) / (3 * chunks + ranks - 1)
+    return (ranks - 1) / (chunks + ranks - 1)

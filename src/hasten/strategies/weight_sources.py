@@ -1,0 +1,157 @@
+"""Sources of a sharded model's weights: every rank, rank 0 alone, a function of the user, or a later load."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hasten.checkpoint.base import dtensor_slice
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.errors import MismatchError, PrepareError
+from hasten.runtime.context import ProcessContext
+
+log = logging.getLogger(__name__)
+
+
+class WeightSource(StrEnum):
+    """Ranks that hold a model's weights before it is sharded."""
+
+    EVERYONE = "everyone"
+    RANK_0 = "rank 0"
+    NO_RANK = "no rank"
+
+
+def source_of(
+    model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext, *, buffers: bool = True
+) -> WeightSource:
+    """Return the ranks that have the weights, after a check that every rank built the same model.
+
+    `buffers=False` skips the check of meta buffers, which an engine does not need.
+    Ranks: every rank. Raises: MismatchError with the difference; PrepareError if rank 0 lacks weights that others have.
+    """
+    meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    if ctx.world.size > 1:
+        _compare(model, ctx)
+        everyone: list[list[str]] = ctx.world.all_gather_object(meta)
+    else:
+        everyone = [meta]
+    if not any(everyone):
+        return WeightSource.EVERYONE
+    if everyone[0] and any(other != everyone[0] for other in everyone):
+        rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
+        raise PrepareError(
+            f"rank 0 built {type(model).__name__} with {len(everyone[0])} tensors on the meta device, rank {rank} with "
+            f"{len(everyone[rank])}; weights that are missing on some ranks are sent by rank 0. Build the model with weights "
+            "on rank 0, or on meta everywhere."
+        )
+    if everyone[0]:
+        if buffers:
+            _refuse_lost_buffers(model, config)
+        return WeightSource.NO_RANK
+    if not config.sync_module_states:
+        raise PrepareError(
+            f"only some ranks built {type(model).__name__} with weights, and fsdp.sync_module_states=False prevents rank 0 from "
+            "broadcasting them. Set sync_module_states=True, or build the weights on every rank."
+        )
+    return WeightSource.RANK_0
+
+
+def _compare(model: nn.Module, ctx: ProcessContext) -> None:
+    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named_tensors(model)]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    digests = ctx.world.all_gather_object(digest)
+    if len(set(digests)) == 1:
+        return
+    models: list[list[str]] = ctx.world.all_gather_object(lines)
+    other = next(rank for rank, lines in enumerate(models) if lines != models[0])
+    here, there = (next(iter(sorted(set(models[a]) - set(models[b]))), "nothing") for a, b in ((0, other), (other, 0)))
+    raise MismatchError(
+        f"rank 0 and rank {other} built different {type(model).__name__}s, whose shards would not fit together: rank 0 "
+        f"has {here}, rank {other} has {there}. Build the same model on every rank."
+    )
+
+
+def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:
+    lost = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(model.state_dict())
+    if lost and config.param_init_fn is None:
+        raise PrepareError(
+            f"buffer {sorted(lost)[0]!r} was built on the meta device and is not saved with the model's weights, so it would not be "
+            "initialized. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
+            "create this buffer on a real device."
+        )
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter and buffer once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def copy_from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
+    """Broadcast parameters and buffers from rank 0, so that every rank takes its shard from the same model."""
+    if ctx.world.size == 1:
+        return
+    for _, tensor in named_tensors(model):
+        if not tensor.is_meta and not isinstance(tensor, DTensor):  # shards of split layers were already equal
+            tensor.data.copy_(ctx.world.broadcast(tensor.data))
+
+
+@torch.no_grad()
+def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext) -> None:
+    """Fill the shards of all ranks from the whole tensors of rank 0, with one tensor in memory at a time.
+
+    Ranks: every rank; `wholes` is empty on all ranks but rank 0.
+    """
+    for name, target in named_tensors(model):
+        given = wholes.pop(name, None)
+        like = torch.empty(target.shape, dtype=target.dtype, device=ctx.device) if given is None else given
+        whole = ctx.world.broadcast(like.to(ctx.device))
+        if isinstance(target, DTensor):
+            piece = dtensor_slice(target)
+            for dim, (start, size) in enumerate(zip(piece.offset, piece.data.shape, strict=True)):
+                whole = whole.narrow(dim, start, size)
+            piece.data.copy_(whole)
+        else:
+            target.copy_(whole)
+
+
+def allocate_meta(model: nn.Module, device: torch.device) -> None:
+    """Allocate this rank's shards of meta tensors; floating-point ones hold NaN until they are filled."""
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        room = torch.empty_like(tensor, device=device)
+        return room.fill_(torch.nan) if room.is_floating_point() else room
+
+    if any(tensor.is_meta for _, tensor in named_tensors(model)):
+        model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def fill_by_function(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:
+    """Fill meta parameters with the user's `param_init_fn`, or log that a load has to fill them."""
+    if config.param_init_fn is None:
+        log.info(
+            "%s was built on the meta device: its weights are nan until load_model() or load_state() is called",
+            type(model).__name__,
+        )
+        return
+    for module in model.modules():
+        config.param_init_fn(module)
+
+
+def keep_rest_on_device(model: nn.Module, ctx: ProcessContext) -> None:
+    """Move the tensors that FSDP does not manage (buffers and whole parameters) to the device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != ctx.device:
+                module._buffers[name] = buffer.to(ctx.device)
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and parameter.device != ctx.device:
+            parameter.data = parameter.data.to(ctx.device)

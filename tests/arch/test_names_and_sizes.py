@@ -1,0 +1,92 @@
+"""One class for one name, and a reason for every file that is small."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import hasten
+
+PACKAGE: Final = Path(hasten.__file__).parent
+FEWEST_LINES: Final = 60
+SMALL: Final = MappingProxyType(
+    {
+        "__main__.py": "`python -m hasten`",
+        "accelerator/generating.py": "one feature of the facade, loaded on first use",
+        "checkpoint/store/retention.py": "imports no torch; used by the writer and by the state of a run",
+        "cli/data_cmd.py": "one file for each command",
+        "config/effective.py": "imports YAML, which workers do not need",
+        "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
+        "config/sections/trust.py": "one file for each topic of settings",
+        "lazy.py": "imported by every module of public names",
+        "optim/fused.py": "one feature, used by preparing and by captured steps",
+        "progress/tqdm_bar.py": "a public name of its own",
+        "runtime/context.py": "ProcessContext, imported by forty modules",
+        "runtime/last_words.py": "a file format shared by launcher and rank",
+        "runtime/launcher_files.py": "a file format shared by launcher and rank",
+        "runtime/links.py": "a file format shared by `hasten test` and `hasten plan`",
+        "strategies/blocks.py": "imported by eight modules of strategies",
+        "strategies/compile_worker.py": "a script, started by name",
+        "strategies/tensor/alone.py": "one transform, chosen by name",
+        "strategies/whole.py": "shared by FSDP and tensor parallelism",
+        "testing/plugin.py": "the entry point of the pytest plugin",
+        "testing/processors.py": "shared by the pool and by the test suite",
+        "tools/plan/traffic.py": "formulas, compared with counted bytes by a test",
+        "tools/report/report_live.py": "loaded for `--live` alone",
+        "trainer/state.py": "two public classes without torch",
+        "trainer/step_plan.py": "arithmetic without torch",
+        "version.py": "read by the build",
+    }
+)
+"""Files under 60 lines, each with the reason why it is not part of another one."""
+
+
+def small_files(folder: Path) -> dict[str, int]:
+    """Return the number of lines of each file under the limit, but for those that name a package."""
+    sizes = {
+        path.relative_to(folder).as_posix(): len(path.read_text("utf-8").splitlines())
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    return {name: size for name, size in sorted(sizes.items()) if size < FEWEST_LINES}
+
+
+def without_reason(sizes: Mapping[str, int]) -> list[str]:
+    """Return the small files that are not listed."""
+    return [f"{name} has {size} lines" for name, size in sizes.items() if name not in SMALL]
+
+
+def names_used_twice(folder: Path) -> dict[str, list[str]]:
+    """Return the names of classes that several files define, with the files."""
+    places = defaultdict[str, list[str]](list)
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(folder).as_posix())
+    return {name: files for name, files in places.items() if len(files) > 1}
+
+
+def test_every_small_file_has_a_reason() -> None:
+    found = without_reason(small_files(PACKAGE))
+    assert not found, f"{found}: merge each into the file that imports it, or add it to SMALL with the reason"
+
+
+def test_a_small_file_without_a_reason_is_found(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text("pass\n" * (FEWEST_LINES - 1))
+    (tmp_path / "large.py").write_text("pass\n" * FEWEST_LINES)
+    (tmp_path / "__init__.py").write_text("")
+    assert without_reason(small_files(tmp_path)) == ["small.py has 59 lines"]
+
+
+def test_every_class_has_its_own_name() -> None:
+    assert names_used_twice(PACKAGE) == {}
+
+
+def test_a_name_used_twice_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Entry:\n    class Inner: ...\n")
+    (tmp_path / "b.py").write_text("class Entry: ...\nclass Other: ...\n")
+    assert names_used_twice(tmp_path) == {"Entry": ["a.py", "b.py"]}

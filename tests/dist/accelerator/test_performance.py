@@ -1,0 +1,144 @@
+"""performance="auto" on several ranks: the same losses as without it, before and after blocks are compiled in the background."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasten import Accelerator, DistributedDataParallelKwargs
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.compiling import is_compiled, is_settling
+from hasten.testing.pool import ranks
+
+
+class Block(nn.Module):
+    """A small residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Run:
+    """A training on batches that depend on their number and the rank alone."""
+
+    def __init__(self, ctx: ProcessContext, performance: Any, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.ctx = ctx
+        self.accelerator = Accelerator(context=ctx, performance=performance, **settings)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 3))
+        made = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(net, made)
+        self.losses: list[float] = []
+
+    def step(self, rows: int = 6) -> None:
+        made = torch.Generator().manual_seed(len(self.losses) * 100 + self.ctx.rank)
+        x, y = torch.randn(rows, 4, generator=made), torch.randint(3, (rows,), generator=made)
+        loss = F.cross_entropy(self.model(x), y)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What hasten logs inside the block."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("hasten"), Keep()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@ranks(1, 2)
+def test_losses_are_those_without_it(ctx: ProcessContext) -> None:
+    runs = []
+    for performance, chosen in (("off", 0), ({"compile": False}, 1), ({"buckets": False, "compile": False}, 0)):
+        with said() as lines:
+            runs.append(Run(ctx, performance))
+        told = [line for line in lines if "buckets of 25 MiB" in line]
+        assert len(told) == (chosen if ctx.is_main and ctx.world.size > 1 else 0)
+    for run in runs:
+        for _ in range(4):
+            run.step()
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+
+
+@ranks(2)
+def test_buckets_are_chosen_unless_they_are_given(ctx: ProcessContext) -> None:
+    with said() as lines:
+        Run(ctx, {"compile": False})
+    assert len([line for line in lines if "buckets of 25 MiB" in line]) == (1 if ctx.is_main else 0)
+    with said() as lines:
+        Run(ctx, {"compile": False}, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=7)])
+        Run(ctx, {"compile": False, "buckets": False})
+    assert not [line for line in lines if "MiB" in line]
+
+
+@ranks(1, 2)
+def test_changing_shapes_are_not_compiled(ctx: ProcessContext) -> None:
+    with said() as lines:
+        run = Run(ctx, "auto")
+        assert is_settling(run.model)
+        run.step(6)
+        run.step(5)
+    assert not is_settling(run.model)
+    assert not any(is_compiled(part) for part in run.model.modules())
+    assert [line for line in lines if "shapes of its inputs change" in line] or not ctx.is_main
+
+
+@ranks(1)
+def test_a_model_without_blocks_and_settings_of_ones_own_stay(ctx: ProcessContext) -> None:
+    with said() as lines:
+        accelerator = Accelerator(context=ctx, performance="auto")
+        assert not is_settling(accelerator.prepare(nn.Linear(2, 2)))
+    assert [line for line in lines if "it has no repeated block" in line]
+    own = Run(ctx, "auto", dynamo_plugin={"backend": "eager"})
+    assert not is_settling(own.model)
+    assert not is_settling(Run(ctx, {"compile": False}).model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(310)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+@ranks(1, 2, timeout_s=300)
+def test_blocks_compiled_in_the_background_train_alike(ctx: ProcessContext) -> None:
+    """Equal except for rounding: both compute in float32, in another order."""
+    run = Run(ctx, "auto")
+    deadline, more = time.monotonic() + 240, 4
+    while more:
+        run.step()
+        waiting = torch.tensor(float(is_settling(run.model)))
+        if ctx.world.size > 1:
+            waiting = ctx.world.all_reduce(waiting, "max")
+        more -= not waiting.item()
+        assert time.monotonic() < deadline, "nothing was compiled"
+        time.sleep(0.2)
+    assert sum(is_compiled(part) for part in run.model.modules()) == 2
+    plain = Run(ctx, "off")
+    for _ in run.losses:
+        plain.step()
+    assert run.losses == pytest.approx(plain.losses, rel=1e-4)

@@ -1,0 +1,241 @@
+"""Dispatching: one rank reads, each rank receives its own part and nothing else, of any shape."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hasten.comm.base import Comm
+from hasten.data.dispatch import BatchWire
+from hasten.data.loader import Loader
+from hasten.errors import PeerFailedError
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    names: list[str]
+
+
+class Opaque:
+    """A batch object of the user's own that nothing can look into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:
+    return ctx.world.all_gather_object(seen(loader, limit))
+
+
+@ranks(2, 3)
+def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) -> None:
+    wire = BatchWire(ctx.world)
+    for size in (3, 10, 100_000, 5):
+        parts: list[dict[str, Any]] = [
+            {
+                "a": torch.arange(size + rank, dtype=torch.float16),
+                "b": [Pair(torch.eye(rank + 1, dtype=torch.bool), [f"row {rank}"]), 7, None],
+                "c": torch.tensor(float(rank)),
+                "empty": torch.empty(0, 3),
+                "complex": torch.complex(torch.ones(2), torch.full((2,), float(rank))),
+                "view": torch.arange(12.0).reshape(3, 4).T,
+                "opaque": Opaque(torch.full((2,), rank)),
+                "sparse": torch.eye(3).to_sparse(),
+            }
+            for rank in range(ctx.world.size)
+        ]
+        if ctx.rank == 0:
+            wire.send(wire.pack(parts), range(ctx.world.size))
+            continue
+        got, mine = wire.receive(), parts[ctx.rank]
+        for key in ("a", "c", "empty", "complex", "view"):
+            assert torch.equal(got[key], mine[key])
+            assert got[key].dtype == mine[key].dtype
+        assert type(got["b"][0]).__name__ == "Pair"
+        assert torch.equal(got["b"][0].x, mine["b"][0].x)
+        assert got["b"][0].names == [f"row {ctx.rank}"]
+        assert got["b"][1:] == [7, None]
+        assert torch.equal(got["opaque"].x, mine["opaque"].x)
+        assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
+
+
+@ranks(2, exhaustive=(4,))
+def test_dispatched_map_data_is_read_as_sharded_data_is(ctx: ProcessContext) -> None:
+    for size, batch, shuffle in ((0, 1, False), (1, 4, True), (7, 1, True), (26, 4, False)):
+        for drop_last, even, split in itertools.product((False, True), repeat=3):
+            if split and batch % ctx.world.size:
+                continue
+
+            def build(size: int = size, batch: int = batch, shuffle: bool = shuffle, drop: bool = drop_last) -> Any:
+                return DataLoader(range(size), batch_size=batch, shuffle=shuffle and size > 0, drop_last=drop)  # type: ignore[arg-type]
+
+            settings: dict[str, Any] = {"even_batches": even, "split_batches": split}
+            expected = seen(prepared(build(), ctx=ctx, **settings))
+            loader = prepared(build(), ctx=ctx, dispatch_batches=True, **settings)
+            assert seen(loader) == expected
+            assert len(loader) == len(expected)
+
+
+class ReadOnFirst(Dataset[int]):
+    """Data that only the first rank can reach."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if self.rank:
+            raise AssertionError("read on a rank that only receives")
+        if index == 8:
+            raise OSError("unreadable")
+        return index
+
+
+@ranks(2)
+def test_only_the_first_rank_reads_and_its_error_reaches_everybody(ctx: ProcessContext) -> None:
+    loader = prepared(DataLoader(ReadOnFirst(ctx.rank), batch_size=2), ctx=ctx, dispatch_batches=True)
+    rows: list[list[int]] = []
+    expected: Any = OSError if ctx.rank == 0 else PeerFailedError
+    with pytest.raises(expected, match="unreadable"):
+        rows.extend(batch.tolist() for batch in loader)
+    assert rows == ([[0, 1], [4, 5]] if ctx.rank == 0 else [[2, 3], [6, 7]])
+
+
+class Ragged(IterableDataset[Tensor]):
+    """Rows of varying length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.full((1 + value % 3,), value) for value in range(11)])
+
+
+def pad(samples: list[Tensor]) -> dict[str, Tensor]:
+    return {"x": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)}
+
+
+@ranks(2, 3)
+def test_streams_of_varying_shapes_are_dispatched(ctx: ProcessContext) -> None:
+    for split in (False, True):
+        user = DataLoader(Ragged(), batch_size=6 if split else 2, collate_fn=pad)
+        loader = prepared(user, ctx=ctx, dispatch_batches=True, split_batches=split)
+        mine = []
+        for batch in loader:
+            rows = batch["x"][: loader.cursor.num_real]
+            mine += [int(row[0]) for row in rows]
+        everyone = ctx.world.all_gather_object((mine, loader.cursor.batch, loader.cursor.at_end))
+        assert sorted(value for part, _, _ in everyone for value in part) == list(range(11))
+        assert len({steps for _, steps, _ in everyone}) == 1
+        assert all(at_end for _, _, at_end in everyone)
+
+
+@ranks(2, exhaustive=(4,))
+def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> None:
+    for size, drop_last, even in itertools.product((0, 1, 9, 16), (False, True), (False, True)):
+
+        def make(size: int = size, drop: bool = drop_last, even: bool = even) -> Loader:
+            user = DataLoader(CountingStream(size), batch_size=2, drop_last=drop)
+            return prepared(user, ctx=ctx, dispatch_batches=True, even_batches=even)
+
+        shares = shares_of(ctx, make())
+        order = global_order(shares)
+        step = 2 * ctx.world.size
+        assert order == list(range(size - size % step if drop_last else size))
+        if even:
+            assert len({len(share) for share in shares}) == 1
+        for share in shares:
+            assert [row.last for row in share] == [False] * (len(share) - 1) + [True] * bool(share)
+    whole = shares_of(ctx, prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True))
+    for stop in range(1, len(whole[0]) + 1):
+        loader = prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True)
+        seen(loader, stop)
+        state = json.loads(json.dumps(loader.state_dict()))
+        again = prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True)
+        again.load_state_dict(state)
+        assert shares_of(ctx, again) == [share[stop:] for share in whole]
+
+
+@ranks(2)
+def test_dispatched_map_data_resumes_with_workers(ctx: ProcessContext) -> None:
+    def make(num_workers: int) -> Loader:
+        user: DataLoader[Any] = DataLoader(range(15), batch_size=2, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
+        return prepared(user, ctx=ctx, dispatch_batches=True)
+
+    whole = shares_of(ctx, make(0))
+    for stop in (1, 3):
+        loader = make(2)
+        seen(loader, stop)
+        again = make(2)
+        again.load_state_dict(loader.state_dict())
+        assert shares_of(ctx, again) == [share[stop:] for share in whole]
+    first = make(0)
+    assert shares_of(ctx, first, limit=2) == [share[:2] for share in whole]  # and a break leaves nothing on the wire
+    assert sorted(global_order(shares_of(ctx, first))) == list(range(15))
+
+
+@ranks(2)
+def test_the_users_slicing_is_used(ctx: ProcessContext) -> None:
+    def slice_fn(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:
+        return {"x": batch["x"][rows], "for": (process_index, num_processes)}
+
+    def collate(samples: list[int]) -> dict[str, Tensor]:
+        return {"x": torch.tensor(samples)}
+
+    for split, kind in itertools.product((False, True), ("map", "stream")):
+        data: Any = range(10) if kind == "map" else CountingStream(10)
+        user = DataLoader(data, batch_size=4 if split else 2, collate_fn=collate)
+        settings: dict[str, Any] = {"dispatch_batches": True, "split_batches": split}
+        loader = prepared(user, ctx=ctx, slice_fn=slice_fn, **settings)
+        mine = []
+        for batch in loader:
+            assert batch["for"] == (ctx.rank, 2)
+            mine.append(batch["x"].tolist()[: loader.cursor.num_real])
+        both = ctx.world.all_gather_object(mine)
+        steps = [a + b for a, b in zip(*both, strict=True)]
+        assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@ranks(4, mesh={"dp_replicate": 2, "tp": 2})
+def test_tensor_parallel_peers_receive_the_same_part(ctx: ProcessContext) -> None:
+    loader = prepared(DataLoader(range(14), batch_size=2), ctx=ctx, dispatch_batches=True)  # type: ignore[arg-type]
+    shares = shares_of(ctx, loader)
+    assert shares[0] == shares[1]
+    assert shares[2] == shares[3]
+    assert global_order(shares[::2]) == list(range(14))
+
+
+class Counting:
+    """A communicator that counts what it scatters."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.scattered: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def scatter(self, parts: Any, like: Tensor, src: int = 0) -> Tensor:
+        self.scattered.append(like.numel())
+        return self._comm.scatter(parts, like, src)
+
+
+@ranks(2, 4)
+def test_a_step_is_one_scatter_of_one_ranks_part(ctx: ProcessContext) -> None:
+    counting: Any = Counting(ctx.world)
+    rows = torch.zeros(64, 16_384)
+    own = ProcessContext(ctx.topology, ctx.mesh, ctx.device, counting, ctx.groups)
+    loader = prepared(DataLoader(rows, batch_size=4), ctx=own, dispatch_batches=True)  # type: ignore[arg-type]
+    steps = len([None for _ in loader])
+    assert len(counting.scattered) == steps + 1  # the first one says how much room is needed
+    part = 4 * 16_384 * 4
+    assert all(part < size < part + 16_384 for size in counting.scattered[1:])

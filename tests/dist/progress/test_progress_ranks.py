@@ -1,0 +1,95 @@
+"""Progress on several ranks: one shows, the slow one is found, and nobody waits for anybody."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+
+import torch
+from rich.console import Console
+
+from hasten.progress.build import progress, straggler_watch
+from hasten.progress.straggler import BackwardTimer
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+from hasten.tracking.base import Entry, Run, Tracker
+from hasten.tracking.manager import TrackerManager
+
+
+@ranks(2, 4)
+def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None:
+    file, size = io.StringIO(), ctx.world.size
+    watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
+    assert watch is not None
+    bar = progress(range(30), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
+    for _ in bar:
+        time.sleep(0.02 if ctx.world.rank == size - 1 else 0.002)
+        pulse.reached()
+        ctx.world.all_reduce(torch.ones(1))  # the gradients' all-reduce, where the fast ranks wait
+    if ctx.world.rank == 0:
+        assert f"rank {size - 1} is slower than the others" in file.getvalue()
+    else:
+        assert file.getvalue() == ""
+        assert watch.found is None
+
+
+@ranks(2)
+def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> None:
+    file = io.StringIO()
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logging.getLogger("hasten").addHandler(handler)
+    watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
+    try:
+        for _ in range(2):  # as in two epochs
+            bar = progress(range(10), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
+            for _ in bar:
+                time.sleep(0.02 if ctx.world.rank == 1 else 0.002)
+                pulse.reached()
+                ctx.world.all_reduce(torch.ones(1))
+    finally:
+        logging.getLogger("hasten").removeHandler(handler)
+    named = (file.getvalue() + logged.getvalue()).count("rank 1 is slower than the others")
+    assert named == (1 if ctx.world.rank == 0 else 0)
+
+
+@ranks(2)
+def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> None:
+    watch, pulse = straggler_watch(ctx, every_s=0.0), BackwardTimer(ctx.device)
+    if ctx.world.rank == 0:
+        seen = []
+        for number in progress(range(5), ctx=ctx, console=Console(file=io.StringIO()), pulse=pulse, watch=watch):
+            pulse.reached()
+            seen.append(number)
+        assert seen == [0, 1, 2, 3, 4]
+        assert watch is not None
+        assert watch.found is None, "a rank that has no loop is not a slow one"
+
+
+class Runs(Tracker):
+    """Keeps the run it was started with."""
+
+    name, every_rank = "runs", True
+
+    def start(self, run: Run) -> str:
+        self.run = run
+        return run.label
+
+    def log(self, entry: Entry) -> None:
+        """Keep nothing."""
+
+
+@ranks(2)
+def test_trackers_on_every_rank_share_the_run(ctx: ProcessContext) -> None:
+    tracker = Runs()
+    manager = TrackerManager(
+        [tracker], is_main=ctx.world.rank == 0, rank=ctx.world.rank, share=ctx.world.broadcast_object
+    )
+    manager.init("project")
+    manager.log({"loss": 1.0})
+    ids = ctx.world.all_gather_object(tracker.run.run_id)
+    labels = ctx.world.all_gather_object(tracker.run.label)
+    manager.finish()
+    assert ids[0] == ids[1]
+    assert labels == [ids[0], f"{ids[0]}-rank1"]

@@ -1,0 +1,318 @@
+"""Models called in a context-parallel block as in a plain loop: without positions, with labels, with a padding mask.
+
+Each case trains like plain torch in one process (float32: another order of sums, 1e-5 on a loss of 3), or is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasten import Accelerator, TorchContextParallelConfig
+from hasten.config.sections.parallel import ParallelismConfig
+from hasten.errors import StepError
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+from hasten.testing.toys import seeded
+
+Way = Literal["allgather", "ring", "ulysses"]
+WAYS: tuple[Way, ...] = ("allgather", "ring", "ulysses")
+VOCAB = 16
+LENGTH = 16
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    build: Any = LlamaForCausalLM
+    made: nn.Module = build(
+        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH)
+    )
+    return made
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    build: Any = GPT2LMHeadModel
+    off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
+    made: nn.Module = build(GPT2Config(n_embd=8, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=LENGTH, **off))
+    return made
+
+
+MODELS = {"llama": llama, "gpt2": gpt2}
+
+
+def spread(way: Way, size: int = 2, **more: Any) -> Accelerator:
+    handler = TorchContextParallelConfig(cp_comm_strategy=way)
+    return Accelerator(parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more)
+
+
+def batch(g: torch.Generator, kind: str) -> dict[str, Tensor]:
+    """Tokens and labels, not shifted; `padded` has padding on the right, which `counted` labels take part in."""
+    tokens = torch.randint(1, VOCAB, (3, LENGTH), generator=g)
+    made = {"input_ids": tokens, "labels": tokens.clone()}
+    if kind != "full":
+        mask = torch.ones_like(tokens)
+        for row, length in enumerate((5, LENGTH, 11)):
+            mask[row, length:] = 0
+        made["attention_mask"] = mask
+        if kind == "padded":
+            made["labels"] = tokens.masked_fill(mask == 0, -100)
+    return made
+
+
+def trained(name: str, accelerator: Accelerator | None, kind: str, steps: int = 3) -> tuple[list[float], nn.Module]:
+    net: nn.Module = seeded(MODELS[name])
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    if accelerator is not None:
+        net, optimizer = accelerator.prepare(net, optimizer)
+    g, seen = torch.Generator().manual_seed(3), []
+    for _ in range(steps):
+        given = batch(g, kind)
+        if accelerator is None:
+            loss = net(**given).loss
+            loss.backward()
+        else:
+            real = (given["labels"][:, 1:] != -100).sum()
+            shifted = F.pad(given["labels"][:, 1:], (0, 1), value=-100)
+            with accelerator.context_parallel(list(given.values()), [1] * len(given)) as shards:
+                loss = net(**given).loss
+                accelerator.backward(loss)
+            mine = (shifted[:, shards.positions(LENGTH)] != -100).sum()
+            loss = accelerator.reduce(loss.detach().nan_to_num() * mine / real, "sum") / (
+                accelerator.num_processes // accelerator.ctx.mesh.cp
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(loss.detach()))
+    return seen, net if accelerator is None else accelerator.unwrap_model(net)
+
+
+def same(accelerator: Accelerator, name: str, kind: str) -> None:
+    expected, plain = trained(name, None, kind)
+    got, net = trained(name, accelerator, kind)
+    assert got == pytest.approx(expected, abs=1e-5)
+    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+        whole = a.full_tensor() if hasattr(a, "full_tensor") else a
+        # AdamW divides by a gradient's size: one that is zero but for rounding (a key's bias) moves by up to the learning rate
+        assert float((whole - b).detach().abs().median()) < 1e-5
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("name", "way", "kind"),
+    [
+        ("gpt2", "allgather", "full"),
+        ("llama", "ring", "padded"),
+        ("gpt2", "ulysses", "counted"),
+        ("llama", "allgather", "counted"),
+    ],
+)
+def test_a_model_of_transformers_is_called_as_in_a_plain_loop(
+    ctx: ProcessContext, name: str, way: Way, kind: str
+) -> None:
+    same(spread(way), name, kind)
+
+
+@ranks(4, timeout_s=180)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
+def test_on_four_ranks_too(ctx: ProcessContext) -> None:
+    same(spread("ring", 4), "gpt2", "padded")
+    same(spread("allgather", 2, strategy="fsdp"), "llama", "full")
+
+
+@ranks(2, 4)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_way_and_kind(ctx: ProcessContext, name: str, way: Way) -> None:
+    for strategy in ("auto", "fsdp"):
+        for kind in ("full", "padded", "counted"):
+            if (way, kind) != ("ring", "counted"):
+                same(spread(way, ctx.world.size, strategy=strategy), name, kind)
+
+
+@ranks(2)
+def test_logits_without_positions_are_those_of_the_whole(ctx: ProcessContext) -> None:
+    for name, build in MODELS.items():
+        net: Any = seeded(build)
+        tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        expected = net(input_ids=tokens).logits.detach()
+        accelerator = spread("ring")
+        net = accelerator.prepare(net)
+        with accelerator.context_parallel([tokens], [1]) as shards:
+            got = shards.gather(net(tokens).logits).detach()
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, msg=name)
+
+
+class Speller(nn.Module):
+    """A language model as people write them; `places` says where it takes positions from."""
+
+    def __init__(self, places: str) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head, self.places = (
+            nn.Embedding(VOCAB, 8),
+            nn.Linear(8, 24),
+            nn.Linear(8, VOCAB),
+            places,
+        )
+        if places in ("arange", "slice", "given"):
+            self.learned = nn.Embedding(LENGTH, 8)
+        elif places == "convolution":
+            self.mix = nn.Conv1d(8, 8, 3, padding=2)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        length = tokens.shape[1]
+        if self.places == "arange":
+            x = x + self.learned(torch.arange(length, device=tokens.device))
+        elif self.places == "slice":
+            x = x + self.learned.weight[:length]
+        elif self.places == "given":
+            x = x + self.learned(positions)
+        elif self.places == "convolution":
+            x = self.mix(x.transpose(1, 2))[..., :length].transpose(1, 2)
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.places == "rotary":
+            angles = torch.arange(length, device=tokens.device)[:, None] * torch.tensor([1.0, 0.1])
+            q, k = (_rotated(t, angles) for t in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a Linear
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("places", ["none", "given"])
+def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext, places: str) -> None:
+    plain = seeded(lambda: Speller(places))
+    accelerator = spread("allgather", ctx.world.size)
+    net = copy.deepcopy(plain)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        inputs, labels, positions = tokens[:, :-1].clone(), tokens[:, 1:].clone(), torch.arange(LENGTH)
+        F.cross_entropy(plain(inputs, positions).flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
+        theirs.step()
+        theirs.zero_grad()
+        given = (inputs, positions) if places == "given" else (inputs,)
+        with accelerator.context_parallel([inputs, labels, positions], [1, 1, 0]):
+            accelerator.backward(F.cross_entropy(net(*given).flatten(0, 1), labels.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@ranks(2, exhaustive=(4,))
+@pytest.mark.parametrize(
+    ("way", "precision", "strategy"),
+    [
+        ("allgather", "no", "auto"),
+        ("ring", "bf16", "fsdp"),
+        pytest.param("ulysses", "no", "auto", marks=pytest.mark.exhaustive),
+        pytest.param("ring", "bf16", "auto", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_module_that_makes_its_own_positions_is_refused(
+    ctx: ProcessContext, way: Way, precision: str, strategy: str
+) -> None:
+    for places in ("arange", "slice", "rotary", "convolution"):
+        size = 2 if way == "ulysses" else ctx.world.size  # of two heads
+        accelerator = spread(way, size, mixed_precision=precision, strategy=strategy)
+        net = accelerator.prepare(seeded(partial(Speller, places)))
+        tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        block = accelerator.context_parallel([tokens], [1])
+        with pytest.raises(StepError, match=r"\(by \d+%.*Pass the positions to the model"), block:
+            net(tokens)
+        assert net.training
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss, from labels that it shifts by itself or gets shifted."""
+
+    def __init__(self, shifts: bool) -> None:
+        super().__init__()
+        self.net, self.shifts = Speller("none"), shifts
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.net(tokens)
+        if targets is None:
+            return logits, None
+        if self.shifts:
+            return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@ranks(2, exhaustive=(4,))
+def test_a_module_that_shifts_its_labels_is_refused(ctx: ProcessContext) -> None:
+    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    labels[0, 3:] = -100
+    accelerator = spread("ring", ctx.world.size)
+    net = accelerator.prepare(seeded(partial(WithLoss, True)))
+    block = accelerator.context_parallel([inputs, labels], [1, 1])
+    with pytest.raises(StepError, match="shifts labels in its forward"), block:
+        net(inputs, labels)
+    plain, net = seeded(partial(WithLoss, False)), accelerator.prepare(seeded(partial(WithLoss, False)))
+    plain(inputs, labels)[1].backward()
+    with accelerator.context_parallel([inputs, labels], [1, 1]):
+        accelerator.backward(net(inputs, targets=labels)[1])
+    for a, b in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+
+
+@ranks(2)
+def test_training_without_the_block_says_what_to_write(ctx: ProcessContext) -> None:
+    accelerator = spread("ring")
+    net = accelerator.prepare(seeded(lambda: Speller("arange")))
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    with pytest.raises(StepError, match=r"outside accelerator.context_parallel\(\).*cp_size=2.*with accelerator"):
+        net(tokens)
+    with torch.no_grad():
+        assert net(tokens).shape == (2, LENGTH, VOCAB)
+    assert net.eval()(tokens).shape == (2, LENGTH, VOCAB)
+    linear = accelerator.unwrap_model(accelerator.prepare(nn.Linear(2, 2)))
+    assert pickle.loads(pickle.dumps(linear))(torch.ones(1, 2)).shape == (1, 2)
+
+
+@ranks(2)
+def test_models_with_positions_of_their_own_kind_are_refused(ctx: ProcessContext) -> None:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    build: Any = RobertaForMaskedLM
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    accelerator = spread("allgather")
+    net = accelerator.prepare(build(RobertaConfig(**sizes, num_attention_heads=2, vocab_size=VOCAB)))
+    tokens = torch.full((2, LENGTH), 5)
+    with pytest.raises(StepError, match="padding_idx"), accelerator.context_parallel([tokens], [1]):
+        net(input_ids=tokens)
+
+
+@ranks(2)
+def test_what_a_part_does_not_show_is_refused(ctx: ProcessContext) -> None:
+    """A padding mask over whole sequences beside parts of them, and a window that is longer than a part."""
+    accelerator = spread("allgather")
+    inner: Any = llama()
+    net = accelerator.prepare(inner)
+    tokens, mask = torch.full((2, LENGTH), 5), torch.ones(2, LENGTH, dtype=torch.long)
+    with pytest.raises(StepError, match="Add it to the buffers"), accelerator.context_parallel([tokens], [1]):
+        net(input_ids=tokens, attention_mask=mask)
+    inner.config.sliding_window = LENGTH - 1
+    with pytest.raises(StepError, match="at most 15 tokens"), accelerator.context_parallel([tokens], [1]):
+        net(input_ids=tokens)

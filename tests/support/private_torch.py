@@ -1,0 +1,322 @@
+"""Table of the private or undocumented names of torch that hasten and its drop-in use, and the effect of their absence.
+
+The tests fail if the installed torch lacks one, and if code uses one that is not listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+BOTH: Final = ("2.11", "2.13")
+_DDP: Final = "torch.nn.parallel:DistributedDataParallel"
+_GROUP: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_PARAM: Final = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+_SCALER: Final = "torch.amp:GradScaler"
+_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_MODULE: Final = "torch.nn:Module"
+
+_BUCKETS: Final = "src/hasten/strategies/ddp/buckets.py"
+_HELD: Final = "src/hasten/strategies/fsdp/gradients.py"
+_SCALING: Final = "src/hasten/precision/scaler.py"
+_LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
+_SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
+_HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
+_PIECES: Final = "src/hasten/strategies/context/attention.py"
+_META: Final = "src/hasten/bigmodel/meta.py"
+_BLOCKS: Final = "src/hasten/bigmodel/units.py"
+_BEGUN: Final = "src/hasten/comm/collective_log.py"
+_TRAFFIC: Final = "src/hasten/trust/stall/traffic.py"
+_TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
+_WATCH: Final = "src/hasten/tools/tune/watch.py"
+_THROUGHPUT: Final = "src/hasten/progress/throughput.py"
+_MFU: Final = "track_throughput() fails"
+_SKIPPING: Final = "src/hasten/comm/skipping.py"
+_CLIP: Final = "src/hasten/optim/clip.py"
+_HOSTS: Final = "src/hasten/strategies/engines/xla/hosts.py"
+_DDP_RETRY: Final = "src/hasten/strategies/ddp/strategy.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name: its owner in torch ("module" or "module:Class"), the files that use it, and the effect of its absence."""
+
+    owner: str
+    name: str
+    files: tuple[str, ...]
+    without: str
+    seen: tuple[str, ...] = BOTH
+    instead_of: str = ""
+    """Name with the same meaning in other versions; one of the two is enough."""
+
+
+_STALL: Final = "the stall report cannot count torch's own collectives"
+_EXACT: Final = "degrades: resumes on more than two ranks agree to rounding, not bit for bit; logged once"
+_HOLDS: Final = "degrades: no save inside a window with shards and replicas; logged once"
+_SCALE: Final = "fp16 fails"
+_ELASTIC: Final = "the launcher fails"
+_RING: Final = "causal context parallelism by allgather or ring fails"
+_MEAN: Final = "several XLA hosts cannot average gradients"
+_AGAIN: Final = "run_step() fails"
+_FAST: Final = "degrades: optimizers update DTensors, slower"
+
+NAMES: Final = (
+    # the watchdog: the number of collectives that each group has started
+    Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
+    Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
+    Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_BEGUN,), _STALL),
+    # the allocator's snapshot
+    Name(
+        "torch.cuda.memory",
+        "_dump_snapshot",
+        ("src/hasten/trust/memory.py",),
+        "memory_snapshot() fails on a GPU",
+    ),
+    # DDP: the order of its buckets
+    Name(_DDP, "reducer", (_BUCKETS,), _EXACT),
+    Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),
+    Name(_DDP, "logger", (_BUCKETS,), _EXACT),
+    Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp/strategy.py"), _EXACT),
+    Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
+    Name("torch.distributed:Reducer", "_remove_autograd_hooks", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_build_params_for_reducer", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_build_debug_param_to_name_mapping", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_ddp_init_helper", (_BUCKETS,), _EXACT),
+    Name(
+        _DDP,
+        "require_forward_param_sync",
+        ("src/hasten/strategies/ddp/strategy.py",),
+        "buffers may be synchronised once more",
+    ),
+    Name(
+        "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        "_orthogonalize",
+        ("src/hasten/strategies/ddp/strategy.py",),
+        "comm_hook='batched_power_sgd' fails",
+    ),
+    # several XLA hosts: the end of a backward pass
+    Name("torch", "_C", (_HOSTS,), _MEAN),
+    Name("torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"),
+    Name("torch.autograd:Variable", "_execution_engine", (_HOSTS,), _MEAN),
+    # FSDP2: gradients held between reductions
+    Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
+    Name(_STATE, "_fsdp_param_groups", (_HELD,), _HOLDS, ("2.13",), instead_of="_fsdp_param_group"),
+    Name(_STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"),
+    Name(_GROUP, "fsdp_params", (_HELD,), _HOLDS),
+    Name(_GROUP, "_partial_reduce_output", (_HELD,), _HOLDS),
+    Name(_PARAM, "sharded_param", (_HELD,), _HOLDS),
+    Name(_PARAM, "unsharded_accumulated_grad", (_HELD,), _HOLDS),
+    Name(
+        _PARAM, "_unsharded_param", (_HELD,), "degrades: gradients that set_requires_gradient_sync(False) left are lost"
+    ),
+    # DTensor
+    Name(
+        "torch.distributed.tensor.debug",
+        "_clear_sharding_prop_cache",
+        ("src/hasten/runtime/mesh.py",),
+        "a second process group in one process fails with sharded tensors",
+    ),
+    Name(
+        "torch.distributed.device_mesh:DeviceMesh",
+        "_get_root_mesh",
+        ("src/hasten/checkpoint/base.py",),
+        "sharded checkpoints fail",
+    ),
+    Name(
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+        ("src/hasten/checkpoint/base.py",),
+        "sharded checkpoints fail",
+    ),
+    Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS,), "sharded updates fail"),
+    Name("torch.optim:Adam", "_init_group", (_SHARDS,), _FAST),
+    # schedulers
+    Name(
+        "torch.optim.lr_scheduler:LRScheduler",
+        "_wrapped_by_lr_sched",
+        ("src/hasten/optim/engine.py",),
+        "degrades: torch wraps an engine's step() and warns about the order of calls",
+    ),
+    # loss scaling
+    Name(_SCALER, "_enabled", (_SCALING,), _SCALE),
+    Name(_SCALER, "_per_optimizer_states", (_SCALING,), _SCALE),
+    Name(_SCALER, "_growth_interval", (_SCALING,), _SCALE),
+    Name(_SCALER, "_get_growth_tracker", (_SCALING,), _SCALE),
+    Name(_SCALER, "_unscale_grads_", (_SCALING,), _SCALE),
+    Name("torch", "_amp_foreach_non_finite_check_and_unscale_", (_SCALING,), _SCALE),
+    # gradients
+    Name(
+        "torch:Tensor",
+        "_is_view",
+        ("src/hasten/optim/window.py", "src/hasten/trust/numbers/late_losses.py"),
+        "several weighted losses in one micro-step fail, and so does the numbers watch",
+    ),
+    Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
+    Name("torch:Tensor", "_post_accumulate_grad_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
+    # many tensors at once
+    Name(
+        "torch",
+        "_foreach_mul_",
+        (_CLIP, "src/hasten/optim/gradients.py", "src/hasten/optim/muon.py"),
+        "clipping, weighted windows and Muon fail",
+    ),
+    Name("torch", "_foreach_lerp_", ("src/hasten/optim/ema.py",), "moving averages of weights fail"),
+    Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
+    Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
+    # modules
+    Name(_MODULE, "_apply", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"),
+    Name(
+        _MODULE, "_buffers", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"
+    ),
+    Name(
+        _MODULE,
+        "_modules",
+        ("src/hasten/modules/names.py", "src/hasten/bigmodel/device_map.py"),
+        "wrappers are not seen through, and models cannot be placed",
+    ),
+    Name(_MODULE, "_forward_pre_hooks", (_META,), "the note on weights that were never filled stays"),
+    Name(_MODULE, "_forward_pre_hooks_with_kwargs", (_META,), "the note on weights that were never filled stays"),
+    Name("torch.nn:RNNBase", "_flat_weights", (_BLOCKS,), "offloaded recurrent modules fail"),
+    Name("torch.nn:RNNBase", "_flat_weights_names", (_BLOCKS,), "offloaded recurrent modules fail"),
+    Name(_MODULE, "_compiled_call_impl", ("src/hasten/strategies/compiling.py",), "compiled modules stay compiled"),
+    Name(
+        _MODULE,
+        "_non_persistent_buffers_set",
+        ("src/hasten/modules/surgery.py", "dropin/src/accelerate/_impl/models/modeling.py"),
+        "sizes of models cannot be computed",
+    ),
+    # data
+    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/loader.py",), "skip_first_batches fails"),
+    Name(
+        "torch.utils.data:RandomSampler",
+        "_num_samples",
+        ("src/hasten/data/order.py", "dropin/src/accelerate/_impl/loaders/share.py"),
+        "shuffled loaders fail",
+    ),
+    # the launcher
+    Name(_AGENT, "_exit_barrier", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_monitor_workers", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_pcontext", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_remaining_restarts", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_shutdown", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_start_workers", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_worker_group", (_LAUNCH,), _ELASTIC),
+    Name("torch.distributed.elastic.multiprocessing.api", "_terminate_process_handler", (_LAUNCH,), _ELASTIC),
+    Name(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        ("src/hasten/runtime/bootstrap.py",),
+        "a process group that the user made cannot be used",
+    ),
+    # tests and the drop-in
+    Name(
+        "torch",
+        "_dynamo",
+        ("src/hasten/testing/worker.py", "dropin/src/accelerate/_impl/models/other.py"),
+        "test workers keep compiled code; is_compiled_module fails",
+    ),
+    Name(
+        "torch.nn.modules.module",
+        "_IncompatibleKeys",
+        ("dropin/src/accelerate/_impl/checkpoints/fsdp.py",),
+        "the drop-in's load_fsdp_model fails",
+    ),
+    Name(
+        "torch.distributed.fsdp.wrap:CustomPolicy",
+        "_lambda_fn",
+        ("src/hasten/strategies/fsdp/wrapping.py",),
+        "custom wrap policies of the drop-in fail",
+    ),
+    Name(
+        "torch._dynamo.eval_frame:OptimizedModule",
+        "_orig_mod",
+        ("dropin/src/accelerate/_impl/models/modeling.py", "dropin/src/accelerate/_impl/models/other.py"),
+        "the drop-in does not see through compiled modules",
+    ),
+    Name(
+        "torch.optim.lr_scheduler:LRScheduler",
+        "_step_count",
+        ("dropin/src/accelerate/_impl/optim/scheduler.py",),
+        "the drop-in's scheduler counts wrongly",
+    ),
+    Name(
+        "torch.distributed.device_mesh:DeviceMesh",
+        "_flatten",
+        ("dropin/src/accelerate/_impl/settings/parallelism.py",),
+        "the drop-in's device meshes have no joint axes",
+    ),
+    # fused attention that returns its log-sum-exp: the ring of context parallelism
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention", (_PIECES,), _RING),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _RING),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _RING),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu_backward", (_PIECES,), _RING),
+    Name(
+        "torch",
+        "_C",
+        ("src/hasten/strategies/tensor/logits.py", "src/hasten/modules/lazy_logits.py", _SKIPPING, _THROUGHPUT),
+        "loss_parallel=True, use_chunked_loss(), track_throughput() and run_step() fail",
+    ),
+    # repeated steps
+    Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
+    Name(
+        "torch.utils",
+        "_python_dispatch",
+        (_SKIPPING, _TRAFFIC, _WATCH, _THROUGHPUT),
+        "run_step(), traffic(), track_throughput() and hasten plan fail",
+    ),
+    Name("torch.utils._python_dispatch", "_get_current_dispatch_mode", (_THROUGHPUT,), _MFU),
+    Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
+    Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
+    Name("torch", "_foreach_add_", ("src/hasten/optim/gradients.py",), _AGAIN),
+    Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),
+    Name("torch.distributed:Reducer", "_rebuild_buckets", (_DDP_RETRY,), _AGAIN),
+)
+
+
+def missing(names: Iterable[Name] = NAMES) -> list[str]:
+    """Return the names that the installed torch lacks."""
+    lacking = []
+    for entry in names:
+        spellings = [entry.name, *([entry.instead_of] if entry.instead_of else [])]
+        if not any(_has(entry.owner, spelling) for spelling in spellings):
+            lacking.append(f"{entry.owner}.{entry.name}")
+    return lacking
+
+
+def _has(owner: str, name: str) -> bool:
+    module, _, cls = owner.partition(":")
+    try:
+        found: Any = importlib.import_module(module)  # Any: a module, or a class in it
+        found = getattr(found, cls) if cls else found
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(found, name):
+        return True
+    if not cls:
+        return importlib.util.find_spec(f"{module}.{name}") is not None
+    return name in set_on_self(found)
+
+
+def set_on_self(cls: type) -> set[str]:
+    """Return the attributes that a class of torch declares, or sets in its methods."""
+    names: set[str] = set()
+    for one in cls.__mro__:
+        if one.__module__.split(".")[0] != "torch":
+            continue
+        try:
+            text = textwrap.dedent(inspect.getsource(one))
+        except (OSError, TypeError):  # compiled
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names

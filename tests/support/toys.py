@@ -1,0 +1,185 @@
+"""Small models and datasets that only the tests need; those of `hasten.testing.toys` are for everyone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from hasten.testing.toys import Blobs, Classifier
+
+
+class Experts(nn.Module):
+    """Experts stacked into two weights; each token passes through those chosen for it."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = number
+        self.up = nn.Parameter(torch.randn(number, 2 * width, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(number, width, 2 * width) * width**-0.5)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' results for each row of `hidden`."""
+        out = torch.zeros_like(hidden)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, place = torch.where(chosen == expert)
+            made = F.linear(F.gelu(F.linear(hidden[rows], self.up[expert])), self.down[expert])
+            out = out.index_add(0, rows, (made * weights[rows, place, None]).to(out.dtype))
+        return out
+
+
+class MixtureBlock(nn.Module):
+    """Mixture-of-experts block with a router that sends each token to `k` experts."""
+
+    def __init__(self, number: int, width: int, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, number, bias=False)
+        self.experts = Experts(number, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sequence after this block."""
+        hidden = self.norm(x).flatten(0, -2)
+        weights, chosen = self.router(hidden).softmax(-1).topk(self.k, -1)
+        return x + self.experts(hidden, chosen, weights).view_as(x)  # type: ignore[no-any-return]
+
+
+class TinyMixture(nn.Module):
+    """Language model without attention, of mixture-of-experts blocks."""
+
+    def __init__(self, vocab: int = 16, width: int = 8, experts: int = 4, k: int = 2, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(MixtureBlock(experts, width, k) for _ in range(depth))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at every position."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Attention of one sequence to another, or to itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, other: Tensor, causal: bool) -> Tensor:
+        """Return the attention output of `x` over `other`."""
+        made = (layer(y) for layer, y in ((self.q, x), (self.k, other), (self.v, other)))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in made)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        return self.o(mixed)  # type: ignore[no-any-return]
+
+
+class TranslatorBlock(nn.Module):
+    """Encoder or decoder block on a source and a target that are concatenated in one tensor."""
+
+    def __init__(self, width: int, heads: int, decodes: bool, experts: int) -> None:
+        super().__init__()
+        self.norm1, self.mix = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width) if decodes else None
+        self.cross = Attention(width, heads) if decodes else None
+        self.norm3 = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.mixture = MixtureBlock(experts, width, 2) if experts else None
+
+    def forward(self, x: Tensor, num_source: int) -> Tensor:
+        """Return source and target after this block: an encoder changes the source, a decoder the target."""
+        source, target = x[:, :num_source], x[:, num_source:]
+        mine = source if self.cross is None else target
+        h = self.norm1(mine)
+        mine = mine + self.mix(h, h, causal=self.cross is not None)
+        if self.cross is not None and self.norm2 is not None:
+            mine = mine + self.cross(self.norm2(mine), source, causal=False)
+        mine = mine + self.down(F.gelu(self.up(self.norm3(mine))))
+        if self.mixture is not None:
+            mine = self.mixture(mine)
+        return torch.cat([mine, target] if self.cross is None else [source, mine], 1)
+
+
+class TinyTranslator(nn.Module):
+    """Encoder-decoder whose state is one tensor, so that its blocks can be stages of a pipeline."""
+
+    def __init__(self, vocab: int = 16, width: int = 8, heads: int = 4, context: int = 16, experts: int = 0) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(vocab, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(TranslatorBlock(width, heads, n >= 2, experts) for n in range(4))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, source: Tensor, target: Tensor, at: Tensor, to: Tensor) -> Tensor:
+        """Return the logits of the token after each of `target`; `at` and `to` are the positions of both."""
+        x = self.embed(torch.cat([source, target], 1)) + self.position(torch.cat([at, to], 1))
+        for block in self.blocks:
+            x = block(x, source.shape[1])
+        return self.head(x[:, source.shape[1] :])  # type: ignore[no-any-return]
+
+
+class Scored(nn.Module):
+    """Perceptron with dropout that returns its logits and, with labels, its loss, as a Trainer expects."""
+
+    def __init__(self, features: int = 6, hidden: int = 12, classes: int = 3, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.body = Classifier(features, hidden, classes, dropout)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the logits, and the loss if there are labels."""
+        logits = self.body(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Tagger(nn.Module):
+    """Token classifier over sequences of different lengths; labels of -100 are ignored in its loss."""
+
+    def __init__(self, vocab: int = 20, width: int = 8, tags: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, tags)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the logits of each token, and the loss if there are labels."""
+        hidden = self.embed(input_ids) * attention_mask[..., None]
+        logits = self.head(torch.tanh(self.mix(hidden)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), "logits": logits}
+
+
+class Rows(Dataset[dict[str, object]]):
+    """Blobs as dicts with `x`, `label` and a column that no model uses."""
+
+    def __init__(self, length: int = 40, features: int = 6, classes: int = 3) -> None:
+        self._blobs = Blobs(length, features, classes)
+
+    def __len__(self) -> int:
+        return len(self._blobs)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        point, label = self._blobs[index]
+        return {"x": point, "label": int(label), "text": f"row {index}"}
+
+
+class Tagged(Dataset[dict[str, list[int]]]):
+    """Sequences of 1 to 9 tokens with one tag each."""
+
+    def __init__(self, length: int = 30, vocab: int = 20, tags: int = 4, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = torch.randint(1, 10, (length,), generator=generator).tolist()
+        self._rows = [torch.randint(1, vocab, (size,), generator=generator).tolist() for size in sizes]
+        self._tags = tags
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self._rows[index]
+        return {"input_ids": row, "labels": [token % self._tags for token in row]}

@@ -1,0 +1,72 @@
+"""How sequences lie on ranks: each token once, equal work under a causal mask, and lengths that would fit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hasten.errors import ConfigError
+from hasten.strategies.context.sequence_plan import SequenceLayout
+
+LAYOUTS = [
+    SequenceLayout(ranks, balanced, late_first)
+    for ranks in range(1, 17)
+    for balanced, late_first in ((False, True), (True, True), (True, False))
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_position_lies_on_one_rank(layout: SequenceLayout) -> None:
+    length = 3 * layout.num_chunks
+    held = [layout.positions(rank, length) for rank in range(layout.ranks)]
+    assert sorted(position for part in held for position in part) == list(range(length))
+    joined = [chunk for rank in range(layout.ranks) for chunk in layout.chunks(rank)]
+    assert [joined[place] for place in layout.order()] == list(range(layout.num_chunks))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pairs_of_chunks_make_up_the_causal_mask(layout: SequenceLayout) -> None:
+    seen = [
+        (layout.chunks(rank)[pair.query], layout.chunks(other)[pair.key], pair.diagonal)
+        for rank in range(layout.ranks)
+        for other in range(layout.ranks)
+        for pair in layout.pairs(rank, other, causal=True)
+    ]
+    whole = [(q, k, q == k) for q in range(layout.num_chunks) for k in range(q + 1)]
+    assert sorted(seen) == sorted(whole)
+
+
+@pytest.mark.parametrize("ranks", range(2, 17))
+def test_balanced_ranks_have_equal_work_in_every_step_of_the_ring(ranks: int) -> None:
+    layout = SequenceLayout(ranks, balanced=True)
+    for step in range(ranks):
+        work = {len(layout.pairs(rank, (rank - step) % ranks, causal=True)) for rank in range(ranks)}
+        assert work == {3 if step == 0 else 2}
+    uneven = SequenceLayout(ranks, balanced=False)
+    total = [sum(len(uneven.pairs(r, o, causal=True)) for o in range(ranks)) for r in range(ranks)]
+    assert max(total) == ranks * min(total)
+
+
+def test_the_positions_of_every_balanced_rank_jump() -> None:
+    for ranks in range(2, 17):
+        layout = SequenceLayout(ranks, balanced=True)
+        for rank in range(ranks):
+            places = layout.positions(rank, 4 * ranks)
+            assert any(after != before + 1 for before, after in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_that_do_not_divide_are_refused_with_one_that_does(layout: SequenceLayout) -> None:
+    for length in range(1, 70):
+        if length % layout.num_chunks == 0:
+            layout.check(length, "it")
+            continue
+        with pytest.raises(ConfigError, match=rf"it has {length} positions .*Pad sequences to (\d+)") as refusal:
+            layout.check(length, "it")
+        words = str(refusal.value)
+        padded = int(words.split("Pad sequences to ")[1].split(",")[0])
+        layout.check(padded, "it")
+        assert length < padded < length + layout.num_chunks
+        for size in words.split("one of [")[1].split("]")[0].split(", "):
+            SequenceLayout(int(size), layout.balanced).check(length, "it")

@@ -1,0 +1,106 @@
+"""Dividing blocks into stages and stages over ranks: laws over sizes, against brute force where it can be had."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from hasten.config.sections.parallel import PipelineSchedule
+from hasten.errors import ConfigError
+from hasten.strategies.pipeline.stage_plan import (
+    StagePlacement,
+    balanced,
+    bubble,
+    check_microbatches,
+    check_rows,
+    default_microbatches,
+    placement,
+)
+
+SCHEDULES: tuple[PipelineSchedule, ...] = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "loop_bfs",
+)
+
+
+def most(costs: list[float], ranges: tuple[tuple[int, int], ...], before: float, after: float) -> float:
+    sums = [sum(costs[start:stop]) for start, stop in ranges]
+    sums[0] += before
+    sums[-1] += after
+    return max(sums)
+
+
+def every_division(length: int, parts: int) -> list[tuple[tuple[int, int], ...]]:
+    made = []
+    for inner in itertools.combinations(range(1, length), parts - 1):
+        bounds = [0, *inner, length]
+        made.append(tuple(itertools.pairwise(bounds)))
+    return made
+
+
+def test_ranges_cover_all_blocks_and_none_is_better() -> None:
+    rng = random.Random(0)
+    for length in range(1, 9):
+        for parts in range(1, length + 1):
+            for _ in range(4):
+                costs = [float(rng.randint(0, 9)) for _ in range(length)]
+                before, after = float(rng.randint(0, 9)), float(rng.randint(0, 9))
+                found = balanced(costs, parts, before, after)
+                assert [i for start, stop in found for i in range(start, stop)] == list(range(length))
+                assert len(found) == parts
+                assert all(start < stop for start, stop in found)
+                best = min(most(costs, other, before, after) for other in every_division(length, parts))
+                assert most(costs, found, before, after) == best
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8, 16])
+def test_equal_blocks_are_divided_evenly(parts: int) -> None:
+    sizes = [stop - start for start, stop in balanced([1.0] * 96, parts)]
+    assert max(sizes) - min(sizes) <= 1
+    assert balanced([1.0] * 4, 2, before=0, after=2) == ((0, 3), (3, 4)), "a heavy head takes blocks off its stage"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_lies_on_one_rank(schedule: PipelineSchedule) -> None:
+    for ranks in range(1, 17):
+        place = placement(schedule, ranks, None)
+        held = [stage for rank in range(ranks) for stage in place.stages_of(rank)]
+        assert sorted(held) == list(range(place.stages))
+        assert all(len(place.stages_of(rank)) == place.per_rank for rank in range(ranks))
+        check_microbatches(schedule, ranks, default_microbatches(schedule, ranks))
+    assert placement("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), "the V ends where it began"
+    assert StagePlacement(2, 3).stages_of(1) == (1, 3, 5)
+
+
+def test_numbers_that_do_not_fit_are_refused_with_numbers_that_do() -> None:
+    with pytest.raises(ConfigError, match="has 1 stage on each rank"):
+        placement("1f1b", 2, 2)
+    with pytest.raises(ConfigError, match="has 2 stages on each rank"):
+        placement("zbv_zero_bubble", 2, 3)
+    with pytest.raises(ConfigError, match="Set num_microbatches to 4 or more"):
+        check_microbatches("1f1b", 4, 3)
+    with pytest.raises(ConfigError, match="Set it to 4"):
+        check_microbatches("interleaved_1f1b", 4, 6)
+    with pytest.raises(ConfigError, match="Set it to 8 or more"):
+        check_microbatches("zbv_zero_bubble", 4, 7)
+    with pytest.raises(ConfigError, match=r"from \[1, 2, 3, 6\]"):
+        check_rows(6, 4)
+    with pytest.raises(ConfigError, match="without a tensor that has rows"):
+        check_rows(None, 4)
+    assert check_rows(8, 4) == 2
+
+
+def test_bubbles_shrink_with_micro_batches_and_chunks() -> None:
+    for ranks in range(2, 9):
+        shares = [bubble("1f1b", ranks, count) for count in (ranks, 2 * ranks, 8 * ranks)]
+        assert shares == sorted(shares, reverse=True)
+        assert bubble("interleaved_1f1b", ranks, ranks, 2) < bubble("1f1b", ranks, ranks)
+        assert bubble("interleaved_zero_bubble", ranks, ranks, 2) < bubble("interleaved_1f1b", ranks, ranks, 2)
+        assert bubble("zbv_zero_bubble", ranks, 2 * ranks, 2) == 0
+    assert bubble("gpipe", 4, 4) == 3 / 7

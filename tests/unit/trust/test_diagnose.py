@@ -1,0 +1,415 @@
+"""The diagnosis is a function of what is known: its laws, over sizes of the world and places of the culprit."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hasten.comm.collective_log import LIBRARIES, Trail, caller
+from hasten.trust.divergence.state import CodeLine, Note, SeenState, State, Status
+from hasten.trust.stall import observe as processes
+from hasten.trust.stall import stacks
+from hasten.trust.stall import wording as words
+from hasten.trust.stall.diagnose import diagnose
+from hasten.trust.stall.evidence import Evidence
+from hasten.trust.stall.stacks import StackCall, place_of
+
+SIZES = (2, 3, 8, 64)
+
+
+def state(
+    rank: int, site: str = "train.py:40", call: str = "gather", **changes: Any
+) -> State:  # Any: fields of every type
+    plain = {
+        "kind": "collective",
+        "step": 7,
+        "cpu_share": 0.0,
+        "counts": {"0/cpu": 10},
+        "quiet_s": 31.0,
+        "function": "main",
+    }
+    return State(rank=rank, host="h", pid=100 + rank, spot=CodeLine(site, call, f"{call}(x)"), **{**plain, **changes})
+
+
+def here(*states: State) -> list[SeenState]:
+    return [SeenState(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1)) for one in states]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("status", ["left", "failed", "gone", "stopped"])
+def test_a_lost_rank_is_the_cause_whatever_the_others_do(size: int, status: Status) -> None:
+    for culprit in {0, size // 2, size - 1}:
+        world = here(*(state(rank) for rank in range(size)))
+        world[culprit] = SeenState(
+            culprit, status, None, Note(culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else "")
+        )
+        found = diagnose(world)
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == (status, (culprit,), "never")
+        assert f"rank {culprit}" in found.sentence
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"kind": "user"}, "user code"),
+        ({"kind": "user", "in_dataset": True}, "data"),
+        ({"kind": "loader"}, "data"),
+        ({"kind": "checkpoint", "io_quiet_s": 61.0}, "checkpoint"),
+        ({"kind": "compiling", "quiet_s": 601.0}, "compiling"),
+        ({"kind": "importing", "quiet_s": 601.0}, "importing"),
+        ({"kind": "debugger"}, "debugger"),
+        ({"kind": "backward", "cpu_share": 0.9}, "user code"),
+    ],
+)
+def test_a_rank_that_works_is_named_but_the_wait_may_end(size: int, changes: dict[str, Any], cause: str) -> None:
+    for culprit in {0, size - 1}:
+        states = [state(rank) if rank != culprit else state(rank, "train.py:57", "", **changes) for rank in range(size)]
+        found = diagnose(here(*states))
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == (cause, (culprit,), "perhaps")
+        assert found.sentence.startswith(f"rank {culprit} ")
+        assert "train.py:57" in found.sentence
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "user", "block": "main_process_first"},
+        {"kind": "checkpoint", "io_quiet_s": 0.5, "quiet_s": 3600.0},
+        {"kind": "compiling", "quiet_s": 300.0},
+        {"kind": "importing", "quiet_s": 300.0},
+    ],
+)
+def test_ranks_that_may_take_their_time_are_no_cause(size: int, changes: dict[str, Any]) -> None:
+    states = [state(rank) if rank else state(rank, "train.py:57", "", **changes) for rank in range(size)]
+    assert diagnose(here(*states)) is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nobody_waits_then_nothing_is_said(size: int) -> None:
+    assert diagnose(here(*(state(rank, kind="user", quiet_s=9999.0) for rank in range(size)))) is None
+    assert diagnose(here(*(state(rank, kind="backward", cpu_share=0.8) for rank in range(size)))) is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_different_calls_never_end(size: int) -> None:
+    states = [state(rank) if rank else state(rank, "train.py:50", "broadcast") for rank in range(size)]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "never")
+    assert "train.py:50" in found.sentence
+    assert "train.py:40" in found.sentence
+
+
+def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
+    sender = state(0, "train.py:50", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
+    receiver = state(1, "train.py:40", "broadcast", counts={"0/cpu": 10})
+    found = diagnose(here(sender, receiver))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "hardly")
+    ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})  # began one that the other has not
+    found = diagnose(here(sender, ahead))
+    assert found is not None
+    assert found.ends == "never"
+
+
+def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
+    barrier = state(1, "train.py:60", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
+    waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
+    found = diagnose(here(waiting, barrier))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "never")
+    busy = msgspec.structs.replace(waiting, cpu_share=0.9)
+    found = diagnose(here(busy, barrier))
+    assert found is not None
+    assert (found.missing, found.ends) == ((0,), "perhaps")
+
+
+def test_all_in_the_same_call() -> None:
+    found = diagnose(here(*(state(rank) for rank in range(4))))
+    assert found is not None
+    assert (found.cause, found.ends) == ("same call", "perhaps")
+    states = [state(rank, op="all_reduce", shape=(rank,), dtype="float32") for rank in range(2)]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert found.cause == "other shape"
+    assert "rank 1: all_reduce of [1] float32" in found.sentence
+
+
+def test_a_silent_rank_is_named_with_its_pid() -> None:
+    world = [*here(state(0)), SeenState(1, "silent", None, Note(1, "node7", 4711, 1))]
+    found = diagnose(world)
+    assert found is not None
+    assert (found.cause, found.missing) == ("silent", (1,))
+    assert "pid 4711 on node7" in found.sentence
+    text = words.report(found, world, 31.0, "it waits")
+    assert "rank 1: does not respond" in text
+    assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
+    for mover in {0, size // 2, size - 1}:
+        world = here(*(state(rank, moves=rank == mover, counts={"0/cpu": 10 + rank}) for rank in range(size)))
+        found = diagnose(world)
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == ("elsewhere", (mover,), "perhaps")
+        assert mover not in found.waiting
+        assert f"rank {mover}: is busy with other collectives" in words.report(found, world, 31.0, "it waits")
+        in_block = here(*(state(rank, moves=rank == mover, block="main_process_first") for rank in range(size)))
+        assert diagnose(in_block) is None, "the others wait for it with its knowledge"
+
+
+def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> None:
+    lost = SeenState(2, "silent", None, Note(2, "node7", 4711, 1))
+    for others in (here(state(0), state(1)), here(state(0), state(1, kind="user"))):
+        found = diagnose([*others, lost], lost_hosts={"node7"})
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == ("unreachable", (2,), "hardly")
+        assert "launcher on node7" in found.sentence
+        assert (found := diagnose([*others, lost], lost_hosts={"node8"})) is None or found.cause != "unreachable"
+
+
+def left(rank: int, counts: dict[str, int] | None) -> SeenState:
+    return SeenState(rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts))
+
+
+def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
+    """Ranks wait for one that has left in groups in which they have begun a collective that it has not."""
+    world = here(
+        state(0, counts={"0/cpu": 10, "pair/cpu": 4}), state(1, counts={"0/cpu": 10, "pair/cpu": 3}, kind="user")
+    )
+    found = diagnose([*world, left(2, {"0/cpu": 10})])
+    assert found is not None
+    assert (found.cause, found.missing, found.ends) == ("user code", (1,), "perhaps")
+    found = diagnose([*world, left(2, {"0/cpu": 9})])
+    assert found is not None
+    assert (found.cause, found.missing, found.ends) == ("left", (2,), "never")
+    unknown = diagnose([*world, left(2, None)])
+    assert unknown is not None
+    assert unknown.missing == (1,), "the rank that works explains the wait"
+
+
+def test_the_same_call_from_different_lines_may_be_one_collective() -> None:
+    states = [state(0, "train.py:40", "broadcast"), state(1, "train.py:42", "broadcast")]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert (found.cause, found.ends) == ("same call", "perhaps")
+    found = diagnose(here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11})))
+    assert found is not None
+    assert found.cause == "other call"
+
+
+@pytest.mark.parametrize("thread", ["runs", "disk"])
+def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(thread: Any) -> None:
+    waiting = state(0, counts={"0/cpu": 11})
+    found = diagnose(here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread)))
+    assert found is not None
+    assert (found.missing, found.ends) == ((1,), "perhaps")
+
+
+def test_a_step_that_is_behind_may_come_yet() -> None:
+    behind = state(1, "train.py:42", "backward", kind="backward")
+    found = diagnose(here(state(0, counts={"0/cpu": 11}), behind))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "perhaps")
+    found = diagnose(here(state(0), behind))
+    assert found is not None
+    assert found.ends == "hardly", "it has begun as many, so it waits in another collective"
+
+
+def test_a_device_may_compute_without_the_processor() -> None:
+    found = diagnose(here(state(0), state(1, "train.py:42", "synchronize", kind="device")))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "perhaps")
+
+
+def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended() -> None:
+    ending = state(0, "train.py:50", "end_training", kind="ending")
+    found = diagnose(here(ending, state(1, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})))
+    assert found is not None
+    assert (found.cause, found.missing, found.ends) == ("uneven", (0,), "never")
+    assert "unequal numbers of batches" in found.sentence
+    slow = diagnose(
+        here(msgspec.structs.replace(ending, io_quiet_s=61.0), state(1, "train.py:60", counts={"0/cpu": 11}))
+    )
+    assert slow is not None
+    assert (slow.missing, slow.ends) == ((0,), "perhaps"), "it may come to the barrier"
+
+
+def test_evidence_is_what_ranks_post_now_and_twice() -> None:
+    evidence = Evidence(0, 1.0)
+    own, other = state(0, turn=1), state(1, "train.py:50", "broadcast", turn=8)
+    found = diagnose(here(own, other))
+    assert found is not None
+    results = []
+    for turn in (8, 8, 9, 10, 10, 11, 12):
+        world = here(own, msgspec.structs.replace(other, turn=turn))
+        results.append(evidence.confirms(found, world))
+    assert results == [False, False, False, True, False, False, True], "two more posts each time"
+    moved = msgspec.structs.replace(other, turn=14, counts={"0/cpu": 11})
+    assert not evidence.confirms(found, here(own, moved)), "another wait than before"
+
+
+def test_a_state_that_is_not_posted_again_is_dropped() -> None:
+    evidence = Evidence(0, 1.0)
+    states = {0: state(0, turn=3, quiet_s=5.0), 1: state(1, turn=3, quiet_s=5.0)}
+    assert set(evidence.fresh(states, 100.0)) == {0, 1}
+    assert set(evidence.fresh(states, 104.0)) == {0, 1}
+    assert set(evidence.fresh(states, 115.0)) == {0}, "this rank's own is always of now"
+    states[1] = msgspec.structs.replace(states[1], turn=4)
+    assert set(evidence.fresh(states, 116.0)) == {0, 1}
+
+
+def test_a_silent_rank_that_uses_the_processor_is_busy_in_native_code() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as busy:
+        try:
+            note = Note(1, "h", busy.pid, processes.start_ticks(busy.pid))
+            neighbours = processes.Neighbours()
+            assert neighbours.look({1: note}) == ({}, {})
+            deadline = time.monotonic() + 30
+            while not (activities := neighbours.look({1: note})[1]).get(1, "").startswith("it uses"):
+                assert time.monotonic() < deadline, activities
+                time.sleep(0.1)
+            found = diagnose([*here(state(0)), SeenState(1, "silent", None, note, activities[1])])
+            assert found is not None
+            assert (found.cause, found.ends) == ("silent", "perhaps")
+            assert "busy in native code that holds the GIL (it uses" in found.sentence
+            os.kill(busy.pid, signal.SIGSTOP)
+            while (lost := neighbours.look({1: note})[0]) != {1: "stopped"}:
+                assert time.monotonic() < deadline, lost
+        finally:
+            busy.kill()
+
+
+def test_a_process_is_not_gone_because_its_file_cannot_be_opened() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert processes.status_of(os.getpid(), 1) == "here"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert processes.namespace() == str(Path("/proc/self/ns/pid").readlink())
+
+
+def test_ranks_that_do_the_same_share_a_line() -> None:
+    world = here(*(state(rank) if rank != 5 else state(rank, "train.py:57", kind="user") for rank in range(64)))
+    found = diagnose(world)
+    assert found is not None
+    text = words.report(found, world, 31.0, "it waits")
+    assert "  ranks 0-4, 6-63: waits at train.py:40" in text
+    assert "  rank 5: is in user code at train.py:57" in text
+
+
+TORCH, HASTEN = "/x/site-packages/torch", LIBRARIES[0]
+PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
+    ([(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")], "collective", "all_reduce"),
+    ([(f"{HASTEN}comm/ops.py", "gather"), (f"{HASTEN}accelerator/facade.py", "gather")], "collective", "gather"),
+    ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
+    ([(f"{HASTEN}checkpoint/store/disk.py", "write"), (f"{HASTEN}accelerator/facade.py", "save_state")], "checkpoint", "save_state"),
+    ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
+    ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
+    ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
+    ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "importing", "forward"),
+    ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
+    ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
+    ([(f"{HASTEN}trust/divergence/sentinel.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
+    ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
+    ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
+    ([], "user", ""),
+    ([("/x/site-packages/requests/api.py", "get")], "user", ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("inner", "kind", "call"), PLACES)
+def test_the_place_of_a_stack(inner: list[tuple[str, str]], kind: str, call: str) -> None:
+    frames = [StackCall(file, 1, function) for file, function in inner]
+    place = place_of(
+        [*frames, StackCall("/home/me/train.py", 42, "main"), StackCall(f"{HASTEN}launch/worker.py", 1, "main")]
+    )
+    assert (place.kind, place.call, place.line, place.function) == (kind, call, 42, "main")
+
+
+def test_users_code_inside_a_loader_or_a_save_is_known_as_such() -> None:
+    dataset = [
+        StackCall("/home/me/data.py", 9, "__getitem__"),
+        StackCall(f"{TORCH}/utils/data/_utils/fetch.py", 1, "fetch"),
+    ]
+    assert place_of(dataset).in_dataset
+    saving = [StackCall("/home/me/ema.py", 9, "state_dict"), StackCall(f"{HASTEN}checkpoint/writer.py", 1, "write")]
+    assert place_of(saving).kind == "checkpoint"
+
+
+def test_a_thread_is_seen_where_it_is() -> None:
+    over = threading.Event()
+
+    def waits_here() -> None:
+        over.wait()
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while "waits_here" not in {call.function for call in stacks.calls_of(thread.ident or 0)}:
+            assert time.monotonic() < deadline
+        place = place_of(stacks.calls_of(thread.ident or 0))
+        assert (place.kind, place.function) == ("user", "waits_here")
+        assert place.line == waits_here.__code__.co_firstlineno + 1
+        assert stacks.source_line(place.file, place.line) == "over.wait()"
+    finally:
+        over.set()
+        thread.join()
+    assert stacks.calls_of(thread.ident or 0) == []
+
+
+def test_the_trail_names_the_users_line() -> None:
+    trail = Trail()
+    trail.note("barrier", group="w")
+    line = sys._getframe().f_lineno - 1
+    assert trail.last is not None
+    assert (trail.last.op, trail.last.file, trail.last.line) == ("barrier", __file__, line)
+    assert (trail.count, trail.turns["w"]) == (1, 1)
+    assert caller(1)[0] == __file__
+    with trail.patience("main_process_first"):
+        assert trail.block == "main_process_first"
+    assert trail.block == ""
+
+
+def test_the_kernel_knows_this_process() -> None:
+    started = processes.start_ticks()
+    pid = os.getpid()
+    assert processes.status_of(pid, started) == "here"
+    assert processes.status_of(pid, started + 1) == "gone"  # a later process with the same pid
+    assert processes.status_of(2**22 + 1, 0) == "gone"
+    assert processes.io_count() > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        ({"op": "broadcast", "shape": (64, 2**20)}, "hardly"),  # the sender is done first
+        ({}, "hardly"),  # of torch's own: nobody knows how much it sends
+        ({"op": "gather", "shape": (4,)}, "never"),
+        ({"op": "barrier"}, "never"),
+    ],
+)
+def test_who_may_still_receive_is_given_time(size: int, behind: dict[str, Any], ends: str) -> None:
+    states = [state(0, "train.py:41", counts={"0/cpu": 11}, op="gather", shape=(4,))]
+    states += [state(rank, "train.py:40", "broadcast", **behind) for rank in range(1, size)]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", ends)
