@@ -160,7 +160,7 @@ class Unsynced(Hasten):
             super().save(folder)
 
     def load(self, folder: Path) -> None:
-        self.accelerator.saving.load_state(folder, verify=False)
+        self.accelerator._saving.load_state(folder, verify=False)
 
 
 @contextlib.contextmanager
@@ -204,8 +204,8 @@ def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | No
     """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
     stalls, totals = [], []
     started = time.perf_counter()
-    way.accelerator.saving.reserve()  # a run calls this early; here we wait, to see how long it takes
-    way.accelerator.saving.wait_for_memory()
+    way.accelerator.reserve_memory_for_saves()  # a run calls this early; here we wait, to see how long it takes
+    way.accelerator._saving.wait_for_memory()
     reserved = time.perf_counter() - started
     with scratch(root) as folder:
         for number in range(rounds):

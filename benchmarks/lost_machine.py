@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     begun = time.perf_counter()
-    resumed = accelerator.resume()
+    resumed = bool(accelerator.load_state(must_exist=False))
     took = time.perf_counter() - begun
     log = Path(f"updates-{accelerator.process_index}").open("a")  # noqa: SIM115 - open until the process is killed
     print(json.dumps({"resumed": progress.step if resumed else -1, "s": took, "at": time.time()}), file=log, flush=True)

@@ -101,7 +101,7 @@ def context_parallel(size: Size, cpu: bool, way: Any) -> Step:  # Any: one of WA
     accelerator = Accelerator(mixed_precision="bf16", cpu=cpu, strategy="none")
     device_mesh(accelerator.ctx.mesh, accelerator.device)  # starts the process group of one
     settings = TorchContextParallelConfig(cp_comm_strategy=way)
-    blocks = ContextParallel(settings, accelerator.ctx, accelerator.clock, lambda: ())
+    blocks = ContextParallel(settings, accelerator.ctx, accelerator._clock, lambda: ())
     group = dist.distributed_c10d._get_default_group()
     blocks._comm = ProcessGroupComm(group, dist.HashStore(), accelerator.device)  # one rank would go without
 

@@ -56,7 +56,7 @@ def train(ballast_share: float) -> dict[str, Any]:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     left = (free - ballast.nbytes) / 2**30
-    size = accelerator.retrying.rows or SIZE.rows
+    size = accelerator._retrying.rows or SIZE.rows
     accelerator.end_training()
     return {"losses": losses, "seconds": seconds, "free_gib": left, "samples_at_once": size}
 

@@ -47,7 +47,7 @@ def main() -> None:
             if number:  # the first round warms up
                 times[name].append(took)
     for name, found in times.items():
-        accelerator.print(f"{accelerator.strategy.name:>7} {name}: {statistics.median(found):.2f} ms a step")
+        accelerator.print(f"{accelerator.strategy:>7} {name}: {statistics.median(found):.2f} ms a step")
 
 
 if __name__ == "__main__":

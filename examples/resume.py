@@ -37,7 +37,7 @@ def main() -> None:
     train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
     model, optimizer, schedule, train, test = accelerator.prepare(model, optimizer, schedule, train, test)
     accelerator.init_trackers("resume", config=vars(args))
-    if accelerator.resume():  # from the newest complete checkpoint, if there is one
+    if accelerator.load_state(must_exist=False):  # from the newest complete checkpoint, if there is one
         accelerator.print(f"going on after step {optimizer.num_updates} in epoch {train.epoch + 1}")
 
     for _ in accelerator.epochs(args.epochs):  # from the epoch of the checkpoint; the loader goes on at its next batch

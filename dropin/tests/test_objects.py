@@ -83,15 +83,15 @@ def test_a_copied_optimizer_follows_windows_and_leaves_its_original_alone() -> N
 def test_a_copied_accelerator_is_the_same_run() -> None:
     accelerator = Accelerator(cpu=True)
     again = copy.deepcopy(accelerator)
-    assert type(again) is Accelerator and again.clock is accelerator.clock
+    assert type(again) is Accelerator and again._clock is accelerator._clock
 
 
 def test_settings_change_before_the_first_model_only() -> None:
     accelerator = Accelerator(cpu=True)
-    accelerator.reconfigure(fsdp=accelerator.config.fsdp)
+    accelerator._reconfigure(fsdp=accelerator.config.fsdp)
     accelerator.prepare(nn.Linear(2, 1))
-    with pytest.raises(PrepareError, match=r"Call reconfigure\(\) before the first prepare"):
-        accelerator.reconfigure(fsdp=accelerator.config.fsdp)
+    with pytest.raises(PrepareError, match=r"before the first prepare\(\)"):
+        accelerator._reconfigure(fsdp=accelerator.config.fsdp)
 
 
 def test_the_list_that_was_searched_stays_as_it_is() -> None:

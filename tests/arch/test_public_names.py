@@ -53,8 +53,10 @@ def typed_table(face: ModuleType) -> dict[str, str]:
 
 
 def snapshot() -> str:
-    """Return the snapshot's text."""
-    return "".join(f"{face.__name__}.{name}\n" for face in FACES for name in sorted(face.__all__))
+    """Return the snapshot's text: the names of public modules, and the public members of the Accelerator."""
+    names = [f"{face.__name__}.{name}" for face in FACES for name in sorted(face.__all__)]
+    names += [f"hasten.Accelerator.{name}" for name in sorted(vars(hasten.Accelerator)) if not name.startswith("_")]
+    return "".join(f"{name}\n" for name in names)
 
 
 @each_face
@@ -83,6 +85,14 @@ def test_a_public_module_holds_its_table_alone(face: ModuleType) -> None:
 
 def test_names_match_the_snapshot() -> None:
     assert snapshot() == SNAPSHOT.read_text("utf-8"), "if meant, run `make names` and commit"
+
+
+def test_public_members_of_the_accelerator_are_described_and_components_are_private() -> None:
+    members = {name: value for name, value in vars(hasten.Accelerator).items() if not name.startswith("_")}
+    missing = [name for name, value in members.items() if not (getattr(value, "__doc__", None) or "").strip()]
+    assert not missing, f"no docstring: {missing}"
+    made = hasten.Accelerator(cpu=True, trust="off")
+    assert {name for name in vars(made) if not name.startswith("_")} == {"config", "ctx", "process"}
 
 
 def test_the_top_level_holds_what_most_scripts_import() -> None:

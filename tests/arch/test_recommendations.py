@@ -20,6 +20,8 @@ from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
 from hasten.cli.main import COMMANDS
 from hasten.data.loader import Loader
+from hasten.optim import muon
+from hasten.optim.ema import EMA
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.testing import pool
 from hasten.tracking.registry import BUILTINS
@@ -69,7 +71,11 @@ def exists(name: str) -> bool:
         Accelerator,
         hasten,
         hasten.bigmodel,
+        hasten.data,
         hasten.trainer,
+        hasten.Trainer,
+        EMA,
+        muon,
         hasten.extending.Progress,
         pool,
         Loader,

@@ -77,7 +77,7 @@ def test_a_captured_step_trains_as_the_plain_one(kind: Any, precision: str) -> N
     for a, b in zip(weights(held), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     assert held.optimizer.num_updates == plain.optimizer.num_updates == 14
-    assert held.accelerator.clock.num_updates == 14
+    assert held.accelerator._clock.num_updates == 14
     assert held.schedule.get_last_lr() == plain.schedule.get_last_lr()
 
 

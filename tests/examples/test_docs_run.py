@@ -152,7 +152,7 @@ def test_the_quickstart_runs_as_it_says(
 
 def test_the_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script = joined("quickstart.md").replace(
-        "for epoch in accelerator", "accelerator.resume()\nfor epoch in accelerator"
+        "for epoch in accelerator", "accelerator.load_state(must_exist=False)\nfor epoch in accelerator"
     )
     saved = "    accelerator.save_state()\n"
     assert script.count(saved) == 1

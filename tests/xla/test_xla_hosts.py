@@ -219,7 +219,7 @@ for step in range(4):
     optimizer.zero_grad()
     if step == 2 and accelerator.process_index == FAILS:
         raise RuntimeError("this host has had enough")
-print("trained", accelerator.strategy.name, accelerator.process_index, accelerator.num_processes, flush=True)
+print("trained", accelerator.strategy, accelerator.process_index, accelerator.num_processes, flush=True)
 """
 
 

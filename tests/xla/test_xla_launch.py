@@ -25,7 +25,7 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 loss = model(torch.ones(8, 4, device=accelerator.device)).square().mean()
 accelerator.backward(loss)
 optimizer.step()
-print("trained", accelerator.strategy.name, accelerator.device, accelerator.num_processes, loss.item() > 0)
+print("trained", accelerator.strategy, accelerator.device, accelerator.num_processes, loss.item() > 0)
 """
 
 
@@ -103,7 +103,7 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
         from hasten import Accelerator
 
         accelerator = Accelerator()
-        return [accelerator.strategy.name, torch.ones(rows, device=accelerator.device).sum().item()]
+        return [accelerator.strategy, torch.ones(rows, device=accelerator.device).sum().item()]
 
     assert notebook_launcher(train, (6,), config_file=str(tmp_path / "tpu.yaml")) == ["xla", 6.0]
 

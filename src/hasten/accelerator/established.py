@@ -53,7 +53,7 @@ def distributed_type(strategy: str, device: str, num_processes: int) -> Distribu
 
 
 def _type_of(accelerator: Accelerator) -> DistributedType:
-    return distributed_type(accelerator.strategy.name, accelerator.device.type, accelerator.num_processes)
+    return distributed_type(accelerator._strategy.name, accelerator.device.type, accelerator.num_processes)
 
 
 def _place(axis: Axis) -> Callable[[Accelerator], int]:
@@ -75,11 +75,11 @@ VALUES: Final[Mapping[str, Callable[[Accelerator], Any]]] = MappingProxyType(  #
         "step_scheduler_with_optimizer": lambda a: a.config.step_scheduler_with_optimizer,
         "log_with": lambda a: list(a.config.tracking.log_with),
         "logging_dir": lambda a: a.config.project.logging_dir or a.config.project.project_dir,
-        "save_iteration": lambda a: a.saving.iteration,
+        "save_iteration": lambda a: a._saving.iteration,
         "should_save_model": lambda a: True,
         "project_configuration": lambda a: a.config.project,
         "parallelism_config": lambda a: a.config.parallelism,
-        "deepspeed_plugin": lambda a: a.config.deepspeed if a.strategy.name == "deepspeed" else None,
+        "deepspeed_plugin": lambda a: a.config.deepspeed if a._strategy.name == "deepspeed" else None,
         "dataloader_config": lambda a: a.config.dataloader,
         "split_batches": lambda a: a.config.dataloader.split_batches,
         "dispatch_batches": lambda a: a.config.dataloader.dispatch_batches,
@@ -100,7 +100,7 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
         "gradient_state": "use accelerator.sync_gradients and accelerator.gradient_accumulation_steps; a prepared loader's end is "
         "loader.cursor.at_end",
         "rng_types": "it is accelerator.config.rng_types; by default no generator is synchronised, because shuffles follow a seed",
-        "step": "the number of updates is accelerator.clock.num_updates",
+        "step": "the number of updates is optimizer.num_updates of a prepared optimizer",
         "flag_tensor": "use set_trigger() and check_trigger()",
         "trigger_sync_in_backward": "set accelerator.sync_gradients = True before the backward() that shall synchronise, or use accumulate()",
         "torch_device_mesh": "give the collectives mesh axes (gather(x, axes=[Axis.TP])); the sizes are in accelerator.config.parallelism",
@@ -115,10 +115,12 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
         "te_recipe_handler": _HANDLER.format("fp8.te"),
         "fp8_backend": _HANDLER.format("fp8.backend"),
         "has_fp8_handler": 'compare accelerator.mixed_precision == "fp8"; the recipe is accelerator.config.fp8',
-        "msamp_recipe_handler": 'MS-AMP is not supported; fp8 runs by torchao or Transformer Engine: fp8={"backend": "ao"}',
+        "msamp_recipe_handler": 'MS-AMP is not supported; fp8 runs by torchao or Transformer Engine: kwargs_handlers=[FP8Config(backend="ao")]',
         "delayed_fp8_autocast": "prepare() applies the fp8 recipe; use accelerator.autocast() outside the model",
         "use_stateful_dataloader": "every prepared loader resumes exactly, and has state_dict()",
         "deepspeed_ulysses_dl_adapter": "run forward and backward inside accelerator.context_parallel(...), which splits the sequences",
+        "maybe_context_parallel": "write context_parallel(buffers, dims), which weighs each rank's loss by its labels (labels=None: equally)",
+        "clear": "write free_memory(...)",
         "lomo_backward": "LOMO is not supported; use an optimizer of torch, with FSDP or offload to save memory",
         "has_lomo_optimizer": "LOMO is not supported; use an optimizer of torch, with FSDP or offload to save memory",
     }

@@ -178,21 +178,21 @@ class Accelerator:
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
-        self.clock = parts.clock
-        self.strategy: Strategy = parts.strategy
-        self.precision = parts.precision
-        self.tracking = parts.tracking
-        self.run_log = parts.run_log
+        self._clock = parts.clock
+        self._strategy: Strategy = parts.strategy
+        self._precision = parts.precision
+        self._tracking = parts.tracking
+        self._run_log = parts.run_log
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
-        self.rehearsal = parts.rehearsal
+        self._rehearsal = parts.rehearsal
         self._preparer = Preparer(
             parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
         )
-        self.prepared = self._preparer.done
+        self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         if parts.config.checkpoint_in_memory is not None:
-            self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
+            self._saving.keep_in_memory(parts.config.checkpoint_in_memory)
         if parts.watchdog is not None:
             watch(self, parts.watchdog)
         self._watch_values(parts)
@@ -201,64 +201,64 @@ class Accelerator:
 
     # -- components that are created on first use -------------------------------------------------------------------
     @cached_property
-    def saving(self) -> Saving:
+    def _saving(self) -> Saving:
         """Saving and loading of this run's checkpoints."""
         return Saving(
             self.ctx,
             self.config.project,
             RunParts(
-                self.prepared,
-                self.strategy.unwrap,
-                self.clock,
-                self.precision,
+                self._prepared,
+                self._strategy.unwrap,
+                self._clock,
+                self._precision,
                 Randomness(self.ctx.device),
-                self.tracking if self.tracking.names else None,
-                self.strategy,
+                self._tracking if self._tracking.names else None,
+                self._strategy,
                 self._epochs,
-                averages=self.prepared.averages,
+                averages=self._prepared.averages,
             ),
-            notes={"strategy": self.strategy.name, "mixed_precision": self.config.mixed_precision},
+            notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
 
     @cached_property
-    def retrying(self) -> Retrying:
+    def _retrying(self) -> Retrying:
         """The runner of `run_step`."""
-        return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+        return Retrying(self.ctx, self._strategy, self._clock, self._prepared, reports_in(self.config, "memory"))
 
     @cached_property
     def _epochs(self) -> EpochLoops:
-        return EpochLoops(self.prepared, self.clock)
+        return EpochLoops(self._prepared, self._clock)
 
     @cached_property
     def _context(self) -> ContextParallel:
-        return ContextParallel(self.config.parallelism, self.ctx, self.clock, lambda: self.prepared.models)
+        return ContextParallel(self.config.parallelism, self.ctx, self._clock, lambda: self._prepared.models)
 
     def _watch_values(self, parts: AcceleratorParts) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
         if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
-            self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
+            self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
         self._numbers: NumbersWatch | None = None
         self._rollback: Rollback | None = None
         if parts.numbers is not None:
             if parts.numbers.then == "rollback":
-                newest, times = partial(self.saving.newest, wait=True), parts.numbers.rollbacks
-                self._rollback = Rollback(newest, self.load_state, self.clock.cursors, times)
+                newest, times = partial(self._saving.newest, wait=True), parts.numbers.rollbacks
+                self._rollback = Rollback(newest, self.load_state, self._clock.cursors, times)
             self._numbers = NumbersWatch(
-                self.prepared,
+                self._prepared,
                 self.unwrap_model,
                 self.ctx,
-                self.clock,
+                self._clock,
                 parts.numbers,
                 self._rollback,
-                lambda: self.saving.newest(),
+                lambda: self._saving.newest(),
             )
             if parts.numbers.then != "report":
                 self._preparer.on_model = self._numbers.follow
-                self.clock.before_update = self._numbers.before_update
-        self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
+                self._clock.before_update = self._numbers.before_update
+        self._sentinel = None if parts.sentinel is None else parts.sentinel(self._prepared)
         if self._sentinel is not None:
-            self.clock.after_update = self._sentinel.updated
+            self._clock.after_update = self._sentinel.updated
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
 
@@ -307,9 +307,14 @@ class Accelerator:
         return self.process.num_processes > 1
 
     @property
+    def strategy(self) -> str:
+        """The name of the strategy that this run uses: none, ddp, fsdp, deepspeed, …"""
+        return self._strategy.name
+
+    @property
     def mixed_precision(self) -> str:
         """The precision of this run: no, bf16, fp16 or fp8."""
-        return self.precision.spec
+        return self._precision.spec
 
     @property
     def project_dir(self) -> str | None:
@@ -370,21 +375,21 @@ class Accelerator:
         return self.process.check_trigger()
 
     # -- preparing ------------------------------------------------------------------------------------------------
-    def reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
+    def _reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
         """Replace whole sections of the settings (`fsdp=`, `deepspeed=`, …) before the first model is prepared.
 
         Raises: PrepareError if a model has been prepared already.
         """
-        if self.prepared.models:
+        if self._prepared.models:
             raise PrepareError(
-                f"{', '.join(sections)} cannot change: a {type(self.prepared.models[0]).__name__} was prepared under the earlier "
-                "settings and keeps its layout. Call reconfigure() before the first prepare(), or make another Accelerator."
+                f"{', '.join(sections)} cannot change: a {type(self._prepared.models[0]).__name__} was prepared under the earlier "
+                "settings and keeps its layout. Change them before the first prepare(), or make another Accelerator."
             )
-        saving = self.saving
+        saving = self._saving
         self.config = replace(self.config, **sections)
-        self.strategy = choose(self.config, self.ctx)
-        saving.reconfigure(self.strategy)
-        self._preparer.reconfigure(self.config, self.strategy)
+        self._strategy = choose(self.config, self.ctx)
+        saving.reconfigure(self._strategy)
+        self._preparer.reconfigure(self.config, self._strategy)
         self.__dict__.pop("retrying", None)
 
     def init_module(self) -> AbstractContextManager[None]:
@@ -392,7 +397,7 @@ class Accelerator:
 
         Ranks: every rank builds the same models in the same order.
         """
-        return self.strategy.building(self.ctx)
+        return self._strategy.building(self.ctx)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this run; they are returned in the order given.
@@ -467,7 +472,7 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self.clock.cursors.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
+        self._clock.cursors.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
         try:
             known = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -475,9 +480,9 @@ class Accelerator:
         if known is not None and not known.entered:
             return known
         arguments.check_modules(models, "accumulate(models)")
-        key = tuple(self.prepared.index_of(model) for model in models)
+        key = tuple(self._prepared.index_of(model) for model in models)
         each = self.config.gradient_accumulation.sync_each_batch
-        made = Accumulation(self.clock, self.strategy, models or tuple(self.prepared.models), key, each)
+        made = Accumulation(self._clock, self._strategy, models or tuple(self._prepared.models), key, each)
         if models:  # the default, all prepared models, may differ in the next call
             self._accumulations[models] = made
         return made
@@ -501,7 +506,7 @@ class Accelerator:
         """
         self._preparer.done.index_of(model)
         made = EMA(
-            self.strategy.unwrap(model),
+            self._strategy.unwrap(model),
             self._preparer.done.optimizers,
             decay=decay,
             every=every,
@@ -515,27 +520,27 @@ class Accelerator:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise this model's gradients."""
         arguments.check_modules((model,), "no_sync(model)")
-        return self.strategy.no_sync(model)
+        return self._strategy.no_sync(model)
 
     @property
     def sync_gradients(self) -> bool:
         """True if the current micro-step ends its accumulation window."""
-        return self.clock.boundary
+        return self._clock.boundary
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
         arguments.check_flag(value, "sync_gradients = value")
-        self.clock.force(value)
+        self._clock.force(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """The number of micro-steps per update; a change takes effect with the next window."""
-        return self.clock.every
+        return self._clock.every
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         check_every(value)
-        self.clock.every = value
+        self._clock.every = value
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Backpropagate the loss, scaled so that the window's gradient is the mean over all its micro-batches and ranks.
@@ -544,27 +549,27 @@ class Accelerator:
         `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
-            arguments.check_loss(loss, self.clock.active and self.clock.active.given)
-        self.clock.num_passes += 1
+            arguments.check_loss(loss, self._clock.active and self._clock.active.given)
+        self._clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        if self.run_log is not None:
-            self.run_log.backward_begins()
-        clock = self.clock
+        if self._run_log is not None:
+            self._run_log.backward_begins()
+        clock = self._clock
         weighed, parts = clock.weigh(loss, weight)
-        if self.precision.scaler is not None:
-            weighed, parts = self.precision.scale(divided(weighed, parts)), 1
+        if self._precision.scaler is not None:
+            weighed, parts = self._precision.scale(divided(weighed, parts)), 1
         if clock.part is not None or clock.share is not None:
             weight = clock.weight_of(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
         if weight is None:
-            self.strategy.backward(weighed, parts, **kwargs)
+            self._strategy.backward(weighed, parts, **kwargs)
         else:
-            with zero_if_weightless(loss, weight, self.clock.joined):
-                self.strategy.backward(weighed, parts, **kwargs)
-        if self.run_log is not None:
-            self.run_log.backward_done(exchanged=self.clock.boundary)
+            with zero_if_weightless(loss, weight, self._clock.joined):
+                self._strategy.backward(weighed, parts, **kwargs)
+        if self._run_log is not None:
+            self._run_log.backward_done(exchanged=self._clock.boundary)
 
     def forward_backward(
         self,
@@ -584,7 +589,7 @@ class Accelerator:
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
         if weight is not None:
             arguments.check_callable(weight, "forward_backward(weight)")
-        self.clock.num_passes += 1
+        self._clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
 
@@ -592,9 +597,9 @@ class Accelerator:
 
         def weigh(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
             amounts.append(weight)
-            return self.precision.scale(divided(*self.clock.weigh(loss, weight)))
+            return self._precision.scale(divided(*self._clock.weigh(loss, weight)))
 
-        loss = self.strategy.forward_backward(model, batch, loss_of, weigh, weight)
+        loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, amounts[-1])
         return loss
@@ -610,7 +615,7 @@ class Accelerator:
         arguments.check_callable(fn, "run_step(fn)")
         if split is not None:
             arguments.check_callable(split, "run_step(split)")
-        return self.retrying.run(fn, batch, split)
+        return self._retrying.run(fn, batch, split)
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
         """Decorate a training step (forward, `backward()`, `step()`, `zero_grad()`) to run as one CUDA graph where possible.
@@ -620,48 +625,40 @@ class Accelerator:
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
         arguments.check_callable(fn, "capture_step(fn)")
-        if self.rehearsal is not None:
-            self.rehearsal.capturing()
-        return CapturedStep(fn, self.prepared, self.clock, self._numbers, self._preparer.performance.no_step_graph())
+        if self._rehearsal is not None:
+            self._rehearsal.capturing()
+        return CapturedStep(fn, self._prepared, self._clock, self._numbers, self._preparer.performance.no_step_graph())
 
     def context_parallel(
         self,
         buffers: Sequence[Tensor],
         dims: Sequence[int],
         labels: Tensor | Literal["auto"] | None = "auto",
+        no_restore_buffers: Iterable[Tensor] = (),
     ) -> AbstractContextManager[SequenceShards]:
         """Context manager in which each buffer holds this rank's shard along its dimension, and attention spans all shards.
 
-        Run forward and backward inside; the buffers are restored on exit. Each rank's loss is weighted by its number of
+        Run forward and backward inside; the buffers are restored on exit, except `no_restore_buffers`. Each rank's loss is weighted by its number of
         labels other than -100, taken from `labels` (by default the buffer that contains -100); None weights ranks equally.
         """
-        return self._context.block(buffers, dims, labels=labels)
-
-    def maybe_context_parallel(
-        self,
-        buffers: Sequence[Tensor] | None = None,
-        buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Iterable[Tensor] | None = None,
-    ) -> AbstractContextManager[SequenceShards]:
-        """Alias of `context_parallel` under Accelerate's name: ranks weigh equally, `no_restore_buffers` are not restored."""
-        return self._context.block(buffers or (), buffer_seq_dims or (), no_restore_buffers or (), labels=None)
+        return self._context.block(buffers, dims, no_restore_buffers, labels=labels)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Context manager that runs code outside a prepared model in this run's compute precision."""
         arguments.check_kind(autocast_handler, AutocastKwargs, "autocast(autocast_handler)")
-        return self.precision.forward_context(autocast_handler)
+        return self._precision.forward_context(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:  # Any: one optimizer, several, or None for all
         """Unscale and normalise the gradients at the end of a window; calling it again does nothing. Ranks: every rank."""
-        if not self.clock.boundary:
+        if not self._clock.boundary:
             return
-        chosen = self.prepared.optimizers if optimizer is None else optimizer
+        chosen = self._prepared.optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             if not isinstance(one, PreparedOptimizer):
                 arguments.refuse("unscale_gradients(optimizer)", one, "it needs optimizers that prepare() returned")
             one.settle()
-        if self.clock.unowned is not None:
-            self.clock.unowned.settle()
+        if self._clock.unowned is not None:
+            self._clock.unowned.settle()
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -670,16 +667,16 @@ class Accelerator:
 
         Ranks: every rank.
         """
-        if not self.clock.boundary:
+        if not self._clock.boundary:
             return None
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        return self.strategy.clip_norm(chosen, max_norm, norm_type)
+        return self._strategy.clip_norm(chosen, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
-        if self.clock.boundary:
-            self.strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
+        if self._clock.boundary:
+            self._strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
         """Return the checked parameters with their gradients unscaled."""
@@ -687,20 +684,20 @@ class Accelerator:
         arguments.check_iterable(parameters, f"{call}(parameters)", "it needs parameters. Give model.parameters()")
         chosen = clip.as_list(parameters)
         arguments.check_parameters(chosen, f"{call}(parameters)")
-        settle(chosen, self.prepared.optimizers)
-        if self.clock.unowned is not None:
-            self.clock.unowned.settle()
+        settle(chosen, self._prepared.optimizers)
+        if self._clock.unowned is not None:
+            self._clock.unowned.settle()
         return chosen
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler under fp16, else None."""
-        return self.precision.scaler
+        return self._precision.scaler
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if any optimizer's latest step was skipped because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -720,8 +717,8 @@ class Accelerator:
         `generate`. Rows are padded to the longest of all processes, and samples that a loader added as padding are dropped.
         With `gather=False` each process gets its own rows. Ranks: every rank.
         """
-        self.prepared.index_of(model)
-        inner = self.strategy.unwrap(model)
+        self._prepared.index_of(model)
+        inner = self._strategy.unwrap(model)
         with self.autocast():
             tokens = generating.generate(inner, batch, self.num_processes, options)
         if not gather:
@@ -730,16 +727,16 @@ class Accelerator:
             tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
         )
         found: Tensor = (
-            self.gather(tokens, axes=tuple(BATCH)) if self.clock.active is None else self.gather_for_metrics(tokens)
+            self.gather(tokens, axes=tuple(BATCH)) if self._clock.active is None else self.gather_for_metrics(tokens)
         )
         return found
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
         arguments.check_modules((model,), "mark_forward_method(model)")
-        self.prepared.index_of(model)
+        self._prepared.index_of(model)
         arguments.check_method(self.unwrap_model(model), name)
-        self.strategy.mark_forward_method(model, name)
+        self._strategy.mark_forward_method(model, name)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
@@ -809,7 +806,7 @@ class Accelerator:
         """
         if dim is not None:
             arguments.check_whole(dim, "gather_for_metrics(dim)")
-        cursors = self.clock.cursors
+        cursors = self._clock.cursors
         cursor = cursors.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
 
@@ -824,7 +821,7 @@ class Accelerator:
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Start a run with every tracker; `config` is a mapping, namespace or dataclass of settings. Ranks: every rank."""
-        self.tracking.init(project_name, config, init_kwargs)
+        self._tracking.init(project_name, config, init_kwargs)
 
     def log(
         self,
@@ -836,9 +833,9 @@ class Accelerator:
 
         After `track_throughput()`, `tokens_per_second` and `mfu` are added.
         """
-        if self.clock.rates is not None and isinstance(values, Mapping):
-            values = {**self.clock.rates(), **values}
-        self.tracking.log(values, step, log_kwargs)
+        if self._clock.rates is not None and isinstance(values, Mapping):
+            values = {**self._clock.rates(), **values}
+        self._tracking.log(values, step, log_kwargs)
 
     def log_images(
         self,
@@ -847,7 +844,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log images (arrays, tensors or PIL images) to every tracker that supports them. Ranks: any."""
-        self.tracking.log_images(values, step, log_kwargs)
+        self._tracking.log_images(values, step, log_kwargs)
 
     def log_table(
         self,
@@ -859,7 +856,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log a table given as `columns` and `data` or as a `dataframe`. Ranks: any."""
-        self.tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
+        self._tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
 
     def track_throughput(
         self,
@@ -879,7 +876,7 @@ class Accelerator:
             self._throughput.detach()
         counter = import_module("hasten.progress.throughput")  # imports torch's formulas, not needed without it
         self._throughput = made = counter.Throughput(
-            self.ctx, self.clock, tokens, peak_tflops, flops_per_token, lambda: len(self.prepared.optimizers)
+            self.ctx, self._clock, tokens, peak_tflops, flops_per_token, lambda: len(self._prepared.optimizers)
         )
         made.attach()
         return self._throughput
@@ -887,11 +884,11 @@ class Accelerator:
     @property
     def trackers(self) -> list[Tracker]:
         """The trackers that are active on this process."""
-        return self.tracking.trackers
+        return self._tracking.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, a foreign package's object
         """Return the tracker of this name; with `unwrap`, the run or writer object of its package."""
-        return self.tracking.get(name, unwrap)
+        return self._tracking.get(name, unwrap)
 
     def end_training(self) -> None:
         """Check the last losses, compare ranks, wait for background saves and close the trackers. Ranks: every rank.
@@ -904,10 +901,10 @@ class Accelerator:
             self._numbers.finish()
         if self._sentinel is not None:
             self._sentinel.finish()
-        self.saving.close()
-        self.tracking.finish()
-        if self.run_log is not None:
-            self.run_log.close()
+        self._saving.close()
+        self._tracking.finish()
+        if self._run_log is not None:
+            self._run_log.close()
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
@@ -924,7 +921,7 @@ class Accelerator:
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
             self._progress = build.ProgressMaker(self.ctx)
-        return self._progress(iterable, **{"rates": self.clock.rates, **options})
+        return self._progress(iterable, **{"rates": self._clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save_state(
@@ -948,22 +945,32 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with nullcontext() if self.run_log is None else Noted(self.run_log, "saved"):
-            return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
+        with nullcontext() if self._run_log is None else Noted(self._run_log, "saved"):
+            return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
-        self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
+        self,
+        input_dir: str | Path | None = None,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        must_exist: bool = True,
     ) -> list[LoadReport]:
-        """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
-        with nullcontext() if self.run_log is None else Noted(self.run_log, "loaded"):
-            return self.saving.load_state(input_dir, strict, allow_pickle)
+        """Restore the run from a checkpoint, by default the newest complete one, in memory or on disk. Ranks: every rank.
 
-    def resume(self) -> bool:
-        """Load the newest state, in memory or on disk, as `load_state` does; returns False if there is none yet.
-
-        Ranks: every rank.
+        Returns a report for each model. With `must_exist=False` a run without a checkpoint begins anew: nothing is loaded, and the
+        list is empty.
         """
-        return self.saving.resume()
+        if input_dir is not None and not must_exist:
+            arguments.refuse(
+                "load_state(input_dir, must_exist=False)",
+                input_dir,
+                "must_exist=False is for the newest checkpoint. Leave out one of the two",
+            )
+        with nullcontext() if self._run_log is None else Noted(self._run_log, "loaded") as event:
+            reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
+            if event is not None:
+                event.nothing_done = not reports and not must_exist
+        return reports
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
@@ -973,34 +980,39 @@ class Accelerator:
         return self._rollback is not None and self._rollback.now()
 
     @property
-    def going_back(self) -> bool:
+    def _rolling_back(self) -> bool:
         """True if the newest checkpoint will be loaded before the next batch."""
         return self._rollback is not None and self._rollback.target is not None
 
     def wait_for_saves(self) -> None:
         """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""
-        self.saving.wait_for_saves()
+        self._saving.wait_for_saves()
+
+    def reserve_memory_for_saves(self) -> None:
+        """Allocate the host memory of background saves while training continues, so that the first one is fast too. Ranks: any.
+
+        Call it when the optimizers have their state: after the first step.
+        """
+        self._saving.reserve()
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
         """Include these objects in `save_state` and `load_state`."""
-        self.saving.register_for_checkpointing(*objects)
+        self._saving.register_for_checkpointing(*objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """Call `hook(models, weights, folder)` before each save; the hook may edit the weights that are written."""
         arguments.check_callable(hook, "register_save_state_pre_hook(hook)", "at each save")
-        return self.saving.register_save_state_pre_hook(hook)
+        return self._saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
         """Call `hook(models, folder)` before each load; models that the hook removes from the list are not loaded."""
         arguments.check_callable(hook, "register_load_state_pre_hook(hook)", "at each load")
-        return self.saving.register_load_state_pre_hook(hook)
+        return self._saving.register_load_state_pre_hook(hook)
 
     @property
     def preempted(self) -> bool:
         """True if any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
-        return self.saving.preempted
-
-    should_stop = preempted
+        return self._saving.preempted
 
     def save_model(
         self,
@@ -1018,8 +1030,8 @@ class Accelerator:
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
         """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank."""
-        with agree(self.ctx.world, "load_model"), self.strategy.whole_weights(model):
-            return load_weights(self.strategy.unwrap(model), directory, strict)
+        with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
+            return load_weights(self._strategy.unwrap(model), directory, strict)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, atomically and on the main process only. Ranks: any."""
@@ -1042,12 +1054,12 @@ class Accelerator:
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """Return the user's module inside a prepared one."""
-        return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+        return self._strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
         """Return the full, unsharded state dict of a prepared model. Ranks: every rank."""
         arguments.check_model(model, "get_state_dict(model)")
-        return self.strategy.full_state_dict(model)
+        return self._strategy.full_state_dict(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[TorchProfile]:
         """Context manager around `torch.profiler`; writes one Chrome trace per rank if a folder is given."""
@@ -1070,17 +1082,15 @@ class Accelerator:
         if folder is not None:
             check_path(folder, "accelerator.memory_snapshot(folder)")
         target = reports_in(self.config, "memory") if folder is None else Path(folder)
-        return snapshot(self.prepared.models, self.prepared.optimizers, self.device, target, self.process_index)
+        return snapshot(self._prepared.models, self._prepared.optimizers, self.device, target, self.process_index)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release all prepared objects and empty the device's cache; returns None for each argument."""
-        self.prepared.clear()
-        self.clock.unowned = None
+        self._prepared.clear()
+        self._clock.unowned = None
         self._accumulations.clear()
         cleared = [None] * len(objects)
         del objects
         gc.collect()
         empty_cache(self.device)
         return cleared[0] if len(cleared) == 1 else cleared
-
-    clear = free_memory

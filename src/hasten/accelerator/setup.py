@@ -110,14 +110,17 @@ class Noted:
         self._run_log = run_log
         self._kind = kind
         self._began = 0.0
+        self.nothing_done = False
+        """Set in the block to record no event, unless the block raises."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Noted:
         self._began = time.perf_counter()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._run_log is None:
+        if self._run_log is None or (self.nothing_done and error is None):
             return
         try:
             if error is None:

@@ -22,7 +22,7 @@ class Trains(Protocol):
     @property
     def num_processes(self) -> int: ...
     @property
-    def clock(self) -> StepClock: ...
+    def _clock(self) -> StepClock: ...
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]: ...
     def reduce(self, tensor: Any, reduction: ReduceKind = "sum") -> Any: ...
 
@@ -41,7 +41,7 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Trains, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if not hasattr(accelerator, "clock"):
+        if not hasattr(accelerator, "_clock"):
             raise ArgumentError(
                 f"LocalSGD(accelerator={accelerator!r}) got a {type(accelerator).__name__}, which runs no training. Give the Accelerator."
             )
@@ -62,7 +62,7 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._accelerator.clock.apart = True  # permanently: the optimizer's state is never averaged
+            self._accelerator._clock.apart = True  # permanently: the optimizer's state is never averaged
             self._stack.enter_context(self._accelerator.no_sync(self._model))
         return self
 

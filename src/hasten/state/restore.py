@@ -279,13 +279,11 @@ def plan_restore(
     else:
         step = checkpoint.manifest.step or 0
         plan.seed_generators = parts.randomness.deriving(load_packed(checkpoint, "random_states", 0), rank, step)
-        log.warning(
+        words = (
             "the checkpoint was saved by %d processes and is loaded by %d: random states are derived anew from "
-            "(seed, rank, step=%d), so dropout differs from an uninterrupted run; data order and tensors continue",
-            saved_world,
-            world_size,
-            step,
+            "(seed, rank, step=%d), so dropout differs from an uninterrupted run; data order and tensors continue"
         )
+        log.warning(words, saved_world, world_size, step)
     return plan
 
 

@@ -81,9 +81,9 @@ def find_source(
     memory: MemoryCopies | None,
     together: Agreement,
     input_dir: str | Path | None,
-    must: bool,
+    must_exist: bool,
 ) -> tuple[CheckpointStore, str, bool] | None:
-    """Return store and name of the state to load, and whether it is in memory; None if not found and not `must`.
+    """Return store and name of the state to load, and whether it is in memory; None if not found and not `must_exist`.
 
     Ranks: every rank.
     """
@@ -92,14 +92,14 @@ def find_source(
         return *locate_existing(input_dir), False
     together.label = "looking for the newest checkpoint"
     choice = memory.newest(together) if memory is not None else None
-    if choice is not None or not must:
+    if choice is not None or not must_exist:
         on_disk = together.share(newest_step(automatic_root(project)) if project.project_dir else None)
         if memory is not None and choice is not None:
             if all(step is None or step <= choice.step for step in on_disk):
                 return *memory.fetch(choice, together), True
             if together.comm.rank == 0:
                 log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
-        elif not must and set(on_disk) == {None}:
+        elif not must_exist and set(on_disk) == {None}:
             return None
     store = open_store(automatic_root(project))
     return store, newest_of_all(store, together), False
@@ -384,21 +384,16 @@ class Saving:
         strict: bool = True,
         allow_pickle: bool = False,
         verify: bool = True,
+        must_exist: bool = True,
     ) -> list[LoadReport]:
-        """Restore the run from a checkpoint; return the names that did not match, per model, when not strict.
+        """Restore the run from a checkpoint; return a report for each model, with the names that did not match if not strict.
 
         Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is loaded, or the copy of
-        `checkpoint_in_memory` if that is newer. Everything is verified on every rank before anything in memory changes.
+        `checkpoint_in_memory` if that is newer; with `must_exist=False` the list is empty if there is none. Everything is verified on
+        every rank before anything in memory changes.
         Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
-        return self._load(input_dir, strict, allow_pickle, verify) or []
-
-    def resume(self) -> bool:
-        """Load the newest state, in memory or on the disk, as load_state does; return False when there is none yet.
-
-        Ranks: every rank. Raises: CheckpointError, as load_state.
-        """
-        return self._load(None, must=False) is not None
+        return self._load(input_dir, strict, allow_pickle, verify, must_exist) or []
 
     def _load(
         self,
@@ -406,14 +401,14 @@ class Saving:
         strict: bool = True,
         allow_pickle: bool = False,
         verify: bool = True,
-        must: bool = True,
+        must_exist: bool = True,
     ) -> list[LoadReport] | None:
         world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
         with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
             previous = outside.enter_context(PreviousState())  # also when the ranks fail to leave the block together
             if self._background is not None:
                 self.wait_for_saves()
-            if (source := find_source(self._project, self.memory, together, input_dir, must)) is None:
+            if (source := find_source(self._project, self.memory, together, input_dir, must_exist)) is None:
                 return None
             store, name, from_memory = source
             verify = verify and not from_memory  # memory copies are verified already

@@ -69,7 +69,7 @@ def trained(accelerator: Accelerator) -> list[float]:
     readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
     for whole in _batches():
         batch = [part.chunk(readers)[reader].to(accelerator.device, copy=True) for part in whole]
-        with accelerator.accumulate(net), accelerator.maybe_context_parallel(batch, [1, 1, 1]):
+        with accelerator.accumulate(net), accelerator.context_parallel(batch, [1, 1, 1], labels=None):
             loss = accelerator.forward_backward(net, tuple(batch), _loss_of)
             accelerator.clip_grad_norm_(net.parameters(), 1.0)
             stepper.step()
@@ -96,7 +96,7 @@ def main(out: str) -> int:
         "seconds": seconds,
         "megabytes": used / 1e6,
         "axes": {str(axis): accelerator.ctx.mesh.size(axis) for axis in Axis},
-        "strategy": accelerator.strategy.name,
+        "strategy": accelerator.strategy,
     }
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(found))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from hasten.accelerator.components import components
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
@@ -74,7 +75,7 @@ class TrainingLoop:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
         trainer, accelerator, state = self._trainer, self._trainer.accelerator, self._trainer.state
         model, optimizer, scheduler = trainer.wrapped_model, trainer.optimizer, trainer.lr_scheduler
-        call, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
+        call, max_norm, parts = trainer.callbacks.call, trainer.args.max_grad_norm, components(accelerator)
         fresh = accelerator.sync_gradients or state.global_step == 0
         model.train()
         for batch in trainer.train_loader:
@@ -93,7 +94,7 @@ class TrainingLoop:
                     call("on_optimizer_step")
                 scheduler.step()
                 optimizer.zero_grad()
-            if accelerator.going_back:
+            if parts.rolling_back:
                 return False
             fresh = accelerator.sync_gradients
             state.batches_in_epoch += 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
@@ -116,7 +117,7 @@ class Trainer:
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
         made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
-        if made.saving.memory is not None:
+        if components(made).saving.memory is not None:
             raise ConfigError(
                 f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
                 "callbacks) is only complete when it saves. Remove it, and set save_steps."
@@ -188,7 +189,9 @@ class Trainer:
 
     def _prepared_eval_loader(self, dataset: Any) -> Loader:
         loader = self.accelerator.prepare_data_loader(self.get_eval_dataloader(dataset))
-        self.accelerator.prepared.loaders.remove(loader)  # always read as a whole: checkpoints need no position in it
+        components(self.accelerator).prepared.loaders.remove(
+            loader
+        )  # always read as a whole: checkpoints need no position in it
         return loader
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -252,8 +255,8 @@ class Trainer:
         try:
             output = TrainingLoop(self, plan).run()
         except BaseException:
-            self.accelerator.saving.close()
-            self.accelerator.tracking.finish(failed=True)
+            components(self.accelerator).saving.close()
+            components(self.accelerator).tracking.finish(failed=True)
             self._tracking = False
             raise
         self.accelerator.end_training()
@@ -325,7 +328,7 @@ class Trainer:
             return wrapped
         if self._evaluated_model is None:
             self._evaluated_model = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            self.accelerator.prepared.models.remove(self._evaluated_model)  # it is not saved in checkpoints
+            components(self.accelerator).prepared.models.remove(self._evaluated_model)  # it is not saved in checkpoints
         return self._evaluated_model
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:

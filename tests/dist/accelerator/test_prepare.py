@@ -72,7 +72,7 @@ def test_any_order_comes_back_in_call_order_as_real_types(ctx: ProcessContext) -
     kinds: tuple[type[Any], ...] = (LRScheduler, DataLoader, Optimizer, type(None), nn.Module)
     assert [isinstance(value, kind) for value, kind in zip(out, kinds, strict=True)] == [True] * 5
     assert accelerator.prepare(*out) == out  # preparing twice is harmless
-    assert len(accelerator.prepared.models) == 1
+    assert len(accelerator._prepared.models) == 1
     assert accelerator.unwrap_model(out[4]) is model
     assert set(accelerator.get_state_dict(out[4])) == set(model.state_dict())
 
@@ -320,7 +320,7 @@ def test_profile_leaves_a_trace_and_memory_is_freed(tmp_path: Any) -> None:
     assert (tmp_path / "traces" / "rank_0.json").stat().st_size > 0
     model = accelerator.free_memory(model)
     assert model is None
-    assert accelerator.prepared.models == []
+    assert accelerator._prepared.models == []
 
 
 def one_cycle_run(loader_first: bool, calls: int = 1) -> tuple[list[str], float]:

@@ -146,7 +146,7 @@ def train(
                 own.rows = rng.choice([10**9, 1, 2, 4])
                 own.where = rng.choice(["forward", "backward"])
                 if number % 2:
-                    accelerator.retrying.rows = None  # as if nothing were known: try the whole batch again
+                    accelerator._retrying.rows = None  # as if nothing were known: try the whole batch again
             with accelerator.accumulate(model):
                 if trouble is None:
                     value = step(batch)
@@ -326,5 +326,5 @@ def step(x):
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 500 * 2**20, resource.RLIM_INFINITY))
 accelerator.run_step(step, small)
-print(float((model.weight.grad - expected).abs().max()), accelerator.retrying.rows)
+print(float((model.weight.grad - expected).abs().max()), accelerator._retrying.rows)
 """

@@ -107,8 +107,8 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
         accelerator = Accelerator(
             context=ctx, log_with=[gone, "jsonl"], tracking=TrackingConfig(missing_tracker="warn")
         )
-    assert accelerator.tracking.names == ("jsonl",)
-    assert gone not in Accelerator(context=ctx, log_with="all").tracking.names
+    assert accelerator._tracking.names == ("jsonl",)
+    assert gone not in Accelerator(context=ctx, log_with="all")._tracking.names
 
 
 @pytest.mark.parametrize(

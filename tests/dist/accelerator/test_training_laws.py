@@ -193,7 +193,7 @@ def test_two_accelerators_do_not_disturb_each_other(ctx: ProcessContext) -> None
         assert not one.sync_gradients
         assert two.sync_gradients
     assert (one.config.mixed_precision, two.config.mixed_precision) == ("bf16", "no")
-    assert len(one.prepared.models) == len(two.prepared.models) == 1
+    assert len(one._prepared.models) == len(two._prepared.models) == 1
     assert torch.equal(b(torch.ones(1, WIDTH)), two.unwrap_model(b)(torch.ones(1, WIDTH)))
 
 
@@ -224,10 +224,10 @@ def test_loops_broken_off_nested_and_failing_keep_the_clock_right(ctx: ProcessCo
         seen = sum(len(accelerator.gather_for_metrics(labels)) for _, labels in eval_loader)
         assert seen == 24
     assert pattern == [False, False, True, False]
-    assert accelerator.clock.active is None
+    assert accelerator._clock.active is None
     with pytest.raises(ZeroDivisionError):
         fail(accelerator, model)
-    assert accelerator.clock.active is None
+    assert accelerator._clock.active is None
 
 
 def fail(accelerator: Accelerator, model: nn.Module) -> None:

@@ -127,7 +127,7 @@ def test_what_cannot_be_kept_apart_is_refused(ctx: ProcessContext) -> None:
         accelerator.backward(model(x).sum(), weight=1)
         accelerator.backward(model(x).sum(), weight=2)
     with pytest.raises(StepError, match=r"Save where accelerator.sync_gradients is true"):
-        accelerator.clock.state_dict()
+        accelerator._clock.state_dict()
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)
         with pytest.raises(StepError, match="ends without loss number 2"):

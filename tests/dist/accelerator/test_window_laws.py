@@ -251,7 +251,7 @@ def test_a_block_inside_a_block_of_the_same_model_is_an_error(ctx: ProcessContex
             accelerator.accumulate(*inner),
         ):
             pass
-    assert not accelerator.clock.inside
+    assert not accelerator._clock.inside
     boundaries = []
     for _ in range(4):
         with accelerator.accumulate(first):

@@ -100,7 +100,7 @@ def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(ctx: ProcessCont
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     project = ProjectConfiguration(project_dir=str(tmp_path), checkpoint_arrival_s=0.5)
-    saving = Saving(ctx, project, accelerator.saving._parts)
+    saving = Saving(ctx, project, accelerator._saving._parts)
     if ctx.rank != 1:
         started = time.monotonic()
         with pytest.raises(
@@ -306,7 +306,7 @@ def test_background_saves_hold_one_at_a_time_and_keep_the_moment(ctx: ProcessCon
             parameter.add_(1000.0)
     accelerator.save_state(blocking=False)  # waits for the first
     accelerator.wait_for_saves()
-    assert str(accelerator.saving.newest()).endswith("checkpoint_1")
+    assert str(accelerator._saving.newest()).endswith("checkpoint_1")
     accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
     for a, b in zip(whole_state(accelerator, model, optimizer), before, strict=True):
         assert torch.equal(a, b)

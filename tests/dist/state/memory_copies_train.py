@@ -40,7 +40,11 @@ def main(strategy: str, updates: int, every: int | None) -> None:
     position = Position()
     accelerator.register_for_checkpointing(position)
     log = Path(f"updates-{accelerator.process_index}").open("a", buffering=1)  # noqa: SIM115 - until the process is killed
-    log.write(f"resumed {position.step} {time.time()}\n" if accelerator.resume() else f"began 0 {time.time()}\n")
+    log.write(
+        f"resumed {position.step} {time.time()}\n"
+        if accelerator.load_state(must_exist=False)
+        else f"began 0 {time.time()}\n"
+    )
     while position.step < updates:
         for x, y in loader:
             with accelerator.accumulate(net):

@@ -155,9 +155,9 @@ class Run:
         """Every bit that a load changes."""
         inner = self.accelerator.unwrap_model(self.model)
         names = {id(p): name for name, p in inner.named_parameters()}
-        clock = self.accelerator.clock
+        clock = self.accelerator._clock
         track = self.loader.parts.track
-        scaler = self.accelerator.precision.scaler
+        scaler = self.accelerator._precision.scaler
         state = {
             names[id(p)]: {key: bits(value) for key, value in values.items()}
             for p, values in self.optimizer.state.items()

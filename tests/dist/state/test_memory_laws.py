@@ -140,7 +140,7 @@ def one_machine_is_lost(ctx: ProcessContext, folder: Path, how: str) -> None:
             die(ctx, roots, lost)
             torch.manual_seed(999 + ctx.rank)
             second = Run(ctx, how, folder / f"at{stop}")
-            assert second.accelerator.resume()
+            assert second.accelerator.load_state(must_exist=False)
             assert updates(second) == stop // 2  # not one update is lost when it was over
             goes_on_like(whole, second)
 
@@ -180,7 +180,7 @@ def test_a_damaged_copy_leaves_the_one_before(ctx: ProcessContext, tmp_path: Pat
                         file.write_bytes(raw[:-1] if kind == "cut" else raw[:-1] + bytes([raw[-1] ^ 1]))
             die(ctx, roots, [])
             second = Run(ctx, "ddp", tmp_path / kind)
-            assert second.accelerator.resume()
+            assert second.accelerator.load_state(must_exist=False)
             assert updates(second) == 3
             goes_on_like(whole, second)
 
@@ -194,7 +194,7 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
     whole.train(STEPS)
     with on_machines(ctx, tmp_path) as roots:
         first = Run(ctx, "ddp", tmp_path)
-        assert not first.accelerator.resume()  # nothing yet, neither here nor there
+        assert not first.accelerator.load_state(must_exist=False)  # nothing yet, neither here nor there
         first.train(10, save_at=6)
         die(ctx, roots, [])
         if ctx.rank == 0:
@@ -204,7 +204,7 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
         second = Run(ctx, "ddp", tmp_path)
         logger = logging.getLogger("hasten.state.memory_copies")
         logger.addHandler(handler)
-        assert second.accelerator.resume()
+        assert second.accelerator.load_state(must_exist=False)
         logger.removeHandler(handler)
         assert updates(second) == 3
         if ctx.rank == 0:
@@ -222,7 +222,7 @@ def test_the_newer_one_is_taken_and_the_others_are_forgotten(ctx: ProcessContext
         first.accelerator.save_state()  # update 4; the copy is of update 3
         die(ctx, roots, [])
         second = Run(ctx, "ddp", tmp_path, every=3)
-        assert second.accelerator.resume()
+        assert second.accelerator.load_state(must_exist=False)
         assert updates(second) == 4
         ctx.world.barrier("loaded")
         assert not list(tmp_path.glob("memory-*/0/ranks_*/checkpoint_*"))
@@ -244,7 +244,7 @@ def test_two_accelerators_of_a_process_keep_their_own(ctx: ProcessContext, tmp_p
         one.train(6)
         die(ctx, roots, [1])
         again = [Run(ctx, "ddp", tmp_path / name) for name in ("one", "two")]
-        assert [run.accelerator.resume() for run in again] == [True, True]
+        assert [bool(run.accelerator.load_state(must_exist=False)) for run in again] == [True, True]
         assert [updates(run) for run in again] == [3, 5]
 
 
@@ -254,7 +254,7 @@ def test_one_machine_keeps_copies_for_its_own_processes(ctx: ProcessContext, tmp
         Run(ctx, "ddp", tmp_path).train(6)
         die(ctx, roots, [])
         second = Run(ctx, "ddp", tmp_path)
-        assert second.accelerator.resume()
+        assert second.accelerator.load_state(must_exist=False)
         assert updates(second) == 3
 
 

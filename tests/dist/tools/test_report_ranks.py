@@ -41,8 +41,8 @@ def test_the_wait_for_gradients_is_counted_as_communication(ctx: ProcessContext,
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if number == 6 and accelerator.run_log is not None:
-            accelerator.run_log.flush()
+        if number == 6 and accelerator._run_log is not None:
+            accelerator._run_log.flush()
     accelerator.end_training()
     ctx.world.barrier("trained")
     (mine,) = (log for log in read_run(tmp_path).ranks if log.rank == ctx.rank)

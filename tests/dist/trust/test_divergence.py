@@ -234,7 +234,7 @@ def test_report_goes_on_and_tells_once(ctx: ProcessContext) -> None:
     words = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
     assert len(words) == (1 if ctx.is_main else 0)
     assert all("'last.weight', seen at update 8" in text for text in words)
-    assert run.accelerator.clock.num_updates == 24
+    assert run.accelerator._clock.num_updates == 24
 
 
 @ranks(2)

@@ -218,7 +218,7 @@ def test_nothing_spoiled_is_saved_and_the_end_is_told(ctx: ProcessContext, tmp_p
     with told() as messages:
         for batch in parts.loader:
             step(parts, batch)
-            if parts.accelerator.going_back:
+            if parts.accelerator._rolling_back:
                 assert parts.accelerator.save_state() == saved
                 break
         parts.accelerator.end_training()
@@ -266,7 +266,7 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
     assert len(messages) == (len(left_out) if ctx.is_main else 0)
     assert len(left_out) >= 2
     leaving.left_out = left_out
-    second.train(resume_from_checkpoint=first.accelerator.saving.newest())
+    second.train(resume_from_checkpoint=first.accelerator._saving.newest())
     mine, theirs = first.model.state_dict(), second.model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert all(bool(torch.isfinite(value).all()) for value in mine.values())

@@ -103,7 +103,7 @@ def test_a_model_without_a_loss_is_named_as_the_cause(samples: Any, reason: str)
     for _ in accelerator.prepare(DataLoader(samples)):
         with pytest.raises(ArgumentError, match=reason):
             accelerator.backward(None)  # type: ignore[arg-type]
-    assert accelerator.clock.active is None
+    assert accelerator._clock.active is None
     with pytest.raises(ArgumentError, match="the model returned no loss, and there is nothing"):
         accelerator.backward(None)  # type: ignore[arg-type]
 

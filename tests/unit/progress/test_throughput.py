@@ -189,9 +189,9 @@ def test_nothing_is_left_behind_however_short_the_loop() -> None:
     accelerator = Accelerator(cpu=True)
     throughput = trained(accelerator, Net(), batches=4)
     throughput.detach()
-    assert accelerator.clock.after_update is None
-    assert accelerator.clock.cursors.before_next is None
-    assert accelerator.clock.rates is None
+    assert accelerator._clock.after_update is None
+    assert accelerator._clock.cursors.before_next is None
+    assert accelerator._clock.rates is None
 
 
 def test_a_loop_that_is_left_while_operations_are_counted_ends_with_the_training() -> None:
@@ -226,9 +226,9 @@ def test_a_compiled_model_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_it_costs_nothing_until_it_is_asked_for() -> None:
     accelerator = Accelerator(cpu=True)
-    assert accelerator.clock.after_update is None
-    assert accelerator.clock.cursors.before_next is None
-    assert accelerator.clock.rates is None
+    assert accelerator._clock.after_update is None
+    assert accelerator._clock.cursors.before_next is None
+    assert accelerator._clock.rates is None
 
 
 def test_trackers_and_reports_get_the_values(tmp_path: Path) -> None:

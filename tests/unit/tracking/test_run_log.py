@@ -126,8 +126,8 @@ def test_a_broken_disk_stops_the_log_only(tmp_path: Path) -> None:
     (tmp_path / "run_log").write_text("a file where the folder should be")
     accelerator = trained(tmp_path)
     accelerator.end_training()
-    assert accelerator.run_log is not None
-    assert accelerator.run_log.broken
+    assert accelerator._run_log is not None
+    assert accelerator._run_log.broken
 
 
 def test_skipped_updates_are_events(tmp_path: Path) -> None:

@@ -40,10 +40,10 @@ class Composed(hasten.Accelerator):
     distributed_type = shown(lambda self: AMBIENT.whole["distributed_type"], "How processes work together.")
 
     def _accumulate_over(self, steps: int) -> None:
-        self.clock.every = AMBIENT.plugin_kwargs["num_steps"] = steps
+        self._clock.every = AMBIENT.plugin_kwargs["num_steps"] = steps
 
     gradient_accumulation_steps = shown(
-        "clock.every", "Micro-steps per update; GradientState shows what is set here.", _accumulate_over
+        "_clock.every", "Micro-steps per update; GradientState shows what is set here.", _accumulate_over
     )
     mixed_precision = shown("config.mixed_precision", "Numbers of forward and backward.")
     native_amp = shown(lambda self: self.config.mixed_precision in ("fp16", "bf16"), "Whether autocast is used.")
@@ -70,8 +70,8 @@ class Composed(hasten.Accelerator):
         lambda self: any(getattr(self, f"{kind}_recipe_handler", None) for kind in ("te", "ao", "msamp", "fp8")),
         "Whether a recipe for fp8 was given.",
     )
-    scaler = shown("precision.scaler", "Torch's loss scaler, under fp16.")
-    step = shown("clock.micro", "Micro-steps of the current window.")
+    scaler = shown("_precision.scaler", "Torch's loss scaler, under fp16.")
+    step = shown("_clock.micro", "Micro-steps of the current window.")
 
     # -- data -----------------------------------------------------------------------------------------------------
     split_batches = shown("dataloader_config.split_batches", "Whether a loader's batch size is the global one.")
@@ -112,8 +112,8 @@ class Composed(hasten.Accelerator):
         return self.ctx.mesh.index(self.ctx.rank, Axis.PP)
 
     # -- what was prepared ----------------------------------------------------------------------------------------
-    _models = shown("prepared.models", "As the original names it")
-    _optimizers = shown("prepared.optimizers", "As the original names it")
-    _schedulers = shown("prepared.schedulers", "As the original names it")
-    _dataloaders = shown("prepared.loaders", "As the original names it")
-    _custom_objects = shown("saving.registered", "As the original names it")
+    _models = shown("_prepared.models", "As the original names it")
+    _optimizers = shown("_prepared.optimizers", "As the original names it")
+    _schedulers = shown("_prepared.schedulers", "As the original names it")
+    _dataloaders = shown("_prepared.loaders", "As the original names it")
+    _custom_objects = shown("_saving.registered", "As the original names it")

@@ -17,6 +17,7 @@ from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.settings.general import DataLoaderConfiguration
 from hasten import prepare_args as bundle
+from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
 from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
@@ -33,12 +34,12 @@ class EstablishedPreparer(Preparer):
         super().__init__(
             accelerator.config,
             accelerator.ctx,
-            accelerator.strategy,
-            accelerator.precision,
-            accelerator.clock,
-            accelerator.rehearsal,
+            components(accelerator).strategy,
+            components(accelerator).precision,
+            components(accelerator).clock,
+            components(accelerator).rehearsal,
         )
-        self.done = accelerator.prepared
+        self.done = components(accelerator).prepared
         self._accelerator = accelerator
         self._engine_schedules = False
 

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.bigmodel.meta import init_on_device
@@ -132,7 +133,7 @@ class ScriptPlanner(Rehearsal):
         models = [value for value in objects if isinstance(value, nn.Module)]
         if not models:  # loaders may be prepared before
             return go_on(objects)
-        owner = next(one for one in self._accelerators if one.prepared is done)
+        owner = next(one for one in self._accelerators if components(one).prepared is done)
         self._anatomy = self._inspect(models)
         blocks = self._anatomy.block_classes
         self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])

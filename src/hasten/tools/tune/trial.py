@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.config.base import given
@@ -109,11 +110,11 @@ class ScriptTrial(Rehearsal):
     def built(self, accelerator: Accelerator) -> None:
         """Count the updates of an Accelerator, after its existing callback."""
         self._accelerator = accelerator
-        self.precision = accelerator.precision.spec
+        self.precision = components(accelerator).precision.spec
         self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
         if accelerator._numbers is not None:
             accelerator._numbers.on_loss = self.loss
-        clock = accelerator.clock
+        clock = components(accelerator).clock
         before = clock.after_update
 
         def updated() -> None:
@@ -181,7 +182,7 @@ class ScriptTrial(Rehearsal):
         """Samples in one update, over all ranks and micro-steps."""
         if self._accelerator is None:
             return self.rows
-        return self.rows * self._accelerator.clock.every * self._accelerator.ctx.mesh.size(*BATCH)
+        return self.rows * components(self._accelerator).clock.every * self._accelerator.ctx.mesh.size(*BATCH)
 
     def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""

@@ -27,11 +27,8 @@ def occupation(state: State) -> tuple[Cause, str, str]:
         case "importing":
             return "importing", f"imports modules at {where}", "check the disk with the Python environment."
         case "debugger":
-            return (
-                "debugger",
-                f"is in the Python debugger at {where}",
-                "continue with `c`, or run with trust.stall=off.",
-            )
+            cure = "continue with `c`, or run with trust.stall=off."
+            return "debugger", f"is in the Python debugger at {where}", cure
         case "ending":
             return (
                 "user code",

@@ -200,10 +200,10 @@ def test_buffers_that_ddp_copies_are_refused(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_named_buffers_stay_parts_by_the_established_name(ctx: ProcessContext) -> None:
+def test_named_buffers_stay_parts(ctx: ProcessContext) -> None:
     tokens, kept = torch.arange(8.0).view(1, 1, 8, 1), torch.arange(8.0).view(1, 1, 8, 1)
     made = accelerator(ctx, "ring")
-    block = made.maybe_context_parallel(buffers=[tokens, kept], buffer_seq_dims=[2, 2], no_restore_buffers={kept})
+    block = made.context_parallel([tokens, kept], [2, 2], labels=None, no_restore_buffers={kept})
     with block as shards:
         F.scaled_dot_product_attention(tokens, tokens, tokens)
         expected = shards.positions(8)
@@ -218,5 +218,5 @@ def test_one_process_is_left_alone(ctx: ProcessContext) -> None:
     with made.context_parallel([x], [2]) as shards:
         assert shards.gather(x, 2) is x
         assert shards.positions(5).tolist() == [0, 1, 2, 3, 4]
-    with made.maybe_context_parallel():
+    with made.context_parallel([], []):
         pass

@@ -254,7 +254,7 @@ accelerator.backward(next_token_loss(net(batch), batch))
 optimizer.step()
 groups = sum(isinstance(module, FSDPModule) for module in net.modules())
 fsdp = accelerator.config.fsdp
-accelerator.print(accelerator.strategy.name, groups, fsdp.reshard_after_forward, fsdp.cpu_offload, accelerator.ctx.mesh)
+accelerator.print(accelerator.strategy, groups, fsdp.reshard_after_forward, fsdp.cpu_offload, accelerator.ctx.mesh)
 """
 
 

@@ -28,7 +28,7 @@ def built(seed: int = 0) -> TinyLM:
 def split(ctx: ProcessContext, precision: str = "no") -> Accelerator:
     sizes = ParallelismConfig(tp_size=ctx.world.size, tp_plan=TINY_LM_PLAN)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=sizes)
-    assert accelerator.strategy.name == "tensor"
+    assert accelerator.strategy == "tensor"
     return accelerator
 
 

@@ -114,8 +114,8 @@ class Accelerator(SavingFace):
     def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
-        self.process, AMBIENT.clock = ambient.process(), self.clock
-        fill_partial(self.config.cpu, strategy=self.strategy.name)
+        self.process, AMBIENT.clock = ambient.process(), self._clock
+        fill_partial(self.config.cpu, strategy=self._strategy.name)
         sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         self._sequences = SplitSequences.of(self, sizes)
         plugins = {"torch_tp_plugin": given["torch_tp_plugin"], "parallelism_config": sizes}
@@ -123,7 +123,7 @@ class Accelerator(SavingFace):
         engine, precision = self._engine.plugins, self.config.mixed_precision
         fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
         self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
-        AMBIENT.plugin_kwargs.setdefault("num_steps", self.clock.every)
+        AMBIENT.plugin_kwargs.setdefault("num_steps", self._clock.every)
         self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
 
     # -- preparing ------------------------------------------------------------------------------------------------
@@ -145,15 +145,15 @@ class Accelerator(SavingFace):
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """One micro-step over these models; models that were not prepared take part without a window of their own."""
-        known = [model for model in models if any(model is one for one in self.prepared.models)]
-        key: Key = tuple([self.prepared.index_of(model) for model in known])
+        known = [model for model in models if any(model is one for one in self._prepared.models)]
+        key: Key = tuple([self._prepared.index_of(model) for model in known])
         each = self.config.gradient_accumulation.sync_each_batch
-        return Accumulation(self.clock, self.strategy, known or self.prepared.models, key, each)
+        return Accumulation(self._clock, self._strategy, known or self._prepared.models, key, each)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """A block in which backward leaves this model's gradients unsynchronised."""
-        if any(model is one for one in self.prepared.models):
-            return self.strategy.no_sync(model)
+        if any(model is one for one in self._prepared.models):
+            return self._strategy.no_sync(model)
         return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
 
     @staticmethod
@@ -178,7 +178,7 @@ class Accelerator(SavingFace):
             self.lomo_backward(loss, learning_rate)
             return
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
-            loss = loss * self.clock.every
+            loss = loss * self._clock.every
         super().backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None = None) -> None:
@@ -189,7 +189,7 @@ class Accelerator(SavingFace):
             fused(loss, learning_rate)
 
     def _fused_backwards(self) -> list[Any]:
-        inner = [one.optimizer for one in self.prepared.optimizers]
+        inner = [one.optimizer for one in self._prepared.optimizers]
         return [one.fused_backward for one in inner if hasattr(one, "fused_backward")]
 
     has_lomo_optimizer = shown(
@@ -283,13 +283,13 @@ class Accelerator(SavingFace):
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The user's own module inside a prepared one."""
-        if any(model is one for one in self.prepared.models):
+        if any(model is one for one in self._prepared.models):
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Every parameter and buffer of a model, whole. Ranks: every rank."""
-        if any(model is one for one in self.prepared.models):
+        if any(model is one for one in self._prepared.models):
             return super().get_state_dict(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
@@ -303,6 +303,12 @@ class Accelerator(SavingFace):
             folder = Path(chosen.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
+
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> AbstractContextManager[Any]:
+        """A block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
+        return self.context_parallel(buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ())
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared and hand cached memory back; a None for every argument."""

@@ -21,6 +21,7 @@ from accelerate._impl.checkpoints import object_files
 from accelerate._impl.checkpoints.object_files import ObjectFiles
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
+from hasten.accelerator.components import components
 from hasten.checkpoint.export import load_weights
 from hasten.modules.names import plain_name
 from hasten.strategies.base import PrepareRequest
@@ -95,7 +96,9 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
     find = partial(blocks_to_recompute, config=settings)
     recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
-    return recompute.apply(model, PrepareRequest(place=False, train=True), accelerator.ctx, accelerator.precision)
+    return recompute.apply(
+        model, PrepareRequest(place=False, train=True), accelerator.ctx, components(accelerator).precision
+    )
 
 
 def fsdp2_load_full_state_dict(
@@ -188,7 +191,7 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
 
     `wanted` are the models that no hook has loaded already.
     """
-    plugin, done = accelerator.state.fsdp_plugin, accelerator.prepared
+    plugin, done = accelerator.state.fsdp_plugin, components(accelerator).prepared
     for index, model in enumerate(done.models):
         if not any(accelerator.unwrap_model(model) is one for one in wanted):
             continue

@@ -38,7 +38,7 @@ class SavingFace(Composed):
         self._sharding.follow_form()
         with _errors_of_hooks_as_raised():
             place = super().save_state(None if automatic else output_dir, safe_serialization)
-        self.project_configuration.iteration = self.saving.iteration
+        self.project_configuration.iteration = self._saving.iteration
         return place
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
@@ -49,20 +49,20 @@ class SavingFace(Composed):
             return
         with _errors_of_hooks_as_raised():
             super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
-        self.project_configuration.iteration = self.saving.iteration
+        self.project_configuration.iteration = self._saving.iteration
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
-        models = [self.unwrap_model(model) for model in self.prepared.models]
-        for hook in list(self.saving.load_hooks.values()):
+        models = [self.unwrap_model(model) for model in self._prepared.models]
+        for hook in list(self._saving.load_hooks.values()):
             hook(models, folder)
-        done, sharded = self.prepared, self.strategy.caps.sharded_state
+        done, sharded = self._prepared, self._strategy.caps.sharded_state
         if sharded:
             load_original_parts(self, Path(folder), models)
         own: tuple[Any, Any] = ([], []) if sharded else (models, done.optimizers)
-        rest: tuple[Any, ...] = (done.schedulers, done.loaders, self.process_index, self.precision.scaler)
+        rest: tuple[Any, ...] = (done.schedulers, done.loaders, self.process_index, self._precision.scaler)
         checkpointing.load_accelerator_state(folder, *own, *rest, **kwargs)
-        for index, thing in enumerate(self.saving.registered):
+        for index, thing in enumerate(self._saving.registered):
             checkpointing.load_custom_state(thing, folder, index)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -10,6 +10,7 @@ from accelerate._impl.composed import Composed
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.settings.deepspeed_plugin import DeepSpeedPlugin, Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from hasten.accelerator.components import components
 
 
 class FollowedPlugin:
@@ -18,7 +19,7 @@ class FollowedPlugin:
     def __init__(self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None) -> None:
         self._accelerator = accelerator
         self.plugin = given
-        caps = accelerator.strategy.caps
+        caps = components(accelerator).strategy.caps
         if given is None and caps.sharded_state and not caps.owns_precision:  # engines shard without FSDP
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
         self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
@@ -26,7 +27,7 @@ class FollowedPlugin:
     def follow_form(self) -> None:
         """Write checkpoints in the form the plugin says now."""
         if self.plugin is not None:
-            self._accelerator.saving.whole = self.plugin.whole_checkpoints
+            components(self._accelerator).saving.whole = self.plugin.whole_checkpoints
 
     def follow(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
@@ -70,12 +71,12 @@ class FollowedEngine:
 
 
 def _reconfigure(accelerator: Composed, what: str, **section: Any) -> None:
-    if accelerator.prepared.models:
+    if components(accelerator).prepared.models:
         raise ValueError(
             f"{what} changed after a model was prepared, which keeps what it was prepared with. Change it before the first "
             "prepare(), or make another Accelerator for it."
         )
-    accelerator.reconfigure(**section)
+    accelerator._reconfigure(**section)
 
 
 def chosen_plugins(given: Any, several: Any) -> Plugins:  # Any: what the script gave

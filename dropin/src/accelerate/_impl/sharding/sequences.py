@@ -13,6 +13,7 @@ from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.attention import SpannedAttention
+from hasten.accelerator.components import components
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.engines.deepspeed.engine import name_sequence_group
@@ -38,7 +39,7 @@ class SplitSequences:
 
     def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
         """The models among what prepare() is given, which attend over parts from now on."""
-        known = {id(one) for one in self._accelerator.prepared.models}
+        known = {id(one) for one in components(self._accelerator).prepared.models}
         models = [one for one in given if isinstance(one, nn.Module)]
         for model in models:
             if id(model) not in known:
@@ -47,7 +48,7 @@ class SplitSequences:
 
     def join(self, prepared: tuple[Any, ...]) -> None:
         """Let loaders that were prepared with a model hand out parts."""
-        if self._accelerator.strategy.name == "deepspeed":
+        if components(self._accelerator).strategy.name == "deepspeed":
             name_sequence_group(self._comm.group, self._accelerator.ctx.world.size)
         for one in prepared:
             if isinstance(one, PreparedLoader):

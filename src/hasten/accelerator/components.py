@@ -1,0 +1,70 @@
+"""Access to the components of an Accelerator for hasten's Trainer, its tools and the drop-in.
+
+Scripts need none of them, so they are private attributes of the class. Other modules read them through `components()` alone; subclasses
+of the Accelerator use the attributes.
+"""
+
+from __future__ import annotations
+
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.rehearsal import Rehearsal
+from hasten.optim.clock import StepClock
+from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
+from hasten.state.saving import Saving
+from hasten.strategies.base import Strategy
+from hasten.tracking.manager import TrackerManager
+
+
+class Components:
+    """Read-only view on the components of an Accelerator."""
+
+    __slots__ = ("_accelerator",)
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def clock(self) -> StepClock:
+        """The counter of micro-steps and updates, and the weights of losses."""
+        return self._accelerator._clock
+
+    @property
+    def prepared(self) -> PreparedObjects:
+        """The models, optimizers, schedulers and loaders that `prepare()` has returned."""
+        return self._accelerator._prepared
+
+    @property
+    def saving(self) -> Saving:
+        """Saving and loading of checkpoints."""
+        return self._accelerator._saving
+
+    @property
+    def strategy(self) -> Strategy:
+        """The distribution of models over ranks."""
+        return self._accelerator._strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The compute precision."""
+        return self._accelerator._precision
+
+    @property
+    def tracking(self) -> TrackerManager:
+        """The trackers of this run."""
+        return self._accelerator._tracking
+
+    @property
+    def rehearsal(self) -> Rehearsal | None:
+        """The plan or trial that runs the script; None in training."""
+        return self._accelerator._rehearsal
+
+    @property
+    def rolling_back(self) -> bool:
+        """True if the newest checkpoint will be loaded before the next batch."""
+        return self._accelerator._rolling_back
+
+
+def components(accelerator: Accelerator) -> Components:
+    """Return the components of an Accelerator."""
+    return Components(accelerator)
