@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate._impl.commands.launchers import notebook_launcher
+import accelerate
 from accelerate._impl.views.state import PartialState
 
 NUM_PROCESSES = int(os.environ.get("ACCELERATE_NUM_PROCESSES", "1"))
@@ -44,17 +44,17 @@ def assert_clean_cuda_fork_function() -> None:
 
 def test_can_initialize() -> None:
     """Check that processes start."""
-    notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
 
 
 def test_static_rdzv_backend() -> None:
     """Check the rendezvous that needs no server."""
-    notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="static")
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="static")
 
 
 def test_c10d_rdzv_backend() -> None:
     """Check the rendezvous of torch."""
-    notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="c10d")
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="c10d")
 
 
 def test_fault_tolerant(max_restarts: int = 3) -> None:
@@ -62,7 +62,7 @@ def test_fault_tolerant(max_restarts: int = 3) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(max_restarts):
             Path(folder, str(number)).touch()
-        notebook_launcher(
+        accelerate.notebook_launcher(
             tough_nut_function, (folder,), num_processes=NUM_PROCESSES, rdzv_backend="c10d", max_restarts=max_restarts
         )
 
@@ -71,7 +71,7 @@ def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> Non
     """Check that a failure of one process ends the others soon."""
     started = time.monotonic()
     try:
-        notebook_launcher(
+        accelerate.notebook_launcher(
             bipolar_sleep_function, (sleep_sec,), num_processes=NUM_PROCESSES, monitor_interval=monitor_interval
         )
     except Exception as error:
@@ -81,12 +81,12 @@ def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> Non
 
 def test_clean_cuda_fork() -> None:
     """Check that processes begin without CUDA."""
-    notebook_launcher(assert_clean_cuda_fork_function, (), num_processes=NUM_PROCESSES)
+    accelerate.notebook_launcher(assert_clean_cuda_fork_function, (), num_processes=NUM_PROCESSES)
 
 
 def test_problematic_imports() -> None:
     """Check that an initialised CUDA or imported libraries of the notebook do not matter: nothing is forked."""
-    notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
 
 
 def main() -> None:
