@@ -65,7 +65,7 @@ class PreparedObjects:
 
     def holds(self, value: object) -> bool:
         """Return whether `prepare()` of this Accelerator returned `value`."""
-        return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
+        return id(value) in set(map(id, (*self.models, *self.optimizers, *self.schedulers, *self.loaders)))
 
     def index_of(self, model: nn.Module) -> int:
         """Return the index of a prepared model. Raises: PrepareError for any other."""

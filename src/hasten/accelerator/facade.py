@@ -23,17 +23,11 @@ from torch.profiler import profile as TorchProfile  # a class torch spells in lo
 from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
-from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.setup import AcceleratorParts, Noted, build, reports_in
 from hasten.accelerator.step import Accumulation
-from hasten.checkpoint import export
-from hasten.checkpoint.export import load_weights
-from hasten.checkpoint.state_dicts import LoadReport
-from hasten.checkpoint.store.locate import check_path
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
@@ -63,23 +57,24 @@ from hasten.optim.window import divided
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.mesh_plan import BATCH, Axis
-from hasten.state.epochs import EpochLoops
-from hasten.state.run_state import HookHandle, LoadHook, Randomness, RunParts, SaveHook
-from hasten.state.saving import Saving
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose
-from hasten.strategies.context.strategy import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
-from hasten.trust.memory import snapshot
 from hasten.trust.numbers.numbers import NumbersWatch, Rollback
-from hasten.trust.stall.traffic import SentBytes, count_sent
-from hasten.trust.stall.watchdog import watch
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
+    from hasten.accelerator.captured_step import CapturedStep
+    from hasten.accelerator.retrying import Retrying, Split
+    from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
+    from hasten.state.epochs import EpochLoops
+    from hasten.state.run_state import HookHandle, LoadHook, SaveHook
+    from hasten.state.saving import Saving
+    from hasten.strategies.context.strategy import ContextParallel, SequenceShards
+    from hasten.trust.stall.traffic import SentBytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -193,8 +188,8 @@ class Accelerator:
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         if parts.config.checkpoint_in_memory is not None:
             self._saving.keep_in_memory(parts.config.checkpoint_in_memory)
-        if parts.watchdog is not None:
-            watch(self, parts.watchdog)
+        if parts.watch is not None:
+            parts.watch(self)
         self._watch_values(parts)
         if parts.rehearsal is not None:
             parts.rehearsal.built(self)
@@ -203,15 +198,16 @@ class Accelerator:
     @cached_property
     def _saving(self) -> Saving:
         """Saving and loading of this run's checkpoints."""
-        return Saving(
+        state, saving = import_module("hasten.state.run_state"), import_module("hasten.state.saving")  # on first use
+        made: Saving = saving.Saving(
             self.ctx,
             self.config.project,
-            RunParts(
+            state.RunParts(
                 self._prepared,
                 self._strategy.unwrap,
                 self._clock,
                 self._precision,
-                Randomness(self.ctx.device),
+                state.Randomness(self.ctx.device),
                 self._tracking if self._tracking.names else None,
                 self._strategy,
                 self._epochs,
@@ -220,19 +216,27 @@ class Accelerator:
             notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+        return made
 
     @cached_property
     def _retrying(self) -> Retrying:
         """The runner of `run_step`."""
-        return Retrying(self.ctx, self._strategy, self._clock, self._prepared, reports_in(self.config, "memory"))
+        retrying = import_module("hasten.accelerator.retrying")  # on first use
+        folder = reports_in(self.config, "memory")
+        made: Retrying = retrying.Retrying(self.ctx, self._strategy, self._clock, self._prepared, folder)
+        return made
 
     @cached_property
     def _epochs(self) -> EpochLoops:
-        return EpochLoops(self._prepared, self._clock)
+        made: EpochLoops = import_module("hasten.state.epochs").EpochLoops(self._prepared, self._clock)  # on first use
+        return made
 
     @cached_property
     def _context(self) -> ContextParallel:
-        return ContextParallel(self.config.parallelism, self.ctx, self._clock, lambda: self._prepared.models)
+        context = import_module("hasten.strategies.context.strategy")  # on first use
+        sizes = self.config.parallelism
+        made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
+        return made
 
     def _watch_values(self, parts: AcceleratorParts) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
@@ -390,7 +394,7 @@ class Accelerator:
         self._strategy = choose(self.config, self.ctx)
         saving.reconfigure(self._strategy)
         self._preparer.reconfigure(self.config, self._strategy)
-        self.__dict__.pop("retrying", None)
+        self.__dict__.pop("_retrying", None)
 
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.
@@ -405,7 +409,8 @@ class Accelerator:
         An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object is returned by itself, several as a
         tuple. Ranks: every rank, with the same objects in the same order.
         """
-        arguments.check_placement(device_placement)
+        if device_placement is not None:
+            arguments.check_placement(device_placement)
         prepared = self._preparer.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -627,7 +632,10 @@ class Accelerator:
         arguments.check_callable(fn, "capture_step(fn)")
         if self._rehearsal is not None:
             self._rehearsal.capturing()
-        return CapturedStep(fn, self._prepared, self._clock, self._numbers, self._preparer.performance.no_step_graph())
+        captured = import_module("hasten.accelerator.captured_step")  # on first use
+        why_not = self._preparer.performance.no_step_graph()
+        made: CapturedStep[P, R] = captured.CapturedStep(fn, self._prepared, self._clock, self._numbers, why_not)
+        return made
 
     def context_parallel(
         self,
@@ -901,7 +909,8 @@ class Accelerator:
             self._numbers.finish()
         if self._sentinel is not None:
             self._sentinel.finish()
-        self._saving.close()
+        if "_saving" in self.__dict__:
+            self._saving.close()
         self._tracking.finish()
         if self._run_log is not None:
             self._run_log.close()
@@ -1026,24 +1035,27 @@ class Accelerator:
         state = self.get_state_dict(model)
         with agree(self.ctx.world, "save_model"):
             if self._writes:
+                export = import_module("hasten.checkpoint.export")  # on first use
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
         """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank."""
         with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
-            return load_weights(self._strategy.unwrap(model), directory, strict)
+            export = import_module("hasten.checkpoint.export")  # on first use
+            report: LoadReport = export.load_weights(self._strategy.unwrap(model), directory, strict)
+            return report
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, atomically and on the main process only. Ranks: any."""
         if self._writes:
-            export.save_object(obj, f, safe_serialization)
+            import_module("hasten.checkpoint.export").save_object(obj, f, safe_serialization)  # on first use
 
     def load(self, f: str | Path, allow_pickle: bool = False) -> Any:  # Any: the user's object
         """Read an object written by `save`, with its tensors on the CPU; a `.safetensors` file gives a dict. Ranks: any.
 
         Raises: UnsafeCheckpointError for a file that runs code when it is unpickled, unless `allow_pickle`.
         """
-        return export.load_object(f, allow_pickle)
+        return import_module("hasten.checkpoint.export").load_object(f, allow_pickle)  # on first use
 
     @property
     def _writes(self) -> bool:
@@ -1071,7 +1083,9 @@ class Accelerator:
 
         Counting slows down every operation, so use it for one or two steps. Ranks: any, each independently.
         """
-        return count_sent(self.ctx)
+        counting: AbstractContextManager[SentBytes]
+        counting = import_module("hasten.trust.stall.traffic").count_sent(self.ctx)  # on first use
+        return counting
 
     def memory_snapshot(self, folder: str | Path | None = None) -> str:
         """Write the memory use of this rank as SVG and JSON; returns the path of the SVG. Ranks: any, each independently.
@@ -1080,9 +1094,13 @@ class Accelerator:
         default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.
         """
         if folder is not None:
-            check_path(folder, "accelerator.memory_snapshot(folder)")
+            locate = import_module("hasten.checkpoint.store.locate")  # on first use
+            locate.check_path(folder, "accelerator.memory_snapshot(folder)")
         target = reports_in(self.config, "memory") if folder is None else Path(folder)
-        return snapshot(self._prepared.models, self._prepared.optimizers, self.device, target, self.process_index)
+        memory = import_module("hasten.trust.memory")  # on first use
+        prepared = self._prepared
+        path: str = memory.snapshot(prepared.models, prepared.optimizers, self.device, target, self.process_index)
+        return path
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release all prepared objects and empty the device's cache; returns None for each argument."""

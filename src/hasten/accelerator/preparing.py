@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from hasten.accelerator.rehearsal import Objects, Rehearsal
 from hasten.config.root import Config
-from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
 from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import fused
@@ -223,10 +222,23 @@ class Preparer:
 
     def _note_unowned(self) -> None:
         """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""
+        if self._clock.unowned is None and not self._any_unowned():
+            return
         found = self._clock.unowned or Unowned(self._clock, self._precision, self.done.optimizers)
         found.learn(self.done.models)
         if self.done.optimizers and found.parameters():
             self._clock.unowned = found
+
+    def _any_unowned(self) -> bool:
+        """Return whether a prepared model has a trained parameter that is in none of the prepared optimizers."""
+        owned = set[int]()
+        for optimizer in self.done.optimizers:
+            owned.update(map(id, optimizer.parameters))
+        for model in self.done.models if owned else ():
+            for parameter in model.parameters():
+                if parameter.requires_grad and id(parameter) not in owned:
+                    return True
+        return False
 
     def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
         inner = getattr(scheduler, "optimizer", None)
@@ -245,9 +257,14 @@ class Preparer:
     def _loaders(self, items: list[Item]) -> None:
         if not items:
             return
-        seed = int(self._ctx.world.broadcast_object(torch.initial_seed()))
+        seed = self._seed()
         for item in items:
             item.value = self.loader(item.value, item.place, seed)
+
+    def _seed(self) -> int:
+        """Return the seed of the first rank, which all ranks shuffle with."""
+        world, own = self._ctx.world, torch.initial_seed()
+        return own if world.size == 1 else int(world.broadcast_object(own))
 
     def prepare_loader(
         self, loader: Any, placement: bool | None = None, slice_fn: Any = None, already_sharded: bool | None = None
@@ -256,8 +273,7 @@ class Preparer:
         if self.done.holds(loader):
             return loader
         place = self._config.device_placement if placement is None else placement
-        seed = int(self._ctx.world.broadcast_object(torch.initial_seed()))
-        return self.loader(loader, place, seed, slice_fn, already_sharded)
+        return self.loader(loader, place, self._seed(), slice_fn, already_sharded)
 
     def join(self, joinables: Sequence[Any], even_batches: bool | None) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
@@ -288,7 +304,8 @@ class Preparer:
         return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn, already_sharded))
 
     def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None) -> Loader:
-        prepared = prepare_loader(
+        building = import_module("hasten.data.build")  # on first use
+        prepared: Loader = building.prepare_loader(
             loader,
             ctx=self._ctx,
             config=self._config.dataloader,
@@ -307,6 +324,8 @@ class Preparer:
     def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
         """Warn about schedules whose length is that of the loader before it was prepared."""
         schedules, self._before_loaders = self._before_loaders, []
+        if self._ctx.world.size == 1:  # the length of its loader is that of the user's
+            return
         every = self._clock.every if self._config.step_scheduler_with_optimizer else 1
         for schedule in schedules if self._ctx.is_main else ():
             try:

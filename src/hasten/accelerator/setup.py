@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,10 +35,9 @@ from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
-from hasten.progress.meter import MemoryGauge
+from hasten.prepare_args import PreparedObjects
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
-from hasten.runtime.affinity import set_affinity
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import pci_address
@@ -48,17 +48,13 @@ from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, device_for
 from hasten.tracking.base import Tracker
 from hasten.tracking.manager import TrackerManager
-from hasten.tracking.registry import LogWith
-from hasten.tracking.registry import build as build_trackers
-from hasten.tracking.run_log import FOLDER, RunLog
-from hasten.trust.divergence.replicas import ComparedObjects, Replicas
-from hasten.trust.divergence.sentinel import DivergenceCheck, DivergenceCheckSettings
 from hasten.trust.numbers.numbers import NumbersSettings
-from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.stall_store import StallStore
-from hasten.trust.stall.status_server import StatusServer, StatusThread
-from hasten.trust.stall.watchdog import Watchdog, WatchSettings
 from hasten.version import __version__
+
+if TYPE_CHECKING:  # modules that a plain run on one process does not load
+    from hasten.tracking.registry import LogWith
+    from hasten.tracking.run_log import RunLog
+    from hasten.trust.divergence.sentinel import DivergenceCheck
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +86,17 @@ def open_run_log(
         }
 
     trail = ctx.world.trail if isinstance(ctx.world, ProcessGroupComm) else Trail()
-    return RunLog(
-        Path(folder) / FOLDER,
+    run_log = import_module("hasten.tracking.run_log")  # only a run with a folder has one
+    gauge = import_module("hasten.progress.meter").MemoryGauge(ctx.device)  # the same
+    made: RunLog = run_log.RunLog(
+        Path(folder) / run_log.FOLDER,
         ctx.rank,
         facts,
-        MemoryGauge(ctx.device).used_bytes,
+        gauge.used_bytes,
         collectives_s=lambda: trail.spent_s,
         gradients_s=strategy.caps.gradients_s,
     )
+    return made
 
 
 class Noted:
@@ -152,9 +151,10 @@ class AcceleratorParts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
-    watchdog: Watchdog | StatusThread | None
+    watch: Callable[[object], None] | None
+    """Start of the watchdog or of the status server, which ends with the given object; None without them."""
     numbers: NumbersSettings | None
-    sentinel: Callable[[ComparedObjects], DivergenceCheck] | None
+    sentinel: Callable[[PreparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
     rehearsal: Rehearsal | None
@@ -189,10 +189,9 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         scales=not strategy.caps.owns_precision,
     )
     numbers = _numbers(config, strategy, precision)
-    own = (
-        context is None or resolved.source("trust.stall").kind == "code"
-    )  # the caller that passes a context watches it
-    watchdog = _watchdog(config, ctx, clock) if own else None
+    # the caller that passes a context watches it
+    own = context is None or resolved.source("trust.stall").kind == "code"
+    watch = _watch(config, ctx, clock) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
     clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
@@ -200,7 +199,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     if run_log is not None:
         trackers.spent = run_log.logged
     return AcceleratorParts(
-        config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, rehearsal
+        config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
     )
 
 
@@ -220,13 +219,14 @@ def _context(config: Config) -> ProcessContext:
     topology = Topology.from_env(env.snapshot())
     device = device_for(config, topology)
     if config.launch.enable_cpu_affinity:
-        plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
+        affinity = import_module("hasten.runtime.affinity")  # only a run that sets it needs it
+        plan = affinity.set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
         log.info("cpu affinity: %s", plan.reason)
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | StatusThread | None:
-    """Return the watchdog of this rank, or for a single process under `hasten launch` a status server for `hasten top`."""
+def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[object], None] | None:
+    """Return the start of this rank's watchdog, or for a single process under `hasten launch` of a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
     if config.trust.stall == "off" or (alone and env.config(variables) is None):
@@ -241,22 +241,14 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         found = steps()
         return {} if found is None or found.rates is None else found.rates()
 
-    observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
-    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables), rates)
-    if not isinstance(ctx.world, ProcessGroupComm):
-        return StatusThread(status_server)
-    return Watchdog(
-        observer,
-        StallStore(ctx.world.store, ctx.rank),
-        ctx.topology,
-        WatchSettings(
-            after_s=config.trust.stall_after_s,
-            then=config.trust.stall,
-            timeout_s=_group(config).timeout_s,
-            folder=reports_in(config, "stalls"),
-        ),
-        status_server,
+    stall = import_module("hasten.trust.stall.watchdog")  # a single process that was not launched needs none of it
+    settings = stall.WatchSettings(
+        after_s=config.trust.stall_after_s,
+        then=config.trust.stall,
+        timeout_s=_group(config).timeout_s,
+        folder=reports_in(config, "stalls"),
     )
+    return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -267,18 +259,17 @@ def reports_in(config: Config, kind: str) -> Path:
 
 def _sentinel(
     config: Config, ctx: ProcessContext, clock: StepClock
-) -> Callable[[ComparedObjects], DivergenceCheck] | None:
+) -> Callable[[PreparedObjects], DivergenceCheck] | None:
     """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
     world, trust = ctx.world, config.trust
     if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
         return None
-    settings = DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
-    shares_random = ctx.mesh.size(Axis.TP) > 1
+    divergence = import_module("hasten.trust.divergence.sentinel")  # a single process needs none of it
+    settings = divergence.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
 
-    def make(prepared: ComparedObjects) -> DivergenceCheck:
-        return DivergenceCheck(
-            Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings
-        )
+    def make(prepared: PreparedObjects) -> DivergenceCheck:
+        check: DivergenceCheck = divergence.check_of(prepared, clock, ctx, world.store, settings)
+        return check
 
     return make
 
@@ -316,7 +307,8 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     rank = ctx.topology.rank
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
-            trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
+            registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it
+            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
     return TrackerManager(
         trackers,
         is_main=rank == 0,

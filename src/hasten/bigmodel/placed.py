@@ -73,7 +73,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 class PlacedForward(forwarding.Forward):
     """Forward on one device: its inputs are moved there, and its outputs back if requested."""
 
-    tag = "placed"
+    tag = forwarding.PLACED
 
     def __init__(self, device: torch.device, skip_keys: Collection[str] = (), return_to_input: bool = False) -> None:
         self.device = device
@@ -100,7 +100,7 @@ class PlacedForward(forwarding.Forward):
 class StreamedForward(PlacedForward):
     """Forward whose weights are copied to the device just before, while earlier modules compute."""
 
-    tag = "streamed"
+    tag = forwarding.STREAMED
 
     def __init__(self, streamer: Streamer, index: int, skip_keys: Collection[str] = ()) -> None:
         super().__init__(streamer.device, skip_keys)
@@ -164,11 +164,6 @@ def detach(model: nn.Module) -> bool:
     return found
 
 
-def is_dispatched(model: nn.Module) -> bool:
-    """Return whether the model is spread over several devices or streamed."""
-    return bool(streamers_of(model)) or forwarding.find(model, PlacedForward.tag) is not None
-
-
 class Immovable:
     """Replacement for `to` and `cuda` of a dispatched model, which cannot be moved as a whole."""
 
@@ -177,7 +172,7 @@ class Immovable:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatched(self.model):  # a copy of the model, or one that was dispatched again
+        if not forwarding.is_dispatched(self.model):  # a copy of the model, or one that was dispatched again
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise DeviceError(
             f"You can't move a model that has some modules offloaded to cpu or disk or on several devices (.{self.name}()); "

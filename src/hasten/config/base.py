@@ -1,11 +1,13 @@
 """Base of typed settings: the section class, its decorator, and the description of one field."""
 
+from __future__ import annotations
+
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
-from functools import wraps
 from types import NoneType
 from typing import Any, ClassVar, Final, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
 
@@ -16,12 +18,72 @@ _META: Final = "hasten"
 _LARGEST: Final = 2**63 - 1
 
 
+class _Signature:
+    """Signature of a section's constructor, computed when something asks for it."""
+
+    def __get__(self, section: Section | None, cls: type[Section]) -> inspect.Signature:
+        parameters = []
+        for name, spec in cls.__dataclass_fields__.items():
+            default = default_of(cls, name) if _has_default(spec) else inspect.Parameter.empty
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=spec.type)
+            )
+        return inspect.Signature(parameters)
+
+
 class Section:
-    """Base class of settings: frozen, keyword-only, slotted, and aware of the fields that were passed explicitly."""
+    """Base class of settings: frozen, keyword-only, slotted, and aware of the fields that were passed explicitly.
+
+    Its methods serve all sections. Those that `dataclass` would compile for each of them take half of the package's import.
+    """
 
     __slots__ = ("_given",)
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __signature__: ClassVar[Any] = _Signature()
     _given: frozenset[str]
+
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        cls, fields = type(self), self.__dataclass_fields__
+        if unnamed or not values.keys() <= fields.keys():
+            raise _wrong_names(cls, unnamed, values)
+        given = set[str]()
+        for name, spec in fields.items():
+            value = values.get(name)
+            # None means "not given" unless the field accepts None, as in scripts written for other libraries.
+            if name in values and not (value is None and _refuses_none(cls, name)):
+                value = fit(cls, name, value, f"{cls.__name__}({name}={value!r})")
+                given.add(name)
+            elif _has_default(spec):
+                value = spec.default if spec.default_factory is MISSING else spec.default_factory()
+            else:
+                raise ConfigError(f"{cls.__name__} has no default for {name}, so it must be given; add {name}=....")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_given", frozenset(given))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def __getstate__(self) -> list[Any]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for name, value in zip(self.__dataclass_fields__, state, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__dataclass_fields__)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__)
+        return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,24 +123,11 @@ def setting(
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type[S]) -> type[S]:
     """Make `cls` a frozen, keyword-only, slotted dataclass whose instances record the explicitly passed fields."""
-    made = cast(type[S], dataclass(frozen=True, kw_only=True, slots=True)(cls))
-    build: Callable[..., None] = made.__init__
+    return cast(type[S], dataclass(init=False, repr=False, eq=False, kw_only=True, slots=True)(cls))
 
-    @wraps(build)
-    def init(self: S, *unnamed: Any, **values: Any) -> None:
-        if unnamed or not values.keys() <= made.__dataclass_fields__.keys():
-            raise _wrong_names(made, unnamed, values)
-        # None means "not given" unless the field accepts None, as in scripts written for other libraries.
-        for name, value in [*values.items()]:
-            if value is None and _refuses_none(made, name):
-                del values[name]
-        build(self, **values)
-        for name, value in values.items():
-            object.__setattr__(self, name, fit(made, name, value, f"{made.__name__}({name}={value!r})"))
-        object.__setattr__(self, "_given", frozenset(values))
 
-    made.__init__ = init  # type: ignore[method-assign, assignment]
-    return made
+def _has_default(spec: Field[Any]) -> bool:
+    return spec.default is not MISSING or spec.default_factory is not MISSING
 
 
 def _wrong_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> ConfigError:

@@ -114,6 +114,18 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+@dataclass(frozen=True, slots=True)
+class DataRanks:
+    """Data-parallel rank of each process of the world; the first process reads for all."""
+
+    shard: int
+    num_shards: int
+    shard_of: tuple[int, ...]
+
+
+ALONE: Final = DataRanks(0, 1, (0,))
+"""The data-parallel ranks for a rank whose order is independent of other ranks."""
+
 How = Literal["shard", "split", "dispatch"]
 
 

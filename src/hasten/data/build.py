@@ -10,31 +10,36 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
-from hasten.data.assignment import ALONE, assignment_of, refuse_full_padding
-from hasten.data.batch_plan import plan_rows
-from hasten.data.dispatch import DataRanks, DispatchReader, DispatchSource
+from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
+from hasten.data.dispatch import DispatchReader, DispatchSource
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
-from hasten.data.loader import Loader, LoaderParts, MakeMove, Track
+from hasten.data.loader import Loader, LoaderParts, MakeMove, Move, Track, plain_move
 from hasten.data.memory import Memory
-from hasten.data.placement import ahead_of, depth_of, move_of, pins
 from hasten.data.position import Position
+from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
-from hasten.data.sampler import Assignment, PlannedSampler
+from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
 from hasten.data.sharded_order import check_split, refuse_settings
 from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
-from hasten.runtime.mesh_plan import BATCH
+from hasten.runtime.mesh_plan import BATCH, MeshSpec
 from hasten.runtime.seeding import synchronize_rng_states
 
 log = get_logger(__name__)
+
+_DEFAULT_DEPTH: Final = 2
+"""Number of batches that are read ahead for an accelerator."""
+_ONE_RANK: Final = MeshSpec()
 
 
 def prepare_loader(
@@ -62,18 +67,14 @@ def prepare_loader(
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
-    seats = DataRanks(
-        ctx.mesh.index(ctx.rank, *BATCH),
-        ctx.mesh.size(*BATCH),
-        tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
-    )
+    seats = ALONE if ctx.mesh == _ONE_RANK else _seats(ctx)
     given = config.already_sharded if already_sharded is None else already_sharded
     agreed = _agreed(loader, ctx, config, seats, _seed(loader, config, seed), given)
     make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(
-        _Request(reading, ctx, config, seats, slice_fn, depth_of(device, config, transfer), device, transfer, agreed)
+        _Request(reading, ctx, config, seats, slice_fn, _depth(device, config, transfer), device, transfer, agreed)
     )
     if pinned:
         shown["pin_memory"] = True
@@ -87,11 +88,18 @@ def prepare_loader(
         move=_move(device, config, transfer),
         shard=seats.shard,
         total_batch_size=total,
-        equalise=_equaliser(rng_types, loader, ctx),
+        equalise=_equaliser(rng_types, loader, ctx) if rng_types and ctx.world.size > 1 else None,
         draws_as_torch=config.order == "torch",
     )
-    _warn_if_empty(source, seats.num_shards, total)
+    if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
+        _warn_if_empty(source, seats.num_shards, total)
     return Loader.made(loader, parts, **shown)
+
+
+def _seats(ctx: ProcessContext) -> DataRanks:
+    """Return the shards that this rank and the others read."""
+    shards = tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size))
+    return DataRanks(shards[ctx.rank], ctx.mesh.size(*BATCH), shards)
 
 
 def _agreed(
@@ -103,7 +111,10 @@ def _agreed(
     given: bool | None,
 ) -> LoaderAgreement:
     """Return the facts that the ranks agree on, after refusing incompatible settings."""
-    agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
+    if ctx.world.size == 1:
+        agreed = LoaderAgreement(seed, sharded=False)
+    else:
+        agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
     if agreed.sharded or given:
         batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
         refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
@@ -141,9 +152,7 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
 def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
     """Return a function that synchronizes these generators; a loader without a generator shuffles equally anyway."""
     types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
-    if not types or ctx.world.size == 1:
-        return None
-    return partial(synchronize_rng_states, types, ctx.world, loader.generator)
+    return partial(synchronize_rng_states, types, ctx.world, loader.generator) if types else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +200,19 @@ def _indexed_parts(request: _Request) -> Made:
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
             )
         shard = seats.shard if request.sharded else None
-        return IndexedSource(loader, whole, ctx.rank, ahead=_ahead(request), shard=shard), total, shown
+        return (
+            IndexedSource(
+                loader,
+                whole,
+                ctx.topology.rank,
+                ahead=_ahead(request.depth, request.device, request.transfer),
+                shard=shard,
+            ),
+            total,
+            shown,
+        )
     if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, ahead="always")
+        inner = IndexedSource(loader, whole, ctx.topology.rank, seats.num_shards, ahead="always")
         return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
     inner = IndexedSource(loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always")
     reader = _batch_reader(request)
@@ -266,14 +285,6 @@ def _share_stream(dataset: Any, seats: DataRanks) -> tuple[Sharing, Any]:  # Any
     return ("asked" if callable(getattr(dataset, "shard", None)) else "strided"), dataset
 
 
-def _ahead(request: _Request) -> Ahead:
-    return ahead_of(request.depth, request.device, request.transfer)
-
-
-_move: Final = move_of
-_pins: Final = pins
-
-
 def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: DataRanks) -> BatchSource:
     return DispatchSource(inner, reader, ctx.world, seats)
 
@@ -331,3 +342,59 @@ def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -
     if isinstance(loader.generator, torch.Generator):
         return loader.generator.initial_seed()
     return seed
+
+
+# -- copies to the device -------------------------------------------------------------------------------------------------
+def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:
+    """Return True if `pin_memory` is to be enabled for a loader that leaves it off.
+
+    With workers, torch then receives and pins batches in a separate thread, off the training loop.
+    """
+    if loader.pin_memory or device is None or device.type != "cuda" or config.dispatch_batches:
+        return False
+    if config.pin_memory is None and loader.num_workers:
+        log.info(
+            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches in parallel with the training "
+            "loop; DataLoaderConfiguration(pin_memory=False) turns this off",
+            loader.num_workers,
+        )
+        return True
+    return bool(config.pin_memory)
+
+
+def _depth(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
+    """Return the number of batches read ahead of the one in use."""
+    if device is None:
+        return 0
+    if device.type == "cpu":
+        return config.prefetch or 0
+    depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
+    return depth if transfer is not None or kind_of(device).side_streams else 0
+
+
+def _ahead(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
+    """Return the read-ahead mode: only large batches are read ahead if a side stream copies them."""
+    if not depth:
+        return "never"
+    always = transfer is not None or device is None or device.type == "cpu"
+    return "always" if always else "when large"
+
+
+def _move(
+    device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None
+) -> Move | None:
+    """Return the function that moves batches to the device; None when they are not moved."""
+    if device is None:
+        return None
+    depth = _depth(device, config, transfer)
+    if transfer is not None:
+        return transfer(depth, config.prefetch_skip_keys or ())
+    if device.type == "cpu":
+        return LookAhead(depth) if depth else None
+    if depth:
+        return Prefetch(device, depth, config.prefetch_skip_keys)
+
+    def put(batch: Any) -> Any:  # Any: a batch of the user's
+        return trees.to_device(batch, device, config.non_blocking, config.prefetch_skip_keys)
+
+    return plain_move(put)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -13,6 +12,7 @@ from torch import Tensor
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.comm.session import Session
+from hasten.data.batch_plan import DataRanks
 from hasten.data.position import Position
 from hasten.data.source import BatchSource, Item, OuterSource
 from hasten.errors import PeerFailedError
@@ -174,15 +174,6 @@ class _RankMessage(NamedTuple):
     item: Item | None
     more: bool
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DataRanks:
-    """Data-parallel rank of each process of the world; the first process reads for all."""
-
-    shard: int
-    num_shards: int
-    shard_of: tuple[int, ...]
 
 
 class DispatchSource(OuterSource):

@@ -46,8 +46,6 @@ def agree_on_loader(
 
     Ranks: every rank. Raises: DataError on every rank, with the values of each rank.
     """
-    if comm.size == 1:
-        return LoaderAgreement(seed, False)
     length = length_of(loader.dataset)
     finding = _finding(loader) if given is None else {}
     gathered = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))

@@ -7,6 +7,7 @@ import ctypes
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class States(NamedTuple):
         return self.numpy == other.numpy and self.python == other.python and torch.equal(self.torch, other.torch)
 
 
+@dataclass(eq=False)
 class RandomStates:
     """Reader, writer and seeder of the CPU random states of this process.
 
@@ -53,9 +55,8 @@ class RandomStates:
     generator is copied instead unless a normal number is cached, which the object knows of states it wrote.
     """
 
-    def __init__(self) -> None:
-        self._last: NumpyState | None = None
-        self._address = 0
+    _last: NumpyState | None = None
+    _address: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_last": None, "_address": 0}  # addresses are invalid in another process

@@ -16,6 +16,10 @@ from torch import nn
 CHUNKED_LOSS: Final = "chunked loss"
 """Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
 FORWARD = "forward"
+PLACED: Final = "placed"
+"""Tag of a forward on a device of its own."""
+STREAMED: Final = "streamed"
+"""Tag of a forward whose weights are copied to the device just before it."""
 
 
 class Forward:
@@ -61,6 +65,8 @@ def replace(module: nn.Module, forward: Forward) -> None:
     """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
     forward.inner = module.forward
+    for name in ("__name__", "__qualname__"):  # as functools.wraps() would copy them
+        forward.__dict__[name] = getattr(forward.inner, name, "forward")
     module.__dict__[FORWARD] = forward
 
 
@@ -72,6 +78,11 @@ def find(module: nn.Module, tag: str) -> Forward | None:
             return forward
         forward = forward.inner
     return None
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Return whether the model is spread over several devices or streamed."""
+    return find(model, PLACED) is not None or any(find(module, STREAMED) is not None for module in model.modules())
 
 
 def restore(module: nn.Module, tag: str) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,6 @@ from torch.autograd.graph import Node
 
 from hasten.modules.names import is_dtensor
 from hasten.precision.base import Precision
-
-if TYPE_CHECKING:
-    from hasten.optim.clock import StepClock
-    from hasten.optim.optimizer import PreparedOptimizer
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -171,6 +167,28 @@ def _hook(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradien
     return handles
 
 
+class GradientHolder(Protocol):
+    """Protocol of an optimizer as the holder of gradients."""
+
+    @property
+    def parameters(self) -> list[Tensor]: ...
+    @property
+    def readable(self) -> bool:
+        """True if gradients are in the parameters' .grad."""
+        ...
+
+
+class WindowCorrection(Protocol):
+    """Protocol of the step clock: the correction that a window's gradients need before they are used."""
+
+    pending: bool
+
+    @property
+    def lanes(self) -> object | None: ...
+    def merge_lanes(self, parameters: list[Tensor]) -> None: ...
+    def correction(self) -> float | Tensor | None: ...
+
+
 class Unowned:
     """Gradients of parameters without an optimizer; separates those of earlier windows from the window in progress.
 
@@ -178,7 +196,7 @@ class Unowned:
     not be multiplied again. If nothing will be multiplied (no accumulation, weight or loss scale), they stay in .grad.
     """
 
-    def __init__(self, clock: StepClock, precision: Precision, optimizers: list[PreparedOptimizer]) -> None:
+    def __init__(self, clock: WindowCorrection, precision: Precision, optimizers: Sequence[GradientHolder]) -> None:
         self._clock = clock
         self._precision = precision
         self._optimizers = optimizers

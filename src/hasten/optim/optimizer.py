@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.gradients import multiply, versions
 from hasten.precision.base import APPLIED, SKIPPED, Precision, StepResult
-
-if TYPE_CHECKING:
-    from hasten.optim.clock import StepClock
 
 
 class SharedWindow:

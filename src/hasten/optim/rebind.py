@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,16 +31,19 @@ class OptimizerRecord:
 
         Raises: PrepareError naming the parameters that are in none of the models.
         """
-        names = {parameter: name for name, parameter in reversed(list(named(models)))}  # the first name wins
-        if strangers := list(_strangers(optimizer, names)):
-            shown = "; ".join(strangers[:5]) + (f"; and {len(strangers) - 5} more" if len(strangers) > 5 else "")
-            raise PrepareError(
-                f"{type(optimizer).__name__} has parameters of a model that is not prepared: {shown}. Their gradients "
-                "would be neither synchronised nor on the right device. Pass their model to prepare() too, before or "
-                "together with the optimizer."
-            )
-        groups = tuple(tuple(names[p] for p in group["params"]) for group in optimizer.param_groups)
-        return cls(groups, {names[p]: dict(values) for p, values in optimizer.state.items() if p in names})
+        names: dict[Tensor, str] = {}
+        for name, parameter in parameters_of(models)[0].items():
+            names.setdefault(parameter, name)
+        groups: list[tuple[str, ...]] = []
+        for group in optimizer.param_groups:
+            if not names.keys() >= set(group["params"]):
+                raise _not_prepared(optimizer, names)
+            groups.append(tuple(map(names.__getitem__, group["params"])))
+        state = {}
+        for parameter, values in optimizer.state.items():
+            if parameter in names:
+                state[names[parameter]] = dict(values)
+        return cls(tuple(groups), state)
 
     def bind(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], convert: Convert | None = None
@@ -48,13 +53,20 @@ class OptimizerRecord:
         The options of its groups are unchanged. When every parameter is still the same object, nothing changes.
         Raises: PrepareError naming a parameter that no longer exists.
         """
-        parameters = dict(named(models))
-        away = _elsewhere(models, parameters)
-        fresh = [[_find(name, parameters, optimizer) for name in group if name not in away] for group in self.groups]
-        old = [p for group in optimizer.param_groups for p in group["params"]]
-        now = [p for group in fresh for p in group]
-        if len(old) == len(now) and all(a is b for a, b in zip(old, now, strict=True)):
-            _move_state(optimizer)
+        parameters, away = parameters_of(models)
+        fresh: list[list[Tensor]] = []
+        old: list[Tensor] = []
+        now: list[Tensor] = []
+        for group, names in zip(optimizer.param_groups, self.groups, strict=True):
+            kept = names if not away else tuple(name for name in names if name not in away)
+            if not parameters.keys() >= set(kept):
+                raise _gone(optimizer, kept, parameters)
+            fresh.append(list(map(parameters.__getitem__, kept)))
+            old += group["params"]
+            now += fresh[-1]
+        if list(map(id, old)) == list(map(id, now)):
+            if optimizer.state:
+                _move_state(optimizer)
             return
         for group, members in zip(optimizer.param_groups, fresh, strict=True):
             group["params"] = members
@@ -69,20 +81,28 @@ class OptimizerRecord:
             optimizer.__dict__["_params"] = optimizer.param_groups[0]["params"]
 
 
-def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter under every name, prefixed with its model's index and without wrappers' prefixes."""
+def parameters_of(models: Sequence[nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the parameters under all their names, and the names of those that other pipeline stages hold.
+
+    A name is prefixed with its model's index, and has no wrappers' prefixes.
+    """
+    here: dict[str, Tensor] = {}
+    everywhere = set[str]()
     for index, model in enumerate(models):
         part = stage_part(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            yield f"{index}.{plain_name(name)}", parameter
-            if part is not None and (whole := part.whole_name(plain_name(name))) != plain_name(name):
-                yield f"{index}.{whole}", parameter
+            plain = plain_name(name)
+            here[f"{index}.{plain}"] = parameter
+            if part is not None:
+                here[f"{index}.{part.whole_name(plain)}"] = parameter
+        if part is not None:
+            everywhere.update(f"{index}.{name}" for name in part.parameters)
+    return here, everywhere - here.keys()
 
 
-def _elsewhere(models: Sequence[nn.Module], here: Mapping[str, Tensor]) -> set[str]:
-    """Return the recorded names of the parameters that other pipeline stages hold."""
-    parts = ((index, stage_part(model)) for index, model in enumerate(models))
-    return {f"{index}.{name}" for index, part in parts if part is not None for name in part.parameters} - here.keys()
+def has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether parameters of the optimizer are DTensors."""
+    return any(map(is_dtensor, chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))))
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
@@ -124,17 +144,26 @@ def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     return value.float() if half and value.shape == parameter.shape and parameter.dtype == torch.float32 else value
 
 
-def _find(name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
-    if name not in parameters:
-        raise PrepareError(
-            f"{type(optimizer).__name__} holds parameter {name!r}, which the prepared model no longer has; it cannot "
-            "be updated. Create the optimizer after the change to the model, or pass a factory such as "
-            "functools.partial(torch.optim.AdamW, lr=1e-3)."
-        )
-    return parameters[name]
+def _gone(optimizer: torch.optim.Optimizer, names: Iterable[str], parameters: Mapping[str, Tensor]) -> PrepareError:
+    name = next(name for name in names if name not in parameters)
+    return PrepareError(
+        f"{type(optimizer).__name__} holds parameter {name!r}, which the prepared model no longer has; it cannot "
+        "be updated. Create the optimizer after the change to the model, or pass a factory such as "
+        "functools.partial(torch.optim.AdamW, lr=1e-3)."
+    )
 
 
-def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterable[str]:
+def _not_prepared(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> PrepareError:
+    unknown = list(_unknown(optimizer, names))
+    shown = "; ".join(unknown[:5]) + (f"; and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+    return PrepareError(
+        f"{type(optimizer).__name__} has parameters of a model that is not prepared: {shown}. Their gradients "
+        "would be neither synchronised nor on the right device. Pass their model to prepare() too, before or "
+        "together with the optimizer."
+    )
+
+
+def _unknown(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterable[str]:
     for index, group in enumerate(optimizer.param_groups):
         known = group.get("param_names") or [None] * len(group["params"])
         for place, (parameter, label) in enumerate(zip(group["params"], known, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import assert_never
 
 import torch
@@ -10,10 +11,7 @@ import torch
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
 from hasten.errors import PrecisionError
-from hasten.precision.autocast import AutocastPrecision
 from hasten.precision.base import FullPrecision, Precision
-from hasten.precision.fp8 import Fp8Precision
-from hasten.precision.scaler import LossScaler
 from hasten.runtime.devices import kind_of
 
 
@@ -38,20 +36,25 @@ def build(
     Raises: PrecisionError if the device does not support it, naming the supported ones.
     """
     kwargs = autocast or AutocastKwargs()
+    made: Precision
     match spec:
         case "no":
-            return FullPrecision()
+            made = FullPrecision()
         case "bf16":
             check_autocast(spec, torch.bfloat16, device)
-            return AutocastPrecision(spec, device, torch.bfloat16, kwargs)
+            half = import_module("hasten.precision.autocast")  # a run in full precision needs none of it
+            made = half.AutocastPrecision(spec, device, torch.bfloat16, kwargs)
         case "fp16":
             check_autocast(spec, torch.float16, device)
-            loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
-            return AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
+            half = import_module("hasten.precision.autocast")  # the same
+            loss_scaler = half.LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
+            made = half.AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
         case "fp8":
-            return Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
+            eighth = import_module("hasten.precision.fp8")  # the same
+            made = eighth.Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
         case other:
             assert_never(other)
+    return made
 
 
 def supported(device: torch.device) -> list[str]:

@@ -63,6 +63,11 @@ class RestorePlan:
     restarted: list[AverageState] = field(default_factory=list)
     """Moving averages that the checkpoint does not hold."""
 
+    def restart(self, average: AverageState, checkpoint: Checkpoint) -> None:
+        """Let a moving average that the checkpoint lacks start anew from the loaded weights."""
+        log.warning("%s holds no moving average: it starts anew from the loaded weights", checkpoint.folder)
+        self.restarted.append(average)
+
     def apply(self, together: Agreement, previous: PreviousState) -> None:
         """Apply the changes to the run; `previous` saves every value before it changes. Ranks: every rank."""
         parts = self.parts
@@ -256,8 +261,7 @@ def plan_restore(
         if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
             plan.optimizers.append(plan_optimizer(average, names, checkpoint.component(name), strict, elsewhere))
         else:
-            log.warning("%s holds no moving average: it starts anew from the loaded weights", checkpoint.folder)
-            plan.restarted.append(average)
+            plan.restart(average, checkpoint)
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
         log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)

@@ -21,12 +21,8 @@ from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Caps, DistributionTransform, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
-from hasten.strategies.compiling import CompileBlocks, CompileWhole
-from hasten.strategies.ddp.strategy import Replicate
-from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, PlaceOnDevice
-from hasten.strategies.recompute import Recompute
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +109,8 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         transforms.append(ahead.CompileAhead())
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
-    replicate = Replicate(config.ddp, by_size=chooses and config.performance.buckets)
+    ddp = import_module("hasten.strategies.ddp.strategy")  # a single process needs none of it
+    replicate = ddp.Replicate(config.ddp, by_size=chooses and config.performance.buckets)
     caps = Caps(gradients_s=replicate.gradients_s)
     return NativeStrategy("ddp", replicate, transforms, caps)
 
@@ -134,9 +131,7 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         experts = import_module("hasten.strategies.experts.strategy")  # also loads torch.distributed.tensor
         transforms.append(experts.DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
-        find = partial(blocks_to_recompute, config=config.fsdp)
-        offload = config.fsdp.activation_checkpointing_offload
-        transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
+        transforms.append(_recompute_blocks(config))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
         alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
         return NativeStrategy("tensor", alone.TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
@@ -176,10 +171,7 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
         tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
-        find = partial(blocks_to_recompute, config=config.fsdp)
-        transforms.append(
-            Recompute(find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload)
-        )
+        transforms.append(_recompute_blocks(config))
     stages = pipeline.Pipeline(config.parallelism.pp_handler, config.fsdp, ctx, within)
     transforms.append(pipeline.CutStages(stages))
     caps = Caps(sharded_state=sharded, hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1)
@@ -237,9 +229,22 @@ def _common(config: Config) -> list[Transform]:
     """Return the transforms that all native strategies share: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
+        recompute = import_module("hasten.strategies.recompute")  # only runs that recompute activations need it
         find = partial(blocks_by_class, names=config.recompute, setting="recompute")
-        chosen.append(Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload))
+        chosen.append(recompute.Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload))
     if config.dynamo.backend != "no":
+        compiling = import_module("hasten.strategies.compiling")  # only runs that compile models need it
         regional = config.dynamo.use_regional_compilation
-        chosen.append(CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo))
+        chosen.append(compiling.CompileBlocks(config.dynamo) if regional else compiling.CompileWhole(config.dynamo))
     return chosen
+
+
+def _recompute_blocks(config: Config) -> Transform:
+    """Return the transform that recomputes the activations of the blocks that FSDP wraps."""
+    recompute = import_module("hasten.strategies.recompute")  # only runs that recompute activations need it
+    wrapping = import_module("hasten.strategies.fsdp.wrapping")  # the same
+    find = partial(wrapping.blocks_to_recompute, config=config.fsdp)
+    made: Transform = recompute.Recompute(
+        find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload
+    )
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -15,7 +16,7 @@ from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.engine import Placeholder
 from hasten.optim.gradients import zero_if_weightless
-from hasten.optim.rebind import OptimizerRecord
+from hasten.optim.rebind import OptimizerRecord, has_dtensors
 from hasten.optim.window import Number, backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item, is_factory
@@ -31,7 +32,6 @@ from hasten.strategies.base import (
     Transform,
     Weigh,
 )
-from hasten.strategies.sharded_updates import refuse_unshardable, update_own_shards
 from hasten.trees import Tree
 
 
@@ -78,11 +78,10 @@ class NativeStrategy:
         return nullcontext()  # prepare() shards models
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
-        models = bundle.of("model")
-        make_optimizers(bundle.of("optimizer"), [item.value for item in models])
-        originals = [*bundle.earlier, *(item.value for item in models)]
-        optimizers = bundle.of("optimizer")
-        records = [OptimizerRecord.write(item.value, originals) for item in optimizers]
+        models, optimizers = bundle.of("model"), bundle.of("optimizer")
+        given = [item.value for item in models]
+        make_optimizers(optimizers, given)
+        records = [OptimizerRecord.write(item.value, [*bundle.earlier, *given]) for item in optimizers]
         for item in models:
             request = PrepareRequest(place=item.place, train=train)
             for transform in self._transforms:
@@ -90,8 +89,10 @@ class NativeStrategy:
         inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
-            refuse_unshardable(item.value)
-            update_own_shards(item.value)
+            if has_dtensors(item.value):
+                shards = import_module("hasten.strategies.sharded_updates")  # only sharded parameters need it
+                shards.refuse_unshardable(item.value)
+                shards.update_own_shards(item.value)
             if self._on_optimizer is not None:
                 self._on_optimizer(item.value)
 

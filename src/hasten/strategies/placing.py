@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from hasten.bigmodel.placed import is_dispatched
 from hasten.config.sections.loop import MasterWeights
 from hasten.errors import PrepareError
+from hasten.modules.forwarding import is_dispatched
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage
@@ -25,20 +26,30 @@ class PlaceOnDevice:
     stage = Stage.PLACE
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        on_meta = [name for name, p in model.named_parameters() if p.is_meta]
-        if on_meta:
-            raise PrepareError(
-                f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
-                "train. Load them first with load_checkpoint_in_model(model, folder), or use strategy='fsdp', which initializes meta "
-                "parameters."
-            )
+        devices = {ctx.device.type} if ctx.device.type == "cpu" else set[str]()
+        there = set[str]()
+        for tensor in chain(model.parameters(), model.buffers()):
+            there.add(tensor.device.type)
+        if "meta" in there:
+            refuse_meta(model)
         # the code that loaded the model has already spread it over devices
-        if not request.place or hasattr(model, "hf_device_map") or is_dispatched(model):
+        if there == devices or not request.place or hasattr(model, "hf_device_map") or is_dispatched(model):
             return model
         return model.to(ctx.device)
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise PrepareError if parameters of the model have no values."""
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise PrepareError(
+            f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
+            "train. Load them first with load_checkpoint_in_model(model, folder), or use strategy='fsdp', which initializes meta "
+            "parameters."
+        )
 
 
 @dataclass(slots=True)
@@ -50,8 +61,10 @@ class Convert:
     _precision: Precision | None = None
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if precision.spec == "no":
+            return model
         self._precision = precision
-        if request.train and self.masters == "fp32" and precision.spec != "no":
+        if request.train and self.masters == "fp32":
             give_masters(model)
         return precision.convert(model)
 

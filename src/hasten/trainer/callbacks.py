@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hasten.errors import ArgumentError, ConfigError
 from hasten.progress.text import value_text
 from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.state import TrainerControl, TrainerState
-
-if TYPE_CHECKING:
-    from hasten.trainer.trainer import Trainer
+from hasten.trainer.state import TrainerControl, TrainerInterface, TrainerState
 
 _TIMES: Final = ("_runtime", "_per_second")
 EVENTS: Final = (
@@ -110,7 +107,7 @@ class TrainerCallback:
 class CallbackList:
     """Callbacks of a Trainer, indexed by the events they override, so that an event without callbacks costs one lookup."""
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:  # Any: callbacks or their classes
+    def __init__(self, trainer: TrainerInterface, callbacks: Sequence[Any]) -> None:  # Any: callbacks or their classes
         self._trainer = trainer
         self.callbacks: list[TrainerCallback] = []
         self._heard: dict[str, list[Any]] = {event: [] for event in EVENTS}

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
 from hasten.checkpoint.store.occupied import check_no_weights
@@ -14,12 +14,10 @@ from hasten.comm.agreement import agree
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError, IncompleteCheckpointError
 from hasten.optional import need
-
-if TYPE_CHECKING:
-    from hasten.trainer.trainer import Trainer
+from hasten.trainer.state import TrainerInterface
 
 
-def save(trainer: Trainer, metrics: Mapping[str, float]) -> str:
+def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
     """Save the whole state and return its path. Ranks: every rank."""
     state = trainer.state
     trainer.callbacks.keep_states()
@@ -32,7 +30,7 @@ def save(trainer: Trainer, metrics: Mapping[str, float]) -> str:
     return place
 
 
-def resume(trainer: Trainer, which: str | bool) -> None:
+def resume(trainer: TrainerInterface, which: str | bool) -> None:
     """Restore the state of a checkpoint. Ranks: every rank."""
     accelerator, state = trainer.accelerator, trainer.state
     place: str | None = which if isinstance(which, str) else None
@@ -46,15 +44,15 @@ def resume(trainer: Trainer, which: str | bool) -> None:
         state.best_model_checkpoint = place or _newest(trainer)  # its path was not known when it was written
 
 
-def _root(trainer: Trainer) -> str:
+def _root(trainer: TrainerInterface) -> str:
     return join_place(trainer.args.output_dir, "checkpoints")
 
 
-def _newest(trainer: Trainer) -> str:
+def _newest(trainer: TrainerInterface) -> str:
     return join_place(_root(trainer), newest(open_store(_root(trainer))))
 
 
-def _any_checkpoint(trainer: Trainer) -> bool:
+def _any_checkpoint(trainer: TrainerInterface) -> bool:
     """Return whether there is a complete checkpoint, according to the main process. Ranks: every rank."""
     found = [False]
     if trainer.accelerator.is_main_process:
@@ -65,7 +63,7 @@ def _any_checkpoint(trainer: Trainer) -> bool:
     return bool(trainer.accelerator.broadcast_object_list(found)[0])
 
 
-def note_best(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
+def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
     """Record the metric that ranks models; return whether it is the best so far. Of two equal values the later is better.
 
     Raises: ConfigError if the evaluation lacks the metric and an argument depends on it.
@@ -86,20 +84,20 @@ def note_best(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
     return True
 
 
-def load_best(trainer: Trainer) -> None:
+def load_best(trainer: TrainerInterface) -> None:
     """Load the weights of the best checkpoint into the model. Ranks: every rank."""
     place = trainer.state.best_model_checkpoint
     if place is not None:
         trainer.accelerator.load_model(trainer.wrapped_model, place)
 
 
-def save_model(trainer: Trainer, folder: str) -> str:
+def save_model(trainer: TrainerInterface, folder: str) -> str:
     """Write weights, configuration, tokenizer and arguments to a folder. Ranks: every rank."""
     with trainer.averaged():
         return _save_model(trainer, folder)
 
 
-def _save_model(trainer: Trainer, folder: str) -> str:
+def _save_model(trainer: TrainerInterface, folder: str) -> str:
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     inner: Any = accelerator.unwrap_model(model)  # Any: models with save_pretrained share no base class here
@@ -120,7 +118,9 @@ def _save_model(trainer: Trainer, folder: str) -> str:
     return folder
 
 
-def push_to_hub(trainer: Trainer, commit_message: str, **options: Any) -> str | None:  # Any: options of the Hub client
+def push_to_hub(
+    trainer: TrainerInterface, commit_message: str, **options: Any
+) -> str | None:  # Any: options of the Hub client
     """Save the model and upload its folder; returns the URL of the commit on the main process, None on the others.
 
     Ranks: every rank. Raises: ConfigError without a name for the repository.

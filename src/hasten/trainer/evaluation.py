@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hasten import trees
+from hasten.accelerator.facade import Accelerator
+from hasten.data.loader import Loader
 from hasten.runtime.mesh_plan import BATCH
 from hasten.trainer.collate import IGNORED
 from hasten.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
-
-if TYPE_CHECKING:
-    from hasten.accelerator.facade import Accelerator
-    from hasten.data.loader import Loader
-    from hasten.trainer.trainer import Trainer
+from hasten.trainer.state import TrainerInterface
 
 # Any in this file: batches, outputs and arrays in any nesting.
 
@@ -52,7 +50,7 @@ class _Collected:
     labels: list[Any] = field(default_factory=list)
 
 
-def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: bool) -> PredictionOutput:
+def run_evaluation(trainer: TrainerInterface, loader: Loader, prefix: str, loss_only: bool) -> PredictionOutput:
     """Return predictions, labels and metrics over a loader; arrays are None with `loss_only`. Ranks: every rank."""
     began_s = time.perf_counter()
     model, accelerator = trainer.model_for_evaluation(), trainer.accelerator
@@ -92,7 +90,9 @@ def slowest(accelerator: Accelerator, seconds: float) -> float:
     return max(float(accelerator.reduce(torch.tensor([seconds], dtype=torch.float64), "max")[0]), 1e-9)
 
 
-def _one_batch(trainer: Trainer, model: Any, batch: Any, loader: Loader, loss_only: bool, got: _Collected) -> None:
+def _one_batch(
+    trainer: TrainerInterface, model: Any, batch: Any, loader: Loader, loss_only: bool, got: _Collected
+) -> None:
     cursor = loader.cursor
     real = cursor.num_real
     rows = trees.batch_size(batch) or 0
@@ -120,7 +120,7 @@ def _one_batch(trainer: Trainer, model: Any, batch: Any, loader: Loader, loss_on
     _keep(trainer, got.labels, labels, kept)
 
 
-def _keep(trainer: Trainer, kept: list[Any], values: Any, num_rows: int) -> None:
+def _keep(trainer: TrainerInterface, kept: list[Any], values: Any, num_rows: int) -> None:
     """Gather the rows of all ranks, padded to one width, and append them to `kept` on the host."""
     if values is None:
         return

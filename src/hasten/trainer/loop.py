@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from hasten.accelerator.components import components
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
+from hasten.trainer.state import TrainerInterface
 from hasten.trainer.step_plan import TrainingPlan
-
-if TYPE_CHECKING:
-    from hasten.trainer.trainer import Trainer
 
 _SUMMED_AT_ONCE: Final = 64
 
@@ -32,7 +30,7 @@ class TrainOutput(NamedTuple):
 class TrainingLoop:
     """One training from its first step, or the step of a checkpoint, to its end."""
 
-    def __init__(self, trainer: Trainer, plan: TrainingPlan) -> None:
+    def __init__(self, trainer: TrainerInterface, plan: TrainingPlan) -> None:
         self._trainer = trainer
         self._plan = plan
         self._losses: list[tuple[Tensor, Tensor | None]] = []

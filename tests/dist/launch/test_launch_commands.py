@@ -161,7 +161,7 @@ def test_a_double_rank_of_srun_is_told_by_both(tmp_path: Path) -> None:
     wrong = {"SLURM_PROCID": "0"}
     for code, text in start_tasks(tmp_path, ({}, wrong)):
         assert code == 1
-        assert "both say they are rank 0 of 2" in text
+        assert "both claim to be rank 0 of 2" in text
         assert "sum" not in text
 
 

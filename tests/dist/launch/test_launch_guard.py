@@ -67,7 +67,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(("signals", "why"), [(1, "nothing ended within 1 s"), (2, "a second signal")])
+@pytest.mark.parametrize(("signals", "why"), [(1, "no process ended within 1 s"), (2, "a second signal")])
 def test_a_stuck_launcher_ends_with_its_processes(tmp_path: Path, signals: int, why: str) -> None:
     code, took, words = stuck(tmp_path, signals)
     assert code == 128 + signal.SIGTERM

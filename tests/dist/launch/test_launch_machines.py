@@ -54,7 +54,7 @@ def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(zygote: Zy
     for code, text in wrong:
         assert code == 1
         assert re.search(
-            r"host-[bc] \(10.77.0.[23]\) and host-[bc] \(10.77.0.[23]\) both say they are machine 1 of 3", text
+            r"host-[bc] \(10.77.0.[23]\) and host-[bc] \(10.77.0.[23]\) both claim to be machine 1 of 3", text
         )
         assert "Correct --machine_rank" in text
         assert "rank 0 of 3" not in text  # no user code has run
@@ -183,7 +183,8 @@ def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, t
     line = TRAINING[: TRAINING.index("accelerator.backward")].count("\n") + 3
     assert f"rank 0: waits at script.py:{line} accelerator.backward" in ends[0][1]
     assert re.search(
-        r"cause: rank 1 \(pid \d+ on host-b\) does not answer, nor does the launcher on host-b: a lost", ends[0][1]
+        r"cause: rank 1 \(pid \d+ on host-b\) does not respond, nor does the launcher on host-b: the machine has failed",
+        ends[0][1],
     )
     assert all(code != 0 for code, _ in ends)
     assert left == []

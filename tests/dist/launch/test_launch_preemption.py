@@ -100,7 +100,7 @@ def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(tmp_path: Path, 
     assert launcher.returncode == 85, said
     assert "exit code 85 means that the run saved a checkpoint and stopped after a signal" in said
     assert "restart 1 of 1" in said
-    assert "SIGTERM: all processes of this machine have saved and ended; start again to go on" in said
+    assert "SIGTERM: all processes of this machine have saved and exited; restart the job to continue" in said
     assert "end" not in (run / "seen-0").read_text()
     rank_pool.run(undisturbed, 2, str(script), str(run))
     for rank in range(2):

@@ -178,10 +178,12 @@ def test_a_rank_that_leaves_early_is_named_not_the_one_that_loses_it(
 ) -> None:
     assert launch("--num_processes", "2", write(folder, LEAVES_EARLY)) == 1
     err = capfd.readouterr().err
-    assert re.search(r"rank 0 on \S+ \(pid \d+\) left first, while other ranks still needed it: exit code 0", err), err
+    assert re.search(r"rank 0 on \S+ \(pid \d+\) exited first, while other ranks still needed it: exit code 0", err), (
+        err
+    )
     assert "rank 1: exit code 1: RuntimeError: [gloo] Connection closed by peer" in err
     assert "hint: a rank that ends early" in err
-    assert re.search(r"traceback of rank 1 on \S+, which lost it:", err)
+    assert re.search(r"traceback of rank 1 on \S+, which lost the connection:", err)
     assert "failed first" not in err
 
 

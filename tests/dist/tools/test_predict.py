@@ -135,7 +135,7 @@ def test_another_number_of_results_is_an_error_on_every_rank(ctx: ProcessContext
         patch.chdir(tmp_path)
         patch.syspath_prepend(str(tmp_path))
         name, data = prepared(ctx, tmp_path, 4)
-        with pytest.raises((DataError, PeerFailedError), match="1 results came back for the 2 rows"):
+        with pytest.raises((DataError, PeerFailedError), match="1 results were returned for the 2 rows"):
             predict_file(Accelerator(), f"{name}:short", data, tmp_path / "out.jsonl", 2)
         with pytest.raises((ConfigError, PeerFailedError), match=r"has no function 'nothing'; it has .*double"):
             predict_file(Accelerator(), f"{name}:nothing", data, tmp_path / "out.jsonl", 2)

@@ -116,7 +116,7 @@ def test_stop_names_update_rank_samples_and_module(ctx: ProcessContext, value: f
     assert (error.step, error.samples) == (at + 1, {owner: batches[at]})
     assert error.ranks == (owner,)
     text = str(error)
-    expected = "'log' (Log)" if value == 0.0 else "the batch itself holds nan or inf; 'scale' (Linear)"
+    expected = "'log' (Log)" if value == 0.0 else "the batch contains nan or inf; 'scale' (Linear)"
     assert f"first module whose output is not finite: {expected}" in text
     assert f"dataset indices {', '.join(map(str, batches[at]))}" in text
     assert len(set(ctx.world.all_gather_object(text))) == 1

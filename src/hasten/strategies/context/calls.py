@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -13,10 +12,7 @@ from torch.nn import functional as F
 
 from hasten.errors import StepError
 from hasten.strategies.context.masks import IGNORED
-from hasten.strategies.context.ops import held_part
-from hasten.strategies.context.probe import check_labels, check_positions
-from hasten.strategies.context.sdpa import SequenceAttention
-from hasten.strategies.context.sequence_plan import SequenceLayout
+from hasten.strategies.context.probe import OpenBlock, check_labels, check_positions
 
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,29 +26,6 @@ _WRITE: Final = (
     "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
     "with every tensor that has a sequence dimension"
 )
-
-
-@dataclass(slots=True)
-class OpenBlock:
-    """State of a running `context_parallel()` block: the buffers before sharding, and the attention inside the block."""
-
-    layout: SequenceLayout
-    rank: int
-    buffers: list[tuple[Tensor, Tensor, int]]
-    """Each buffer, its whole tensor, and its sequence dimension."""
-    attention: SequenceAttention
-    counting: Callable[[], tuple[bool, ...]]
-    """Returns for each buffer whether it holds the positions 0, 1, 2, … of the sequence."""
-    weigh: Callable[[Tensor, Tensor], None]
-    """Weighs this rank's loss by its labels, given this rank's labels and the labels of the whole sequence."""
-
-    def whole(self, value: object) -> tuple[Tensor, int] | None:
-        """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
-        return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
-
-    def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard of a tensor."""
-        return held_part(whole, dim, self.layout, self.rank)
 
 
 class CallHook:

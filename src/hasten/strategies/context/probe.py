@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.errors import StepError
 from hasten.strategies.context.masks import MaskReader
-from hasten.strategies.context.ops import collect
+from hasten.strategies.context.ops import collect, held_part
 from hasten.strategies.context.sdpa import Attention, AttentionPatch, SequenceAttention
+from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.trees import map_tensors, tensors
-
-if TYPE_CHECKING:
-    from hasten.strategies.context.calls import OpenBlock
 
 # Any in this file: the arguments of the user's models.
 _PER_CHUNK: Final = 2
 """Tokens of each chunk that a check uses."""
 _TOLERANCE: Final = 0.05
 """Relative difference above rounding: in the first layer another position changes half of a query."""
+
+
+@dataclass(slots=True)
+class OpenBlock:
+    """State of a running `context_parallel()` block: the buffers before sharding, and the attention inside the block."""
+
+    layout: SequenceLayout
+    rank: int
+    buffers: list[tuple[Tensor, Tensor, int]]
+    """Each buffer, its whole tensor, and its sequence dimension."""
+    attention: SequenceAttention
+    counting: Callable[[], tuple[bool, ...]]
+    """Returns for each buffer whether it holds the positions 0, 1, 2, … of the sequence."""
+    weigh: Callable[[Tensor, Tensor], None]
+    """Weighs this rank's loss by its labels, given this rank's labels and the labels of the whole sequence."""
+
+    def whole(self, value: object) -> tuple[Tensor, int] | None:
+        """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
+        return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of a tensor."""
+        return held_part(whole, dim, self.layout, self.rank)
 
 
 def check_positions(

@@ -18,9 +18,10 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import SequenceGroup
-from hasten.strategies.context.calls import CallHook, OpenBlock
+from hasten.strategies.context.calls import CallHook
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
 from hasten.strategies.context.ops import collect, held_part
+from hasten.strategies.context.probe import OpenBlock
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 from hasten.strategies.context.sequence_plan import SequenceLayout
 

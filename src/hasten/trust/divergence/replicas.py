@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hasten.modules.surgery import may_draw, own_buffers
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH, SHARD, Axis
 
 Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"]
@@ -26,15 +27,6 @@ COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP}
 _AXES: Final = frozenset(str(axis) for axis in Axis)
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
-
-class ComparedObjects(Protocol):
-    """Objects returned by `prepare()`."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-    @property
-    def optimizers(self) -> Sequence[PreparedOptimizer]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +63,7 @@ Held = tuple[ComparedTensor, Tensor | None]
 class Replicas:
     """The entries of a run, collected at each check because models, states and loaders change."""
 
-    prepared: ComparedObjects
+    prepared: PreparedObjects
     clock: StepClock
     ignored: Sequence[str] = ()
     """Patterns of names that are not compared."""

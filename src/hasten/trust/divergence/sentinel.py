@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from hasten.errors import DivergenceError, HastenWarning
+from hasten.optim.clock import StepClock
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh_plan import Axis
@@ -228,3 +230,11 @@ def _records(check: _Check) -> list[Record]:
         )
         for entry in check.entries
     ]
+
+
+def check_of(
+    prepared: PreparedObjects, clock: StepClock, ctx: ProcessContext, store: Store, settings: DivergenceCheckSettings
+) -> DivergenceCheck:
+    """Return the divergence check of this rank over the prepared objects; ranks that split layers draw equal numbers."""
+    shares_random = ctx.mesh.size(Axis.TP) > 1
+    return DivergenceCheck(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, store, settings)

@@ -7,13 +7,12 @@ With "report" each rank checks its losses some updates later, so that it never w
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,6 +24,7 @@ from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
 from hasten.optim.loader_progress import Cursors, LoaderCursor
 from hasten.optim.window import Holder
+from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.trust.numbers.first_module import LastCalls, first_bad_module
@@ -111,15 +111,6 @@ _WHY: Final = (
 )
 
 
-class WatchedObjects(Protocol):
-    """Objects returned by `prepare()`."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-    @property
-    def loaders(self) -> Sequence[object]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class NumbersSettings:
     """Reaction to a number that is not finite, and the threshold of a loss spike."""
@@ -156,7 +147,7 @@ class NumbersWatch:
 
     def __init__(
         self,
-        prepared: WatchedObjects,
+        prepared: PreparedObjects,
         unwrap: Callable[[nn.Module], nn.Module],
         ctx: ProcessContext,
         clock: StepClock,
@@ -230,7 +221,7 @@ class NumbersWatch:
         found: Batches = []
         for cursor in self._clock.cursors.active():
             for one in self._prepared.loaders:
-                if isinstance(one, Loader) and one.cursor is cursor:
+                if getattr(one, "cursor", None) is cursor:
                     found.append((one, one.place()))
                     self._cursor, self._loader = cursor, ref(one)
         return found
@@ -362,7 +353,7 @@ class NumbersWatch:
         spike = self._settings.spike
         if spike is not None:
             if len(self._recent) >= _ENOUGH:
-                median = statistics.median(self._recent)
+                median = _median(self._recent)
                 for value in values:
                     if value > spike * median > 0:
                         return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent)}"
@@ -419,3 +410,9 @@ def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
         return True
     device = worst[0].device
     return math.isfinite(float(torch.stack([one.to(device, torch.float32) for one in worst]).sum()))
+
+
+def _median(values: Collection[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

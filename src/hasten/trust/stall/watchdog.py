@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime import env, launcher_files
+from hasten.runtime.context import ProcessContext
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
 from hasten.trust.divergence.state import Note, SeenState, State, Status
@@ -301,6 +303,24 @@ class Watchdog:
         """End this process, unless its training thread does so first."""
         if not self._over.wait(pause_s):
             ending.end_process(summary, others)
+
+
+def watchdog_of(
+    ctx: ProcessContext,
+    step: Callable[[], int],
+    rates: Callable[[], Mapping[str, float]],
+    settings: WatchSettings,
+    sockets: Path,
+) -> Watchdog | StatusThread:
+    """Return the watchdog of this rank, or for a single process the thread of its status server.
+
+    `step` returns the number of updates, `rates` the throughput; `sockets` is the folder of the status server's socket.
+    """
+    observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
+    status_server = StatusServer(observer, ctx.topology, ctx.device, sockets, rates)
+    if not isinstance(ctx.world, ProcessGroupComm):
+        return StatusThread(status_server)
+    return Watchdog(observer, StallStore(ctx.world.store, ctx.rank), ctx.topology, settings, status_server)
 
 
 def watch(owner: object, dog: Watchdog | StatusThread | None) -> None:

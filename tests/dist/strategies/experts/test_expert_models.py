@@ -139,14 +139,14 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
         made: nn.Module = Accelerator(parallelism_config=ParallelismConfig(ep_size=2, **sizes)).prepare(net)
         return made
 
-    with pytest.raises(PrepareError, match=r"'experts' is a list of modules instead.* or set ep_size=1"):
+    with pytest.raises(PrepareError, match=r"'experts' is a list of modules, which cannot be split.* or set ep_size=1"):
         prepared(Listed())
-    with pytest.raises(ConfigError, match=r"'experts' \(ModuleList\) cannot be divided .*while the others wait"):
+    with pytest.raises(ConfigError, match=r"'experts' \(ModuleList\) cannot be split .*while the others wait"):
         prepared(Listed(), ep_plan=("experts",))
     with pytest.raises(ConfigError, match=r"has 3 experts, which ep_size=2 does not divide.* one of \[1, 3\]"):
         prepared(TinyMixture(experts=3))
     with pytest.raises(
-        ConfigError, match=r"'nowhere' matches no module .*hold experts are blocks.0.experts, blocks.1.experts"
+        ConfigError, match=r"'nowhere' matches no module .*with experts are blocks.0.experts, blocks.1.experts"
     ):
         prepared(TinyMixture(), ep_plan=("nowhere",))
     with pytest.raises(ConfigError, match="its forward takes \\(input\\)"):
@@ -168,6 +168,6 @@ def test_settings_that_cannot_hold_are_refused(ctx: ProcessContext) -> None:
 
     refused(r"ep=3 does not fit .*Set ep_size to one of \[1, 2\]", {"ep_size": 3})
     refused("ep=2 was asked for with tp=2", {"ep_size": 2, "tp_size": 2})
-    refused("'inductor' was asked for with ep_size=2", {"ep_size": 2}, dynamo_backend="inductor")
+    refused("'inductor' is not supported with ep_size=2", {"ep_size": 2}, dynamo_backend="inductor")
     with pytest.raises(ConfigError, match="'fp8' has not been tested"):
         Accelerator(parallelism_config=ParallelismConfig(ep_size=2), mixed_precision="fp8").prepare(TinyMixture())

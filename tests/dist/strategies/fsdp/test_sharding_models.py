@@ -103,11 +103,11 @@ def test_what_was_decided_is_said_once(ctx: ProcessContext) -> None:
     Accelerator(strategy="fsdp").prepare(Tempered().requires_grad_(False))
     assert heard == (
         [
-            "1 of 2 blocks are not sharded on their own, because they share 'head.weight' with another block: they join "
-            "the group around them",
+            "1 of 2 blocks are not sharded separately, because they share 'head.weight' with another block: they are sharded with "
+            "the enclosing group",
             "TinyLM is sharded over {'dp_shard': 2} in 2 groups: master weights float32 in host memory, computing in "
             "bfloat16, reducing in float32",
-            "temperature cannot be sharded (no dimension) and stay whole on every rank",
+            "temperature cannot be sharded (no dimension) and are replicated on every rank",
             "Tempered is sharded over {'dp_shard': 2} in 1 groups: master weights none (frozen) on the device, computing "
             "in the same, reducing in the same",
         ]

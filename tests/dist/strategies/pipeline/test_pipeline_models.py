@@ -286,7 +286,7 @@ def test_values_that_pass_by_the_blocks_are_noticed(ctx: ProcessContext) -> None
     [
         ({"dynamo_backend": "inductor"}, "torch's compiler does not support"),
         ({"mixed_precision": "fp8"}, "fp8"),
-        ({"strategy": "none"}, "strategy='none' was asked for with pp_size=2"),
+        ({"strategy": "none"}, "strategy='none' is not supported with pp_size=2"),
     ],
 )
 def test_settings_that_stages_would_ignore_are_refused(

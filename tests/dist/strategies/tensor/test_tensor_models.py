@@ -238,7 +238,7 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessCon
         prepare(TinyLM(vocab=9, width=12, heads=3, depth=2, context=6))
     with pytest.raises(ConfigError, match=r"matches no module"):
         prepare(net(), tp_plan={"layers.*": "colwise"})
-    with pytest.raises(ConfigError, match=r"not a way to split a layer; use one of colwise"):
+    with pytest.raises(ConfigError, match=r"which is unknown; use one of colwise"):
         prepare(net(), tp_plan={"head": "columns"})
     with pytest.raises(ConfigError, match=r"one tied tensor"):
         prepare(TinyLM(vocab=8, tied=True), tp_plan={"head": "colwise_gather_output"})

@@ -261,5 +261,5 @@ def test_a_running_job_is_followed_until_ctrl_c(tmp_path: Path) -> None:
             training.kill()
             follower.kill()
     assert follower.returncode == 0
-    assert said == "page.html: following run; Ctrl-C ends it\npage.html\n"
+    assert said == "page.html: following run; press Ctrl-C to stop\npage.html\n"
     assert '"reload_s":0.0' in page.read_text("utf-8"), "the last page stays as it is"

@@ -207,7 +207,7 @@ def test_a_library_that_cannot_be_built_is_told(ctx: ProcessContext, tmp_path: P
     builder = need("deepspeed.ops.op_builder").AsyncIOBuilder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "load", no_compiler)
-        with pytest.raises(PrepareError, match=r"no compiler was found\). Install what it is built from .*libaio-dev"):
+        with pytest.raises(PrepareError, match=r"no compiler was found\). Install its build dependencies .*libaio-dev"):
             Run(Accelerator(**engine(tmp_path)))
 
 
@@ -481,7 +481,7 @@ def test_a_drive_that_cannot_be_used_is_told(ctx: ProcessContext, tmp_path: Path
     folder = tmp_path / "nvme"
     (tmp_path / "file").touch()
     with pytest.raises(
-        PrepareError, match=r"offload_param.nvme_path=.* cannot be written .*, so the model has no place"
+        PrepareError, match=r"offload_param.nvme_path=.* cannot be written .*, so the model cannot be stored"
     ):
         Run(Accelerator(**engine(None, offload_param=place(tmp_path / "file" / "in it"))))
     with small_files(2**20 if ctx.rank == 1 else None):

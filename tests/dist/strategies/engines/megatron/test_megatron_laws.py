@@ -295,7 +295,7 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
         accelerator = kit().engine({"pp_degree": 2}, gradient_accumulation_steps=2)
         net = torch.nn.Linear(2, 2)
         with pytest.raises(
-            PrepareError, match="only known architectures can be trained: gpt2, llama, mixtral, bert, t5"
+            PrepareError, match="only these architectures can be trained: gpt2, llama, mixtral, bert, t5"
         ):
             accelerator.prepare(net, torch.optim.SGD(net.parameters()))
         frozen = kit().language_model("gpt2")
@@ -356,7 +356,7 @@ def test_batches_that_a_layout_cannot_divide_are_refused(ctx: ProcessContext) ->
         with pytest.raises(StepError, match=r"of 11 tokens, and megatron\.encoder_seq_length=12"):
             run.model(**{**batch, "input_ids": batch["input_ids"][:, :11]})
         with pytest.raises(
-            StepError, match="without decoder_input_ids, and they cannot be made from labels without labels"
+            StepError, match="without decoder_input_ids, and they cannot be computed from labels without labels"
         ):
             run.model(input_ids=batch["input_ids"])
         with pytest.raises(StepError, match="which the engine's layers do not support"):
@@ -374,11 +374,11 @@ def test_models_and_sequences_that_do_not_fit_are_refused(ctx: ProcessContext) -
         with pytest.raises(PrepareError, match=r"was given a BertForSequenceClassification.*give a BertForMaskedLM"):
             accelerator.prepare(other, torch.optim.SGD(other.parameters()))
         bert = kit().language_model("bert")
-        with pytest.raises(ConfigError, match="was set for a bert model, and sequences are divided for causal models"):
+        with pytest.raises(ConfigError, match="is not supported for bert models: only sequences of causal models"):
             accelerator.prepare(bert, torch.optim.SGD(bert.parameters()))
         run = kit().Run(accelerator, kit().language_model("llama"), 1)
         batch = next(iter(run.loader))
         with pytest.raises(ConfigError, match="cp_size=2 cannot divide into 4 equal chunks"):
             run.model(**{name: value[:, :10] for name, value in batch.items()})
-        with pytest.raises(ConfigError, match=r"checkpoint_in_memory=5 does not go with megatron\.expert_model"):
+        with pytest.raises(ConfigError, match=r"checkpoint_in_memory=5 is not supported with megatron\.expert_model"):
             kit().engine(kit().LAYOUTS["ep2"], checkpoint_in_memory=5)

@@ -1,0 +1,75 @@
+"""No module of the library imports itself through others, imports for type checkers included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import hasten
+
+ROOT: Final = Path(hasten.__file__).parent
+
+
+def module_name(file: Path, root: Path) -> str:
+    """Return the dotted name of the module in this file."""
+    parts = file.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.Module, known: frozenset[str]) -> Iterator[str]:
+    """Yield the known modules that a module imports anywhere: at its top, under TYPE_CHECKING, or in a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            owner = name.rpartition(".")[0]
+            if found := next((one for one in (name, owner) if one in known), None):
+                yield found
+
+
+def graph_of(root: Path) -> dict[str, set[str]]:
+    """Return the modules below `root`, each with the modules that it imports."""
+    files = {module_name(file, root): file for file in root.rglob("*.py")}
+    known = frozenset(files)
+    return {
+        name: set(imports_of(ast.parse(file.read_text()), known)) - {name, root.name} for name, file in files.items()
+    }
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that reach each other, each sorted."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, waiting = set[str](), [start]
+        while waiting:
+            for other in graph[waiting.pop()] - seen:
+                seen.add(other)
+                waiting.append(other)
+        reached[start] = seen
+    groups = {tuple(sorted(b for b in seen if a in reached[b])) for a, seen in reached.items() if a in seen}
+    return sorted(map(list, groups))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    found = circles(graph_of(ROOT))
+    assert not found, f"these modules import each other; move what they share below them: {found}"
+
+
+def test_a_circle_is_found_wherever_its_imports_are(tmp_path: Path) -> None:
+    root = tmp_path / "toy"
+    (root / "inner").mkdir(parents=True)
+    (root / "__init__.py").touch()
+    (root / "inner" / "__init__.py").touch()
+    (root / "a.py").write_text("from toy.inner import b\n")
+    (root / "inner" / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toy.c import C\n"
+    )
+    (root / "c.py").write_text("class C:\n    def f(self) -> None:\n        import toy.a\n")
+    (root / "d.py").write_text("from toy.a import b\n")
+    assert circles(graph_of(root)) == [["toy.a", "toy.c", "toy.inner.b"]]
