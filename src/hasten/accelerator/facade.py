@@ -394,7 +394,7 @@ class Accelerator:
         self._strategy = choose(self.config, self.ctx)
         saving.reconfigure(self._strategy)
         self._preparer.reconfigure(self.config, self._strategy)
-        self.__dict__.pop("retrying", None)
+        self.__dict__.pop("_retrying", None)
 
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.

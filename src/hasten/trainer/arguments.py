@@ -55,7 +55,6 @@ _REFUSED: Final = MappingProxyType(
         "save_only_model": "checkpoints always contain the full state; use save_strategy='no' and save_model()",
         "split_batches": "per_device_train_batch_size is the size per process; remove it",
         "tpu_num_cores": "one process controls all TPU devices of a machine; remove it",
-        "use_liger_kernel": "replacing kernels is not supported in this version; patch the model before you pass it to the Trainer",
         "use_mps_device": "Apple devices are detected automatically; remove it",
     }
 )
@@ -100,6 +99,8 @@ class TrainingArguments:
     torch_compile: bool = False
     torch_compile_backend: str | None = None
     torch_compile_mode: str | None = None
+    use_liger_kernel: bool = False
+    liger_kernel_config: Mapping[str, bool] | None = None
     use_cpu: bool = False
     fsdp: bool | str | list[str] = ""
     fsdp_config: Mapping[str, Any] | None = None
@@ -282,6 +283,12 @@ _NEEDS: Final[Sequence[_Need]] = (
         lambda args: args.gradient_checkpointing,
         "it needs gradient_checkpointing=True",
         "set gradient_checkpointing=True, or remove it",
+    ),
+    _Need(
+        ("liger_kernel_config",),
+        lambda args: args.use_liger_kernel,
+        "it needs use_liger_kernel=True",
+        "set use_liger_kernel=True, or remove it",
     ),
     _Need(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),

@@ -33,6 +33,7 @@ from hasten.trainer.collate import (
     without_unused,
 )
 from hasten.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
+from hasten.trainer.liger import apply_liger
 from hasten.trainer.loop import TrainingLoop, TrainOutput
 from hasten.trainer.loss import (
     labels_in,
@@ -95,6 +96,8 @@ class Trainer:
         if args.gradient_checkpointing and recompute is not None:
             recompute(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
         self.accelerator = self._make_accelerator()
+        if args.use_liger_kernel:
+            apply_liger(model, args.liger_kernel_config or {}, self.accelerator.device)
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
