@@ -17,7 +17,7 @@ from accelerate._impl.surface.homes import HOMES
 SOURCE = Path(__file__).parent.parent / "src"
 FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text())
 LONGEST = 10
-MOST_LINES = 8_736  # 8350, and 386 lines that hasten held for the drop-in alone: its loaders and its attention over sequence parts
+MOST_LINES = 9_400  # 8736, and device maps, checkpoint checks and messages that are the original's to the letter
 
 
 def modules() -> dict[str, Path]:

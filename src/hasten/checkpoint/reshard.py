@@ -244,8 +244,8 @@ def _fill(wanted: _FileRange, buffer: HostBuffer) -> int:
             as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])
         finish_copies(devices)
         return size
-    staged = buffer.take(size) if devices else None
     try:
+        staged = buffer.take(size) if devices else None
         views = _memory_of(wanted, buffer) if staged is None else [byte_view(staged)]
         count = read_all(fd, views, wanted.start)
     except OSError as error:
