@@ -92,8 +92,9 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
 
     def __repr__(self) -> str:
-        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        shown = ("offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"AlignDevicesHook(execution_device={self.execution_device}, {rest})"
 
     def _device(self) -> torch.device | None:
         return None if self.execution_device is None else device_of(self.execution_device)
@@ -145,7 +146,8 @@ class AlignDevicesHook(ModelHook):
         finally:
             if isinstance(self.weights_map, dict):
                 for found in tensors_in(module, "", self.offload_buffers, recurse=self.place_submodules):
-                    self.weights_map[found.name] = found.tensor.detach().to("cpu")
+                    if not found.tensor.is_meta:
+                        self.weights_map[found.name] = found.tensor.detach().to("cpu")
             self.take_away(module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:

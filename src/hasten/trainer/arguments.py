@@ -285,6 +285,12 @@ _NEEDS: Final[Sequence[_Need]] = (
         "set gradient_checkpointing=True, or remove it",
     ),
     _Need(
+        ("liger_kernel_config",),
+        lambda args: args.use_liger_kernel,
+        "it needs use_liger_kernel=True",
+        "set use_liger_kernel=True, or remove it",
+    ),
+    _Need(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
         lambda args: not args.fsdp and not args.deepspeed,
         "fsdp and deepspeed replace DistributedDataParallel, whose option it is",

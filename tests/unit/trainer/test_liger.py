@@ -74,5 +74,5 @@ def test_a_missing_package_is_named_by_the_trainer(tmp_path: Path) -> None:
 
 
 def test_options_without_the_kernels_have_no_effect(tmp_path: Path) -> None:
-    with pytest.raises(ContradictionError, match="no kernel is replaced without use_liger_kernel=True"):
+    with pytest.raises(ContradictionError, match="it needs use_liger_kernel=True"):
         TrainingArguments(str(tmp_path), liger_kernel_config={"rope": True})

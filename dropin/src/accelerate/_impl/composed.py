@@ -16,6 +16,12 @@ from hasten.runtime.mesh_plan import BATCH, Axis
 # Any in this file: plugins and the user's objects, and parts that are defined above it.
 
 
+def _of_state(name: str, doc: str) -> Any:
+    """Return a property read from the state, which raises after a reset; before there is one, from hasten's Accelerator."""
+    own: Any = getattr(hasten.Accelerator, name, None)
+    return shown(lambda self: getattr(self.state, name) if "state" in vars(self) else own.__get__(self), doc)
+
+
 class Composed(hasten.Accelerator):
     """An Accelerator whose parts are put in by a class above: read-only views on what lies elsewhere, and a few settable ones."""
 
@@ -28,6 +34,11 @@ class Composed(hasten.Accelerator):
     _engine: Any
     _sequences: Any
 
+    def __getattr__(self, name: str) -> Any:
+        if name in AcceleratorState._known_attrs or name == "mixed_precision":  # properties above that found none
+            return getattr(self.__dict__["state"], name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
     def follow_plugins(self) -> None:
         """Take over what was changed in plugins since the last prepare()."""
         self._sharding.follow()
@@ -37,7 +48,12 @@ class Composed(hasten.Accelerator):
         """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
         return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
-    distributed_type = shown(lambda self: AMBIENT.whole["distributed_type"], "How processes work together.")
+    distributed_type = _of_state("distributed_type", "How processes work together.")
+    device = _of_state("device", "The device of this process.")
+    num_processes = _of_state("num_processes", "Processes in all.")
+    process_index = _of_state("process_index", "The rank of this process.")
+    local_process_index = _of_state("local_process_index", "The rank of this process on its node.")
+    mixed_precision = _of_state("mixed_precision", "Compute precision.")
 
     def _accumulate_over(self, steps: int) -> None:
         self._clock.every = AMBIENT.plugin_kwargs["num_steps"] = steps
@@ -45,7 +61,6 @@ class Composed(hasten.Accelerator):
     gradient_accumulation_steps = shown(
         "_clock.every", "Micro-steps per update; GradientState shows what is set here.", _accumulate_over
     )
-    mixed_precision = shown("config.mixed_precision", "Numbers of forward and backward.")
     native_amp = shown(lambda self: self.config.mixed_precision in ("fp16", "bf16"), "Whether autocast is used.")
     multi_device = shown(lambda self: self.num_processes > 1, "Whether several processes train together.")
     deepspeed_plugin = shown("state.deepspeed_plugin", "The DeepSpeed plugin in use, if any.")

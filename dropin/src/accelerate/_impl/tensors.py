@@ -183,6 +183,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         shape[dim] = missing
         return torch.cat([one, one.new_zeros(shape)], dim=dim)
 
+    pad.__name__ = "_pad_input_tensors"  # in messages
     return recursively_apply(pad, tensor, error_on_other_type=True)
 
 
@@ -225,7 +226,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     """The list, its items replaced by those of one process. Ranks: every rank."""
-    return ops.broadcast_object_list(object_list, _world(), from_process)
+    world = _world()
+    return object_list if world.size == 1 else ops.broadcast_object_list(object_list, world, from_process)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:

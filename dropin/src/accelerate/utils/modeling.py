@@ -2,5 +2,5 @@
 
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate._impl.models.modeling import *
-from hasten.bigmodel.device_map import find_tied_parameters, retie_parameters
-from hasten.checkpoint.export import parse_size as convert_file_size_to_int
+from accelerate._impl.models.planning import *
+from hasten.bigmodel.device_map import retie_parameters

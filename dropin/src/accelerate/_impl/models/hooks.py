@@ -45,10 +45,19 @@ def mirror(model: nn.Module) -> None:
     for module in model.modules():
         found = hook_of(module)
         if found is not None:
-            module.__dict__["_hf_hook"] = found
+            show(module, found)
     for streamer in streamers_of(model):
         for part in (part for unit in streamer.units for part in unit.module.modules()):
             _show_streaming(part, streamer.device)
+
+
+def show(module: nn.Module, hook: ModelHook) -> nn.Module:
+    """Set the attributes under which libraries find a module's hook and the forward it had before."""
+    forward: Any = module.forward
+    while isinstance(forward, forwarding.Forward):
+        forward = forward.inner
+    module.__dict__.update(_hf_hook=hook, _old_forward=forward)
+    return module
 
 
 def _show_streaming(part: nn.Module, device: Any) -> None:
@@ -56,14 +65,13 @@ def _show_streaming(part: nn.Module, device: Any) -> None:
     if own and hook_of(part) is None:
         hook = StreamedHook(device, offload=True, weights_map=own)
         hook.original_devices = {name: torch.device("cpu") for name in own}
-        part.__dict__["_hf_hook"] = hook
+        show(part, hook)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """The module with a hook around its forward, instead of or after the one it has."""
     module = hooks.add_hook_to_module(module, hook, append)
-    module.__dict__["_hf_hook"] = hook_of(module)
-    return module
+    return show(module, hook_of(module) or hook)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -72,7 +80,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         detach(module)
     module = hooks.remove_hook_from_module(module, recurse)
     for part in module.modules() if recurse else [module]:
-        part.__dict__.pop("_hf_hook", None)
+        for name in ("_hf_hook", "_old_forward"):
+            part.__dict__.pop(name, None)
     return module
 
 

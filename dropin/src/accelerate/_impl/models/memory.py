@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,8 +42,15 @@ def find_executable_batch_size(
 
 def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
     search = batch_size.find_executable_batch_size(function, start, reduce_fn)
+    names = list(signature(function).parameters)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if len(names) < len(args) + 1:
+            given = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
+            raise TypeError(
+                f"Batch size was passed into `{function.__name__}` as the first argument when called."
+                f"Remove this as the decorator already does so: `{function.__name__}({given})`"
+            )
         try:
             return search(*args, **kwargs)
         except StepError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -184,6 +186,18 @@ def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
     for child, inner in module.named_children():
         yield from _behind_children(f"{name}.{child}" if name else child, inner)
     yield name, module
+
+
+def check_os_kernel() -> None:
+    """Warn, on the main process, of a Linux kernel before 5.5."""
+    machine = platform.uname()
+    found = re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release) if machine.system == "Linux" else None
+    if found and (int(found[1]), int(found[2])) < (5, 5):
+        logger.warning(
+            f"Detected kernel version {found[0]}, which is below the recommended minimum of 5.5.0; this can cause the process to "
+            "hang. It is recommended to upgrade the kernel to the minimum version or higher.",
+            main_process_only=True,
+        )
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -174,6 +174,9 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     opt_level: Literal["O1", "O2"] | None = None
 
+    def __post_init__(self) -> None:
+        fill(self, "ACCELERATE_FP8_", opt_level=(str, "O2"))
+
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):

@@ -59,13 +59,18 @@ class ParallelismConfig:
         if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:
             raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
         if self.cp_enabled and self.sp_enabled:
-            raise ValueError("cp_size and sp_size cannot both be larger than 1")
+            raise ValueError(
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. "
+                f"Got cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
+            )
         if self.sp_backend != "deepspeed":
             raise ValueError(f"sp_backend must be one of ['deepspeed'], but got {self.sp_backend}")
-        if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
                 "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
-                "(dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1."
+                "(dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1 and dp_replicate_size == 1 to "
+                "compose FSDP + TP/CP for 2D parallel, or set dp_replicate_size == 1 and dp_shard_size > 1 to compose HSDP + "
+                "TP/CP for 3D parallel."
             )
 
     def _size(self, axis: str) -> int:
@@ -109,20 +114,20 @@ class ParallelismConfig:
         lambda self: [*self.dp_dim_names, *self.non_dp_dim_names], "Axes of more than one process."
     )
 
-    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def _get_mesh(self) -> Any:
         names = self._enabled(*_AXES)
-        return tuple(names), tuple(self._size(axis) for axis in names)
+        return (tuple(names), tuple(self._size(axis) for axis in names)) if names else ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Torch's mesh of these sizes. Ranks: every rank."""
-        names, sizes = self._get_mesh()
-        if not names:
+        if not self._get_mesh():
             return None
+        names, sizes = self._get_mesh()
         mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, axes in joint.items():
             if axes:
-                mesh[tuple(axes)]._flatten(name)
+                mesh[axes]._flatten(name)
         self.device_mesh = mesh
         return mesh
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
+from typing import Any
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment
@@ -22,10 +24,17 @@ class MultiProcessAdapter(RankLogger):
                 "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
                 "using the logging utility."
             )
-        # quirk: LOG_LINES_NAME_THE_RANK
         everywhere = kwargs.get("main_process_only", True) is False and AMBIENT.partial.get("num_processes", 1) > 1
-        named = msg if everywhere else f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"  # said there already
+        named = msg if everywhere else _named(msg)  # said there already
         super().log(level, named, *args, stacklevel=stacklevel + 1, **kwargs)
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        """Return the message with the rank before it, and the keywords with what the logger adds."""
+        return _named(msg), {**kwargs, "extra": kwargs.get("extra") or {}, "stacklevel": kwargs.get("stacklevel", 2)}
+
+
+def _named(msg: object) -> str:
+    return f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"  # quirk: LOG_LINES_NAME_THE_RANK
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -172,7 +172,7 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
     AMBIENT.partial.update(
         _cpu=cpu or parse_flag_from_env("ACCELERATE_USE_CPU"),
         backend=dist.get_backend() if dist.is_initialized() and place.world_size > 1 else None,
-        device=ctx.device,
+        device=_device(ctx.device),
         debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
         distributed_type=distributed_type_of(strategy, ctx.device, place.world_size),
         num_processes=place.world_size,
@@ -180,6 +180,12 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
         local_process_index=place.local_rank,
         fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
     )
+
+
+def _device(chosen: torch.device) -> torch.device:
+    """Return the device, with the index that ACCELERATE_TORCH_DEVICE gives to a CPU."""
+    asked = environment().get("ACCELERATE_TORCH_DEVICE")
+    return torch.device(asked) if asked and chosen.type == "cpu" else chosen
 
 
 def fill_whole(mixed_precision: str, **plugins: Any) -> None:

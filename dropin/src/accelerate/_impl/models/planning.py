@@ -1,0 +1,396 @@
+"""Device maps as arithmetic: sizes of modules, limits of devices (also of those that this machine lacks), and maps from both."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate._impl.enums import CustomDtype
+from hasten.bigmodel import device_map as maps
+from hasten.modules.names import tied_groups
+
+# Any in this file: limits as ints and floats, dtypes that torch does not know, modules and tensors in one list.
+_Part = tuple[str, Any]
+_log = logging.getLogger("accelerate.utils.modeling")
+_SUFFIXES = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+_SPECIAL = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
+_OFFLOAD = ("cpu", "disk")
+_NAMED = ("mps", "cpu", "disk")
+_STRANGE = "Device {} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'"
+_UNUSED = (
+    "Based on the current allocation process, no modules could be assigned to the following devices due to insufficient "
+    "memory:\n%s\nThese minimum requirements are specific to this allocation attempt and may vary. Consider increasing the "
+    "available memory for these devices to at least the specified minimum, or adjusting the model config."
+)
+_BUFFERS = (
+    "Current model requires {} bytes of buffer for offloaded layers, which seems does not fit any GPU's remaining memory. "
+    "If you are experiencing a OOM later, please consider using offload_buffers=True."
+)
+
+
+def convert_file_size_to_int(size: float | str) -> Any:
+    """Return the bytes that a size such as "5GB", "5GiB" or "5Gb" (bits) stands for; numbers stay as they are."""
+    number, factor = (size, 1) if isinstance(size, int | float) else (-1, 0)
+    unit = next((unit for unit in _SUFFIXES if str(size).upper().endswith(unit)), None)
+    if isinstance(size, str) and unit is not None and re.fullmatch(r"\s*[\d.]+(e\d+)?\s*", size[: -len(unit)]):
+        bits = len(unit) == 2 and size.endswith("b")
+        number, factor = int(float(size[: -len(unit)]) * _SUFFIXES[unit]), 8 if bits else 1
+    if number < 0:
+        raise ValueError(
+            f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit (like '5.0GB')."
+        )
+    return number if factor == 1 else number // factor
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+    """Return the bytes of one element."""
+    if dtype in _SPECIAL:
+        return _SPECIAL[dtype]
+    found = re.search(r"[^\d](\d+)(_\w+)?$", str(dtype))
+    if found is None:
+        raise ValueError(f"`dtype` is not a valid dtype: {dtype}.")
+    return int(found.groups()[0]) // 8
+
+
+def _as_dtype(dtype: Any) -> Any:
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+
+
+def compute_module_sizes(
+    model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
+) -> dict[str, int]:
+    """Return the bytes of every module and tensor by name; the whole model is under the empty name."""
+    sizes: dict[str, Any] = defaultdict(int)
+    found = model.named_buffers() if buffers_only else [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in found:
+        parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, _as_dtype(dtype), special_dtypes)
+        for length in range(len(parts) + 1):
+            sizes[".".join(parts[:length])] += num_bytes
+    return sizes
+
+
+def _width(name: str, tensor: Tensor, chosen: Any, special: Any) -> float:
+    """Return the bytes of one element in the dtype it will have."""
+    if special is not None and name in special:
+        return dtype_byte_size(_as_dtype(special[name]))
+    width = dtype_byte_size(tensor.dtype)
+    return min(dtype_byte_size(chosen), width) if chosen is not None and tensor.is_floating_point() else width
+
+
+def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
+    """Return the bytes of a model's buffers."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
+    """Return the names that are not the beginning of others."""
+    return [name for name in module_sizes if not any(other.startswith(f"{name}.") for other in module_sizes) and name]
+
+
+def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
+    """Return the bytes of the largest part that is never split, and the names of the parts of that size."""
+    layers = [name for name, part in modules for name in _layers(name, part, no_split_module_classes or ())]
+    largest = max((module_sizes.get(name, 0) for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
+
+
+def _layers(name: str, part: Any, whole: Collection[str]) -> Iterator[str]:
+    children = _children(part)
+    if not children or type(part).__name__ in whole:
+        yield name
+    for child, inner in children if type(part).__name__ not in whole else ():
+        yield from _layers(f"{name}.{child}", inner, whole)
+
+
+def _children(part: Any) -> list[_Part]:
+    return list(part.named_children()) if isinstance(part, nn.Module) else []
+
+
+def _inside(name: str, part: Any, whole: Collection[str]) -> list[_Part]:
+    """Return the parameters and submodules of a module that can be split, under their full names."""
+    children = _children(part)
+    if not children or type(part).__name__ in whole:
+        return []
+    return [(f"{name}.{one}", child) for one, child in [*part.named_parameters(recurse=False), *children]]
+
+
+def get_module_size_with_ties(
+    tied_params: list[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Any
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Return the bytes of a module with those that share its parameters, and these modules; those placed already are left out."""
+    found: list[_Part] = []
+    for tied in tied_params:
+        owner = next((part for part in modules_to_treat if f"{tied}.".startswith(f"{part[0]}.")), None)
+        if owner is not None:
+            found.append(owner)
+            module_size += module_sizes[owner[0]] - module_sizes[tied]
+    return module_size, [name for name, _ in found], [part for _, part in found]
+
+
+def _tied_outside(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
+    """Return the parameters outside of a module that are tied to one in it."""
+    mine = f"{name}."
+    crossing = [group for group in groups if len({mine in f"{one}." for one in group}) == 2]
+    return [one for group in crossing for one in group if mine not in f"{one}."]
+
+
+def fallback_allocate(
+    modules: list[_Part],
+    module_sizes: Mapping[str, int],
+    size_limit: float | str,
+    no_split_module_classes: list[str] | None = None,
+    tied_parameters: list[list[str]] | None = None,
+) -> tuple[str | None, Any, list[_Part]]:
+    """Return the first module that fits into the limit with its name, and the other modules.
+
+    A module that is too large is looked into, unless its class is not to be split.
+    """
+    limit, whole, ties = convert_file_size_to_int(size_limit), no_split_module_classes or [], tied_parameters or []
+    for at, (name, part) in enumerate(modules):
+        if get_module_size_with_ties(_tied_outside(name, ties), module_sizes[name], module_sizes, modules)[0] <= limit:
+            return name, part, [*modules[:at], *modules[at + 1 :]]
+        found, chosen, rest = fallback_allocate(_inside(name, part, whole), module_sizes, limit, whole, ties)
+        if found is not None:
+            return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
+    return None, None, list(modules)
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of the model, and of its largest part that is never split."""
+    sizes = compute_module_sizes(model)
+    whole = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(_whole_model(model), sizes, whole)
+
+
+def _whole_model(model: nn.Module) -> list[_Part]:
+    return [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the groups of names that refer to the same parameter."""
+    return [sorted(group) for group in tied_groups(model)]
+
+
+def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
+    """Return the map with children that share a device named by their parent; the given map is changed."""
+    short = maps.clean_device_map(dict(device_map), module_name)
+    device_map.clear()
+    device_map.update(short)
+    return device_map
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Raise unless every tensor of the state dict has a device; warn about names that are no modules."""
+    known = {name for name, _ in model.named_modules()}
+    if strangers := [name for name in device_map if name not in known]:
+        warnings.warn(f"The following device_map keys do not match any submodules in the model: {strangers}")
+    if homeless := [name for name in model.state_dict() if maps.owner_in(device_map, name) is None]:
+        names = ", ".join(homeless)
+        raise ValueError(f"The device_map provided does not give any device for the following parameters: {names}")
+
+
+def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of tied parameters that a map puts on several devices."""
+    for group in tied_params:
+        places = {name: _place_of(name, device_map) for name in group}
+        if len(set(places.values())) > 1:
+            _log.warning(
+                f"Tied parameters are on different devices: {places}. Please modify your custom device map or set "
+                "`device_map='auto'`. "
+            )
+
+
+def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    owner = maps.owner_in(device_map, name)
+    if owner is None:
+        raise ValueError("The `device_map` does not contain the module .")
+    return device_map[owner]
+
+
+def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
+    if max_memory is None:
+        return dict(maps.get_max_memory())
+    given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
+    max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
+    numbers = sorted(key for key in max_memory if isinstance(key, int))
+    _check_devices(numbers, [key for key in max_memory if key not in (*numbers, *_NAMED)])
+    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
+
+
+def _check_devices(numbers: Sequence[int], strangers: Sequence[Any]) -> None:
+    there = list(range(torch.accelerator.device_count()))
+    for number in (number for number in numbers if number not in there):
+        _log.warning(f"Device {number} is not available, available devices are {there}")
+    if strangers:
+        raise ValueError(_STRANGE.format(strangers[0]))
+
+
+class _Packing:
+    """Assignment of modules to devices in the model's order, one device after another."""
+
+    def __init__(self, model: nn.Module, limits: Mapping[Any, Any], whole: Any, sizes: Mapping[str, int]) -> None:
+        self.limits, self.sizes = limits, sizes
+        self.whole = [whole] if isinstance(whole, str) else whole or []
+        self.devices = [*limits, *([] if "disk" in limits else ["disk"])]
+        self.gpus = [device for device in self.devices if device not in _OFFLOAD]
+        self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
+        self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
+        self.least: dict[Any, Any] = {}
+        self.left, self.offloaded = dict(limits), list[str]()
+        self.places: OrderedDict[str, Any] = OrderedDict()
+        self.waiting = _whole_model(model)
+        self.ties = find_tied_parameters(model)
+        self.fallback = self.verbose = False
+        self.layer, self.largest = get_max_layer_size(self.waiting, sizes, self.whole)
+        self.at = 0
+
+    def run(self) -> None:
+        """Place every module."""
+        while self.waiting:
+            name, part = self.waiting.pop(0)
+            self._say(f"\nTreating module {name}.")
+            tied = _tied_outside(name, self.ties)
+            together, names, parts = get_module_size_with_ties(tied, self.sizes[name], self.sizes, self.waiting)
+            owners = list(zip(names, parts, strict=True))
+            device, reserve = self.devices[self.at], self._reserve(name)
+            room = None if device == "disk" else self.limits[device] - self.used[device] - reserve
+            if room is None or together <= room:
+                self._put([(name, part), *owners], together, room)
+                continue
+            small = self.sizes[name] <= room
+            what, size = (f"{name} and {names}", together) if small else (name, self.sizes[name])
+            self._say(f"Not enough space on {device} to put {what} (space available {room}, size {size}).")
+            candidates = [*(owners if small else ()), *([] if self.sizes[name] < room else [(name, part)])]
+            self._split((name, part), candidates, together + reserve, room)
+
+    def _say(self, text: str) -> None:
+        if self.verbose:
+            sys.stdout.write(f"{text}\n")
+
+    def _reserve(self, name: str) -> Any:
+        """Return the bytes kept free on the current device for the largest layer that comes after the named module."""
+        self.largest = [one for one in self.largest if not f"{one}.".startswith(f"{name}.")]
+        if not self.largest:
+            self._measure()
+        return self.layer if self.devices[self.at] in self.reserving else 0
+
+    def _measure(self) -> None:
+        modules = [part for part in self.waiting if isinstance(part[1], nn.Module)]
+        self.layer, self.largest = get_max_layer_size(modules, self.sizes, self.whole)
+
+    def _put(self, parts: Sequence[_Part], size: Any, room: Any) -> None:
+        device = self.devices[self.at]
+        names, available = [name for name, _ in parts], "" if room is None else f" (available={room})"
+        what = f"{names[0]} and {names[1:]}" if names[1:] else f"{names[0]} (size={size})"
+        self._say(f"Putting {what}{available} on {device}.")
+        self.used[device] += size
+        if device in _OFFLOAD and isinstance(parts[0][1], nn.Module):
+            self.offloaded.append(names[0])
+        self.places.update(dict.fromkeys(names, device))
+        self.waiting = [part for part in self.waiting if part[0] not in names]
+
+    def _split(self, first: _Part, candidates: Sequence[_Part], wanted: Any, room: Any) -> None:
+        """Replace one of the modules by what is in it; if none can be split, go to the next device."""
+        queue = [first, *self.waiting]
+        for name, part in candidates:
+            if inside := _inside(name, part, self.whole):
+                self._say(f"Splitting {name}.")
+                at = next(number for number, one in enumerate(queue) if one[0] == name)
+                self.waiting = [*queue[:at], *inside, *queue[at + 1 :]]
+                self._measure()
+                return
+        self._say("This module cannot be split, going to the next device.")
+        self._advance(queue, wanted, room)
+
+    def _advance(self, queue: list[_Part], wanted: Any, room: Any) -> None:
+        """Go to the next device, unless a later module is to be tried on this one, which is empty."""
+        device, self.waiting = self.devices[self.at], queue
+        self.least[device], self.left[device] = wanted, room
+        limit = self.limits[device] - get_max_layer_size(queue, self.sizes, self.whole)[0]
+        if self.fallback and device in self.reserving and not self.used[device] and limit > 0:
+            name, part, rest = fallback_allocate(queue, self.sizes, limit, self.whole, self.ties)
+            if name is not None and name != queue[0][0]:
+                self.waiting = [(name, part), *rest]
+                self._measure()
+                return
+        self.at += 1
+
+    def report(self) -> None:
+        """Log the devices that got nothing, with the bytes that would have been needed."""
+        empty = [
+            f"  - {device}: {wanted} bytes required" for device, wanted in self.least.items() if not self.used[device]
+        ]
+        if empty:
+            _log.info(_UNUSED, "\n".join(empty))
+
+    def check_buffers(self, model: nn.Module, dtype: Any, special_dtypes: Any) -> None:
+        """Warn if the buffers of offloaded modules, which stay on a GPU, do not fit the memory left there."""
+        sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+        kept = sum(sizes.get(name, 0) for name in self.offloaded)
+        if self.gpus and kept > max(0, *(self.left[device] for device in self.gpus)):
+            warnings.warn(_BUFFERS.format(kept))
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: dict[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: Any = None,
+    special_dtypes: Any = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Any]:
+    """Return a device for every module: devices are filled in order, then "cpu", then "disk"."""
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    packing = _Packing(model, get_max_memory(max_memory), no_split_module_classes, sizes)
+    packing.fallback, packing.verbose = fallback_allocation, verbose
+    packing.run()
+    packing.report()
+    if not offload_buffers:
+        packing.check_buffers(model, dtype, special_dtypes)
+    return clean_device_map(packing.places) if clean_result else packing.places
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: dict[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: Any = None,
+    special_dtypes: Any = None,
+    low_zero: bool = False,
+) -> dict[Any, Any]:
+    """Return limits that spread the model evenly over the devices; `low_zero` leaves the first one to other work."""
+    limits = get_max_memory(max_memory)
+    gpus = [device for device in limits if device not in _OFFLOAD]
+    full = [at for at, device in enumerate(gpus) if limits[device] > 0]
+    if len(full) > 1:
+        sizes, low = compute_module_sizes(model, dtype, special_dtypes), int(low_zero)
+        share = sizes[""] // (len(full) - low) + _slack(model, sizes, no_split_module_classes)
+        limits.update({device: min(share, limits[device]) for device in gpus[low : full[-1]]})
+        rest = max(0, sizes[""] - sum(limits[device] for device in gpus[1 : len(full)]))
+        limits[gpus[0]] = min(rest, limits[gpus[0]]) if low_zero else limits[gpus[0]]
+    return limits
+
+
+def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
+    """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
+    kept: dict[str, int] = {}
+    for name in filter(None, sizes):
+        kept.setdefault(type(attrgetter(name)(model)).__name__, sizes[name])
+    tensors = set(get_module_leaves(dict(sizes)))
+    layers = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
+    mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
+    whole = [no_split] if isinstance(no_split, str) else no_split or []
+    return int(1.25 * max([mean, *(kept.get(name, 0) for name in whole)]))

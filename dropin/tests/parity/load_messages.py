@@ -1,0 +1,72 @@
+"""Checkpoints with other keys than the model's, in every layout: what is loaded, logged and refused."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate import load_checkpoint_in_model
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def written(folder, layout, state):
+    if layout == "torch":
+        torch.save(state, folder / "pytorch_model.bin")
+        return folder / "pytorch_model.bin"
+    if layout == "safetensors":
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder / "model.safetensors"
+    names = sorted(state)
+    parts = {"one.safetensors": names[:2], "two.safetensors": names[2:]}
+    for file, keys in parts.items():
+        save_file({key: state[key] for key in keys}, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
+    (folder / "any.index.json").write_text(json.dumps(index))
+    return folder / "any.index.json"
+
+
+def outcome(layout, whole_folder, strict, more, device_map):
+    log = logging.getLogger("accelerate.utils.modeling")
+    handler = Log()
+    log.addHandler(handler)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    state = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    with tempfile.TemporaryDirectory() as text, tempfile.TemporaryDirectory() as away:
+        file = written(Path(text), layout, {**state, **more})
+        try:
+            load_checkpoint_in_model(model, text if whole_folder else str(file), device_map, away, strict=strict)
+        except (RuntimeError, ValueError) as error:
+            handler.lines.append(f"{type(error).__name__}: {error}")
+        files = sorted(one.name for one in Path(away).iterdir()) if layout == "torch" else None
+        lines = [line.replace(text, "FOLDER") for line in handler.lines]
+    log.removeHandler(handler)
+    return [lines, files, [str(one.device) for one in model.parameters()]]
+
+
+def run() -> object:
+    found = [
+        outcome(layout, whole_folder, strict, more, None)
+        for layout in ("torch", "safetensors", "shards")
+        for whole_folder in (False, True)
+        for strict in (False, True)
+        for more in ({}, {"other.weight": torch.ones(1)})
+    ]
+    found.append(outcome("torch", False, False, {}, {"0": "cpu", "1": "disk"}))
+    found.append(outcome("safetensors", False, False, {}, {"0": "cpu", "1": "disk"}))
+    found.append(outcome("torch", False, False, {}, {"0": "cpu"}))
+    return found
+
+
+PROCESSES = (1,)
