@@ -131,7 +131,7 @@ def test_settings_of_sagemaker_are_data(tmp_path: Path) -> None:
     assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
     with pytest.raises(ImportError, match="Amazon's SDK"):
         sagemaker_launcher(config, args)
-    with pytest.raises(ValueError, match="--flag has none"):
+    with pytest.raises(ValueError, match="define explicit types"):
         prepare_sagemager_args_inputs(config, launch_command_parser().parse_args(["train.py", "--flag"]))
 
 

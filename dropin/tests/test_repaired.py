@@ -223,3 +223,24 @@ def test_env_needs_no_other_programs(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("PATH", "")
     assert env.run([]) == 0
     assert "`Accelerate` version: 1.15.0+hasten" in capsys.readouterr().out
+
+
+def test_two_runs_of_a_project_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that is given an id again goes on with that run: values of two jobs would be mixed."""
+    from accelerate._impl import trackers
+    from hasten.tracking.base import Run
+
+    opened: list[Run] = []
+
+    class Recording:
+        def start(self, run: Run) -> str:
+            opened.append(run)
+            return run.label
+
+    monkeypatch.setattr(trackers.registry, "build", lambda *names: [Recording()])
+    for _ in range(2):
+        trackers.WandBTracker("project").store_init_configuration({"lr": 0.1})
+    trackers.TensorBoardTracker("project", "logs")._open()
+    assert [run.project for run in opened] == ["project"] * 3
+    assert len({run.run_id for run in opened}) == 3 and opened[2].run_id == "project"
+    assert opened[0].options["dir"] is None  # wandb's own choice, or WANDB_DIR

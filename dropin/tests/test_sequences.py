@@ -150,7 +150,7 @@ def test_models_and_kernels_that_would_not_attend_to_other_parts_are_refused() -
 
     comm: Any = SimpleNamespace(size=2, rank=0, group=None)
     attention = SpannedAttention(comm, set(), lambda: False)
-    with pytest.raises(PrepareError, match="Linear does not take its attention"):
+    with pytest.raises(PrepareError, match="Linear does not use transformers' AttentionInterface"):
         attention.attach(nn.Linear(2, 2), "sdpa")
     sizes: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     built: Any = LlamaForCausalLM  # untyped

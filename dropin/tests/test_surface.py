@@ -40,6 +40,34 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_every_name_of_every_module_resolves_or_has_a_reason() -> None:
+    """`dir()` of each module of the original, private names and imported ones too."""
+    surface = _surface()
+    names = json.loads(surface.EVERY_NAME.read_text())
+    assert len(names) > 75 and sum(map(len, names.values())) > 2_400
+    left = surface.unresolved()
+    assert [name for name, why in left.items() if not why] == []
+    assert len(left) < 310
+    shown = set(dir(importlib.import_module("accelerate.accelerator")))
+    assert {"DataLoaderConfiguration", "is_npu_available", "os"} <= shown
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_of_that_name'"):
+        importlib.import_module("accelerate.accelerator").nothing_of_that_name  # noqa: B018  the lookup is the test
+
+
+_LONGER = ("test_sync", "test_script", "external_deps.test_metrics", "test_distributed_data_loop", "test_merge_weights")
+
+
+@pytest.mark.parametrize(
+    "script", ["test_ops", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in _LONGER)]
+)
+def test_checks_that_client_suites_import_pass_here(script: str) -> None:
+    """As the original's users run them: `debug_launcher(test_ops.main)`; each raises where a process sees anything wrong."""
+    from accelerate import debug_launcher
+
+    debug_launcher(importlib.import_module(f"accelerate.test_utils.scripts.{script}").main, num_processes=2)
+
+
 @pytest.mark.parametrize("package", ["accelerate.utils", "accelerate.test_utils"])
 def test_packages_show_what_their_modules_have(package: str) -> None:
     """Whichever module a name is found in, it is the one that the original's module of that name has."""

@@ -133,7 +133,9 @@ ABSENT: Final[tuple[Absent, ...]] = (
 )
 
 
-_PATHS: Final = frozenset(info.path for info in FIELDS for row in ABSENT if info.path[: len(row.path)] == row.path)
+_PATHS: Final = frozenset(
+    info.path for row in ABSENT for path in (row.path,) for info in FIELDS if info.path[: len(path)] == path
+)
 """Settings of which some values are refused."""
 
 

@@ -371,6 +371,10 @@ class Loader(DataLoader[Any]):
             state["left_out"] = sorted(map(list, track.left_out))
         return state
 
+    def saved_state(self) -> dict[str, Any]:
+        """Return the state that checkpoints contain; `load_state_dict` takes it too."""
+        return self.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from `state`, also with another world size.
 

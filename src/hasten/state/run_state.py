@@ -146,7 +146,7 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
     if parts.precision.scaler is not None and (scaler := parts.precision.state_dict()):
         found["scaler"] = packed(scaler, "scaler", fmt="torch")
     for index, loader in enumerate(objects.loaders):
-        found[numbered_name("loader", index)] = packed(loader.state_dict(), "loader", per_rank=True)
+        found[numbered_name("loader", index)] = packed(loader.saved_state(), "loader", per_rank=True)
     for index, thing in enumerate(parts.registered):
         found[f"custom_checkpoint_{index}"] = packed(thing.state_dict(), "object", where=type(thing).__name__)
     found["random_states"] = packed(parts.randomness.capture(), "random", per_rank=True)

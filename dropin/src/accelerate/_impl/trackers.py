@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -29,7 +30,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", False):
+        if isinstance(self, _Backend) or getattr(self, "main_process_only", False):  # one run, whatever the mark says
             return process().on_main_process(function)(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
@@ -79,6 +80,8 @@ class _Backend(GeneralTracker):
 
     name = ""
     requires_logging_directory = False
+    new_each_time = False
+    """Whether runs of one project are told apart by an id of their own."""
     takes_any_value = False
     """Whether the package itself decides what it can show; others get single numbers and strings."""
 
@@ -101,9 +104,12 @@ class _Backend(GeneralTracker):
             self._run = registry.build(self.name)[0]
             folder = Path(self.logging_dir or "runs")
             name = self.run_name
-            self._run.start(
-                Run(project=name, run_id=name, directory=folder, config=self._config, options=self.init_kwargs)
-            )
+            ident = f"{name}-{uuid4().hex[:8]}" if self.new_each_time else name
+            options = {
+                **({"dir": None} if self.name == "wandb" else {}),
+                **self.init_kwargs,
+            }  # wandb finds its own folder
+            self._run.start(Run(project=name, run_id=ident, directory=folder, config=self._config, options=options))
         return self._run
 
     tracker = run = writer = shown(lambda self: self._open().native, "The package's own run or writer.")
@@ -217,13 +223,14 @@ def _backend(kind: str, title: str, name: str, **marks: bool) -> Any:
     return type(kind, (_Backend,), {"__doc__": f"{title}.", "__module__": __name__, "name": name, **marks})
 
 
-WandBTracker = _backend("WandBTracker", "Weights & Biases", "wandb", takes_any_value=True, main_process_only=False)
-TrackioTracker = _backend("TrackioTracker", "Trackio", "trackio", takes_any_value=True)
-CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml")
+_SERVED: Any = {"takes_any_value": True, "main_process_only": False, "new_each_time": True}
+WandBTracker = _backend("WandBTracker", "Weights & Biases", "wandb", **_SERVED)
+TrackioTracker = _backend("TrackioTracker", "Trackio", "trackio", **_SERVED)
+CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml", new_each_time=True)
 AimTracker = _backend("AimTracker", "Aim", "aim", requires_logging_directory=True)
 ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml")
 DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive")
-SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", takes_any_value=True)
+SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", **_SERVED)
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {shipped.name: shipped for shipped in _Backend.__subclasses__()}
 
 

@@ -246,7 +246,7 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessCon
         prepare(net(), tp_plan={"norm": "colwise"})
     with pytest.raises(ConfigError, match=r"tp_divide names 'n_heads'"):
         prepare(TinyLM(), tp_divide=("n_heads",))
-    with pytest.raises(ConfigError, match=r"tp_handler.enable_async_tp=.*is not supported"):
+    with pytest.raises(ConfigError, match=r"tp_handler.enable_async_tp=.*cannot be honoured"):
         prepare(net(), tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
     with pytest.raises(PrepareError, match=r"no layer of Linear can be split automatically"):
         prepare(nn.Linear(4, 4))

@@ -1,6 +1,7 @@
 """The Accelerator with the established constructor and attributes, on top of hasten's."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 import hasten
 from accelerate._impl import ambient
@@ -37,6 +39,10 @@ from hasten.optim import clip
 from hasten.optim.window import Key
 
 logger = get_logger("accelerate.accelerator")
+_NOBODY_TO_JOIN = "Joining uneven inputs is only supported for multi-GPU training, as a result `join_uneven_inputs` will have no effect."
+_STREAMS_STAY = (
+    "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable"
+)
 # Any in this file: the user's objects, and settings of every type.
 
 
@@ -70,7 +76,7 @@ class Accelerator(SavingFace):
         parallelism_config: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        sorted_ = sort_arguments(given)
+        self._given, sorted_ = given, sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
         self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
@@ -95,6 +101,15 @@ class Accelerator(SavingFace):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         return copy.copy(self)
+
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
+        return _made_again, ({name: value for name, value in self._given.items() if value is not UNSET},)
 
     def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
@@ -199,6 +214,14 @@ class Accelerator(SavingFace):
             )
         return self._sequences.split(dl)
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """A block in which processes may run out of batches at different times."""
+        if self.num_processes == 1:
+            warnings.warn(_NOBODY_TO_JOIN, stacklevel=2)
+        elif even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
+            warnings.warn(_STREAMS_STAY, stacklevel=2)
+        return super().join_uneven_inputs(joinables, even_batches)
+
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
         """Every process's tensors joined along the first dimension."""
@@ -300,3 +323,7 @@ class Accelerator(SavingFace):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model was spread over devices by a device map."""
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
+
+
+def _made_again(given: dict[str, Any]) -> Accelerator:
+    return Accelerator(**given)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from hasten.checkpoint.base import Blob, Component, StateTree
+from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.export import replace_files_only
 from hasten.checkpoint.format.formats import encode_torch, read_tensors
 from hasten.checkpoint.format.manifest import Manifest
@@ -39,10 +39,7 @@ from hasten.modules.names import plain_name
 
 @dataclass(frozen=True, slots=True)
 class ObjectFiles:
-    """Location of a saved model or optimizer: shards in `folder`, or whole tensors in `file`.
-
-    The folder holds a checkpoint of hasten or, when loading, one of torch.distributed.checkpoint.
-    """
+    """Location of a model or optimizer: shards in `folder` (when loading, also torch's), or whole tensors in `file`."""
 
     kind: Literal["model", "optimizer"]
     folder: Path
@@ -85,10 +82,7 @@ def save_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, 
 
 
 def load_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, world: Comm) -> None:
-    """Load an optimizer's state by the model's parameter names. Ranks: every rank.
-
-    Raises: CheckpointError when groups, names or shapes differ.
-    """
+    """Load an optimizer by parameter names. Ranks: every rank. Raises: CheckpointError if groups or shapes differ."""
     if is_torch_folder(files.folder):
         inner = getattr(optimizer, "optimizer", optimizer)
         state = {"optimizer": get_optimizer_state_dict(module, inner)}
@@ -105,18 +99,14 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, files: ObjectFiles, 
 def _save(component: Component, files: ObjectFiles, world: Comm, whole: bool) -> None:
     if whole:
         tree = gathered(StateTree({files.kind: component}), world, world.rank == 0)
-        _write_whole(files.file, tree.components[files.kind], world)
+        with agreeing(world, f"writing {files.file}"):
+            if world.rank == 0:
+                blob = encode_torch(tree.components[files.kind].tensors, component.data)
+                replace_files_only(files.file.parent, {files.file.name: blob}, Disk())
         return
     store, name = locate(files.folder)
     group = start(store, world, name)
     finish(prepare(StateTree({files.kind: component}), group, world), group, world, Manifest(notes={"partial": True}))
-
-
-def _write_whole(file: Path, component: Component, world: Comm) -> None:
-    with agreeing(world, f"writing {file}"):
-        if world.rank == 0:
-            blob: Blob = encode_torch(component.tensors, component.data)
-            replace_files_only(file.parent, {file.name: blob}, Disk())
 
 
 @contextmanager
@@ -138,10 +128,8 @@ def _open(files: ObjectFiles, world: Comm) -> Iterator[FoundComponent]:
 
 
 def _check_names(report: LoadReport, names: set[str] | None, where: str) -> None:
-    if names is None:
-        return
-    missing = sorted(names & {*report.missing, *report.skipped})
-    if missing or report.unexpected:
+    missing = sorted((names or set()) & {*report.missing, *report.skipped})
+    if names is not None and (missing or report.unexpected):
         raise CheckpointError(
             f"{where}: the checkpoint lacks {missing[:3]}, or has others {report.unexpected[:3]}. Nothing was loaded. "
             "Build the model (with its adapter) as it was when it was saved."

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+import torch
 
 from accelerate import __version__
 from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's namespaces.
+_HEADING: Final = "\nCopy-and-paste the text below in your GitHub issue\n"
 _DTYPES: Final = ["float32", "float16", "int8", "int4"]
 CONFIG_FILE: Final[Flags] = {"--config_file": {"default": None}}
 _MODEL: Final[Flags] = {
@@ -24,10 +33,39 @@ def chosen_file(args: Any) -> list[str]:
     return ["--config_file", args.config_file] if args.config_file else []
 
 
-def env_command(args: Any) -> int:
-    """Run `accelerate env`."""
-    print(f"- `Accelerate` version: {__version__}")  # noqa: T201  the report starts with what stands in
-    return hasten(["env", *chosen_file(args)])
+def env_command(args: Any) -> dict[str, Any]:
+    """Run `accelerate env`: print a report to copy into an issue, and return it."""
+    report, saved = _report(), _saved(args.config_file)
+    lines = [f"- {name}: {value}" for name, value in report.items()]
+    shown = [f"\t- {name}: {value}" for name, value in saved.items() if value not in (None, {})] or ["\tNot found"]
+    text = "\n".join([_HEADING, *lines, "- `Accelerate` default config:", *shown])
+    print(text)  # noqa: T201  the command answers on the terminal
+    return {**report, "`Accelerate` configs": saved or "Not found"}
+
+
+def _saved(file: str | None) -> dict[str, Any]:
+    """What the settings file says, if there is one."""
+    return vars(load_config_from_file(file)) if file or Path(default_config_file).is_file() else {}
+
+
+def _report() -> dict[str, Any]:
+    """What the report says of this machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    found = {
+        "`Accelerate` version": __version__,
+        "Platform": platform.platform(),
+        "`accelerate` bash location": shutil.which("accelerate") or "Not found",
+        "Python version": platform.python_version(),
+        "Numpy version": np.__version__,
+        "PyTorch version": str(torch.__version__),
+        "PyTorch accelerator": "N/A",
+        "System RAM": f"{memory:.2f} GB",
+    }
+    if torch.accelerator.is_available():
+        found["PyTorch accelerator"] = torch.accelerator.current_accelerator().type.upper()  # type: ignore[union-attr]  # there is one
+    if torch.cuda.is_available():
+        found["GPU type"] = torch.cuda.get_device_name()
+    return found
 
 
 def test_command(args: Any) -> int:

@@ -15,7 +15,6 @@ from accelerate._impl.environment.variables import get_current_device_type
 from accelerate._impl.settings.config_file import (
     ClusterConfig,
     default_config_file,
-    default_json_config_file,
     load_config_from_file,
 )
 from hasten.cli.main import main as hasten
@@ -76,7 +75,7 @@ def default_command_parser(parser: Any, parents: Any) -> Any:
     """The parser of `accelerate config default`."""
     about = "Create a default config file for Accelerate with only a few flags set."
     parser = parser.add_parser("default", parents=parents, help=about)
-    parser.add_argument("--config_file", default=default_json_config_file, dest="save_location")
+    parser.add_argument("--config_file", default=default_config_file, dest="save_location")
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.set_defaults(func=default_config_command)
     return parser

@@ -10,14 +10,14 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import REFUSED, add_flags, words_of
+from accelerate._impl.commands.launch_flags import REFUSED, TrackedParser, add_flags, words_of
 from accelerate._impl.commands.launch_variables import sequence_options_apart, variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
-from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
-from accelerate._impl.environment.variables import patch_environment
+from accelerate._impl.environment.parsers import main_of
+from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
 from hasten.cli import launch_cmd
-from hasten.config.source import SettingEntry
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, HastenError
 
 # Any in this file: values of flags.
@@ -29,7 +29,7 @@ _ABOUT = (
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`, alone or as a subcommand."""
     options: dict[str, Any] = {"description": _ABOUT, "add_help": True, "allow_abbrev": False}
-    make = partial(CustomArgumentParser, "Accelerate launch command")
+    make = partial(TrackedParser, "Accelerate launch command")
     parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
     add_flags(parser)
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
@@ -53,6 +53,8 @@ def run(words: Sequence[str]) -> int:
         if name in REFUSED:
             sys.stderr.write(f"accelerate launch: flag {word}: {REFUSED[name]}.\n")
             return 2
+    if tuple(words[:1]) in (("-h",), ("--help",)):
+        words = ["--help_all", *words[1:]]  # as complete as the original's
     try:
         variables, settings = dict(variables_for(words)), sequence_options_apart(words)
     except HastenError:  # said by the launch itself, in its own way
@@ -62,8 +64,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
+    told = environment().get("ACCELERATE_LOG_LEVEL", "").upper() in ("INFO", "DEBUG")
+    quiet = [] if told else [SettingEntry(("launch", "quiet"), True, SettingSource("code", "of the drop-in"))]
     try:
-        return launch_cmd.main(words, program="accelerate", settings=settings)
+        return launch_cmd.main(words, program="accelerate", settings=[*settings, *quiet])
     except HastenError as error:
         sys.stderr.write(f"accelerate launch: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

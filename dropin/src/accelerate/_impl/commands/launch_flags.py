@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final, get_args
 
+from accelerate._impl.commands.validating import DEFAULTS
+from accelerate._impl.environment.parsers import CustomArgumentParser
 from hasten.cli.flags import spellings
 from hasten.config.established import SWITCHES
 from hasten.config.legacy import OLD_NAMES
@@ -42,13 +44,30 @@ _ATTRIBUTES: Final = {"tpu_cluster": "tpu_use_cluster"}
 """Where the value of a flag goes that has another name than the flag."""
 
 
+class TrackedParser(CustomArgumentParser):
+    """A parser whose namespaces name in `nondefault` what the command line gave."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        single = [one for one in self._actions if not isinstance(one, argparse._AppendAction | argparse._HelpAction)]
+        unseen = argparse.Namespace(**dict.fromkeys([one.dest for one in single], self))
+        found, rest = super().parse_known_args(args, unseen)
+        values = vars(found)
+        given = {name for name, value in values.items() if value is not self and value is not None}
+        defaults = {one.dest: one.default for one in self._actions}
+        made = namespace if namespace is not None else argparse.Namespace()
+        vars(made).update({name: defaults[name] if value is self else value for name, value in values.items()})
+        made.nondefault = given
+        return made, rest
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag; what is not given is None."""
+    """Add every flag; what is not given is the original's default, or None."""
     for name, how in _FLAGS.items():
         names = [_SHORT[name]] if name in _SHORT else []
         names += dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*names, dest=_ATTRIBUTES.get(name, name), default=None, **how)
-    parser.add_argument("--no_tpu_cluster", dest="tpu_use_cluster", action="store_false", default=None)
+        dest = _ATTRIBUTES.get(name, name)
+        parser.add_argument(*names, dest=dest, default=DEFAULTS.get(dest), **how)
+    parser.add_argument("--no_tpu_cluster", dest="tpu_use_cluster", action="store_false", default=False)
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
@@ -56,7 +75,8 @@ def words_of(args: argparse.Namespace) -> list[str]:
     words: list[str] = []
     for name, how in _FLAGS.items():
         value = getattr(args, _ATTRIBUTES.get(name, name), None)
-        if value is not None and value is not False:
-            given = value if isinstance(value, list) else [value]
-            words += [f"--{name}=true" if how is _SWITCH else f"--{name}={one}" for one in given]
+        given = name in getattr(args, "nondefault", ()) or value != DEFAULTS.get(name)
+        if given and value is not None and value is not False:
+            each = value if isinstance(value, list) else [value]
+            words += [f"--{name}=true" if how is _SWITCH else f"--{name}={one}" for one in each]
     return [*words, args.training_script, *args.training_script_args]

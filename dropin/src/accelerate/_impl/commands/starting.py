@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _FP8 = {name.removeprefix("fp8_"): default_of(TERecipeKwargs, name) for name in 
 }
 _PARALLEL = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
 _PORT = 29500
+_NO_VALUE = "SageMaker doesn’t support argparse actions for `store_true` or `store_false`. Please define explicit types"
 _ESTIMATOR = {
     **{name: name for name in ("image_uri", "transformers_version", "pytorch_version", "py_version", "base_job_name")},
     "role": "iam_role_name",
@@ -158,7 +159,7 @@ def prepare_sagemager_args_inputs(
         raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
     words: dict[str, Any] = {name: getattr(sagemaker_config, attribute) for name, attribute in _ESTIMATOR.items()}
     words |= {"entry_point": script.name, "source_dir": str(script.parent), "debugger_hook_config": False}
-    words |= {"hyperparameters": _hyperparameters(args.training_script_args), **_job(sagemaker_config)}
+    words |= {"hyperparameters": _convert_nargs_to_dict(args.training_script_args), **_job(sagemaker_config)}
     return {**words, **(sagemaker_config.additional_args or {})}, _table(sagemaker_config.sagemaker_inputs_file)
 
 
@@ -182,16 +183,25 @@ def _table(file: str | None) -> dict[str, str] | None:
     return {name.strip(): value.strip() for name, value in rows}
 
 
-def _hyperparameters(words: list[str]) -> Mapping[str, Any]:
+def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
     """Pairs of `--name value`. Raises: ValueError for a flag without a value, which SageMaker cannot pass on."""
     found: dict[str, Any] = {}
-    for at, word in enumerate(words):
+    for at, word in enumerate(nargs):
         if not word.startswith("-"):
             continue
-        if at + 1 == len(words) or words[at + 1].startswith("-"):
-            raise ValueError(f"SageMaker passes names with values on, and {word} has none. Write {word} true.")
-        found[word.lstrip("-").replace("-", "_")] = _value(words[at + 1])
+        if at + 1 == len(nargs) or nargs[at + 1].startswith("-"):
+            raise ValueError(_NO_VALUE)
+        found[word.lstrip("-").replace("-", "_")] = _value(nargs[at + 1])
     return found
+
+
+def _filter_args(args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Any = ()) -> Any:
+    """The arguments that another parser knows, with its defaults for `default_args` where there are none."""
+    known, _ = parser.parse_known_args(list(default_args))
+    for name in vars(args):
+        if hasattr(known, name):
+            setattr(known, name, getattr(args, name))
+    return known
 
 
 def _value(word: str) -> Any:
@@ -200,4 +210,4 @@ def _value(word: str) -> Any:
             return kind(word)
         except ValueError:
             continue
-    return str_to_bool(word, to_bool=True) if word.lower() in ("true", "false") else word
+    return {"True": True, "False": False, "true": True, "false": False}.get(word, word)

@@ -58,7 +58,8 @@ def runner(name: str, make_parser: Callable[[], argparse.ArgumentParser]) -> Cal
     def run(words: Sequence[str]) -> int:
         args = make_parser().parse_args(words)
         try:
-            return args.func(args) or 0
+            code = args.func(args)
+            return code if isinstance(code, int) else 0
         except (HastenError, ValueError, OSError) as error:
             sys.stderr.write(f"accelerate {name}: {error}\n")
             return 2

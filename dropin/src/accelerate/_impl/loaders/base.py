@@ -4,7 +4,8 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,13 +17,16 @@ from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDataset
 from accelerate._impl.loaders.sequence_parts import SequenceShardSource, SequenceSplitter
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
+from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.random import synchronize_rng_states
 from hasten.data.loader import Loader, LoaderParts, Move, Track, forward_epoch
 from hasten.data.position import Position
-from hasten.data.source import BatchSource
+from hasten.data.source import BatchSource, Item
 from hasten.optim.clock import LoaderCursor, StepClock
+from hasten.optional import need
 
 # Any in this file: batches, datasets and samplers are the user's own.
+_POSITION = "_position"
 
 
 class DataLoaderStateMixin:
@@ -51,8 +55,39 @@ class DataLoaderStateMixin:
         ambient.forget_loader(self)
 
 
+@lru_cache
+def stateful(kind: Any) -> Any:
+    """The kind of loader as one of torchdata's, which other libraries look for."""
+    torchdata = need(
+        "torchdata.stateful_dataloader", ">=0.8", why="DataLoaderConfiguration(use_stateful_dataloader=True)"
+    )
+    reduced = {"__reduce_ex__": lambda self, protocol: (_blank, (kind,), self.__getstate__())}
+    return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__, **reduced})
+
+
+def _blank(kind: Any) -> Any:
+    made = stateful(kind)
+    return made.__new__(made)
+
+
 class DataLoaderAdapter(DataLoader[Any]):
-    """A DataLoader with the constructor prepared loaders share."""
+    """A DataLoader with the constructor prepared loaders share; one of torchdata's with `use_stateful_dataloader`."""
+
+    gradient_state = shown(lambda self: GradientState(), "The view on the loaders being iterated.")
+
+    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
+        kind: Any = cls
+        made: Self = super().__new__(stateful(kind) if use_stateful_dataloader else kind)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":  # on instances only
+            plain = DataLoader.__new__(torchdata_kind(self))
+            plain.__dict__.update(self.__dict__)
+            return plain
+        if name == "dl_state_dict" and self.__dict__.get("use_stateful_dataloader"):
+            return self.state_dict()
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -66,7 +101,29 @@ class DataLoaderAdapter(DataLoader[Any]):
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             super().__init__(dataset, **kwargs)
 
-    base_dataloader = shown(lambda self: self, "The loader below: itself.")
+
+class SnapshotSource(TorchSource):
+    """Source that marks each batch with torchdata's state as it is before the next batch is read ahead.
+
+    A mark is a list of one state: the last batch's becomes the state after the stream has ended.
+    """
+
+    def open(self, at: Position) -> Iterator[Item]:
+        """Yield the batches from `at` on; those behind a position of hasten's have no mark."""
+        if at.consumed:
+            yield from super().open(at)
+            return
+        mark: list[Any] = [None]
+        for batch, padding, last, _ in super().open(at):
+            mark = [copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))]
+            yield batch, padding, last, mark
+        mark[0] = copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))
+
+
+def torchdata_kind(loader: Any) -> Any:
+    """torchdata's class, where the loader is one of its loaders; else torch's."""
+    kinds = (one for one in type(loader).__mro__ if one.__module__.startswith("torchdata"))
+    return next(kinds, DataLoader)
 
 
 class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
@@ -93,6 +150,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
         self.track, self.place_in_epoch = Track(Position(epoch=iteration)), LoaderCursor(nests=True)
         self.clock: StepClock | None = None
+        self.latest: list[Any] | None = None  # torchdata's state at the batch in use, in a list that the source changes
         self.cut: SequenceSplitter | None = None  # how sequences are cut, where processes share them
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
@@ -117,7 +175,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     def source(self) -> BatchSource:
         """Where batches come from."""
-        return TorchSource(self, self.synchronized_generator, self.followers())
+        kind = SnapshotSource if self.use_stateful_dataloader else TorchSource
+        return kind(self, self.synchronized_generator, self.followers())
 
     def move(self) -> Move | None:
         """What brings batches to the device."""
@@ -138,7 +197,10 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             batches = super().__iter__()
             for batch in batches:
                 self.end_of_dataloader = self.place_in_epoch.at_end
+                self.latest = self.track.mark if isinstance(self.track.mark, list) else None
                 yield self.given(batch)
+            if self.latest is None:  # resumed by a position, which torchdata knows nothing of
+                self.latest = [self.saved_state()]
         finally:  # however the loop is left
             batches.close()
             self.end()
@@ -175,17 +237,32 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         together = 1 if self.cut is None else self.cut.comm.size  # processes that share a batch
         return int(size if self.split_batches else size * self.num_processes // together)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands."""
+    def saved_state(self) -> dict[str, Any]:
+        """The loop's position, which checkpoints hold."""
         yielded = self.track.begun + self.track.steps
         shown = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
         return {**super().state_dict(), "batches": yielded, **shown}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
+        if not self.use_stateful_dataloader or (self.latest is None and self.track.begun + self.track.steps):
+            return self.saved_state()
+        state: dict[str, Any] = dict(torchdata_kind(self).state_dict(self) if self.latest is None else self.latest[0])
+        # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
+        return state if self.synchronized_generator is None else {**state, _POSITION: self.saved_state()}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
+        position = state_dict.get(_POSITION, state_dict)
+        if "unit" not in position:
+            self.track.place(self.track.upcoming().begin(self.epoch))
+            self.latest = [dict(state_dict)]
+            torchdata_kind(self).load_state_dict(self, dict(state_dict))
+            return
         # quirk: POSITION_IS_OPT_IN
         beginning = {} if self.use_stateful_dataloader else {"consumed": 0, "batches": 0}
-        super().load_state_dict({**state_dict, **beginning})
+        self.latest = None
+        super().load_state_dict({**position, **beginning})
 
     def skipping(self, num_batches: int) -> Any:
         """The same loader without its first batches; it shares this loader's position."""

@@ -1,13 +1,19 @@
 """The two ways to a share: DataLoaderShard reads it, DataLoaderDispatcher is given it by the main process."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from accelerate._impl import ambient
-from accelerate._impl.loaders.base import DataLoaderAdapter, PreparedLoader
+from accelerate._impl.loaders.base import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    PreparedLoader,
+    SnapshotSource,
+    torchdata_kind,
+)
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
@@ -16,7 +22,6 @@ from hasten.data.dispatch import DispatchSource
 from hasten.data.loader import Move, SkippingLoader, plain_move
 from hasten.data.readers import BatchReader
 from hasten.data.source import BatchSource, Item
-from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH
 
 # Any in this file: batches, datasets and samplers are the user's own.
@@ -65,6 +70,9 @@ def _seats(readers: int) -> DataRanks:
     return DataRanks(shards[here.rank], readers, shards)
 
 
+_SHARED = ("skip_batches", "use_stateful_dataloader", "_drop_last", "_non_blocking", "torch_device_mesh", "iteration")
+
+
 class DataLoaderDispatcher(PreparedLoader):
     """A loader whose batches are read by the main process and handed out."""
 
@@ -73,10 +81,16 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: Any,
         split_batches: bool = False,
         skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, skip_batches=skip_batches, **kwargs)
+        shared = {name: value for name, value in locals().items() if name in _SHARED}
+        super().__init__(dataset, **shared, **kwargs)
         here = ambient.start()
         self.num_processes, self.process_index = here.world.size, here.world.rank
         self.split_batches, self.slice_fn = split_batches, slice_fn
@@ -84,7 +98,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def source(self) -> BatchSource:
         """The main process's batches, dealt out where there are several processes."""
         world = ambient.start().world
-        inner = TorchSource(self, None, self.followers(), reads=world.rank == 0)
+        kind = SnapshotSource if self.use_stateful_dataloader and world.size == 1 else TorchSource
+        inner = kind(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
         size, joins = self.num_processes, self.slice_fn is not None
@@ -108,26 +123,34 @@ class DataLoaderDispatcher(PreparedLoader):
     def given(self, batch: Any) -> Any:
         """The batch; the last tells how many samples all processes have of it."""
         if self.end_of_dataloader:
-            self.remainder = self.track.mark or find_batch_size(batch) or -1
+            total = self.track.mark if isinstance(self.track.mark, int) else None
+            self.remainder = total or find_batch_size(batch) or -1
         else:
             self.remainder = -1
         return batch
 
 
-class SkipDataLoader(SkippingLoader, DataLoaderAdapter):
+class SkipDataLoader(DataLoaderStateMixin, SkippingLoader, DataLoaderAdapter):
     """A plain loader without its first batches."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader, **kwargs)
+        DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
 
+    latest: Any = None
 
-@lru_cache
-def stateful(kind: type[PreparedLoader]) -> Any:
-    """The kind of loader as one of torchdata's, which other libraries look for; its state is hasten's position."""
-    torchdata = need(
-        "torchdata.stateful_dataloader", ">=0.8", why="DataLoaderConfiguration(use_stateful_dataloader=True)"
-    )
-    return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__})
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
+        for batch in super().__iter__():
+            self.latest = copy.deepcopy(torchdata_kind(self).state_dict(self)) if self.use_stateful_dataloader else None
+            yield batch
+
+    def state_dict(self) -> Any:
+        """torchdata's state at the latest batch. Raises: AttributeError for a plain loader, which has none."""
+        return torchdata_kind(self).state_dict(self) if self.latest is None else self.latest
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from torchdata's state."""
+        self.latest = None
+        torchdata_kind(self).load_state_dict(self, state_dict)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
 from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.kinds import DataLoaderDispatcher, DataLoaderShard, stateful
+from accelerate._impl.loaders.kinds import DataLoaderDispatcher, DataLoaderShard
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -120,18 +120,15 @@ class Share:
         kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
         if self.dispatch:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-            made: PreparedLoader = self._kind(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
+            made: PreparedLoader = DataLoaderDispatcher(dataset, slice_fn=slice_fn, **kwargs)
         else:
             types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
             kwargs |= {"rng_types": types or None, "synchronized_generator": generator}
-            made = self._kind(DataLoaderShard)(dataset, **kwargs)
+            made = DataLoaderShard(dataset, **kwargs)
         made.device = device
         made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
         made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
         return made
-
-    def _kind(self, kind: Any) -> Any:
-        return stateful(kind) if self.stateful else kind
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
         """The dataset and the batches of this process."""
@@ -144,7 +141,7 @@ class Share:
             whole = self.plain.sampler if batches is None else batches
             return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
         shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
-        if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards > self.size:
+        if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards >= self.size:
             return dataset.shard(num_shards=self.size, index=self.index), batches
         rows, drop_last = self.plain.batch_size or 1, bool(self.plain.drop_last)
         return IterableDatasetShard(dataset, rows, drop_last, self.size, self.index, self.split), batches

@@ -7,10 +7,13 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Final
 
+from accelerate._impl.surface.elsewhere import complete
+
 _ROOMS: Final = MappingProxyType(
     {
         "accelerate.accelerator": "accelerator.facade",
         "accelerate.commands.config.config_args": "settings.config_file",
+        "accelerate.commands.launch": "commands.validating",
         "accelerate.commands.utils": "environment.parsers",
         "accelerate.data_loader": "loaders.base loaders.kinds loaders.samplers loaders.share",
         "accelerate.hooks": "models.hooks",
@@ -19,6 +22,21 @@ _ROOMS: Final = MappingProxyType(
         "accelerate.parallelism_config": "settings.parallelism",
         "accelerate.scheduler": "optim.scheduler",
         "accelerate.state": "views.gradient_state views.state",
+        "accelerate.test_utils.examples": "testing.examples",
+        "accelerate.test_utils.scripts.external_deps.test_metrics": "testing.scripts.metrics",
+        **{
+            f"accelerate.test_utils.scripts.test_{name}": f"testing.scripts.{name}"
+            for name in [
+                "cli",
+                "ddp_comm_hook",
+                "distributed_data_loop",
+                "merge_weights",
+                "notebook",
+                "ops",
+                "script",
+                "sync",
+            ]
+        },
         "accelerate.test_utils.testing": "testing.cases",
         "accelerate.test_utils.training": "testing.training",
         "accelerate.tracking": "trackers",
@@ -38,20 +56,24 @@ HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items
 
 
 class Rooms(SourceFileLoader):
-    """Loads the rooms of the table and settles what they define; a finder of `sys.meta_path`, too."""
+    """Loads faces and the rooms of the table and settles what they define; a finder of `sys.meta_path`, too."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """How a room is loaded; None for every other module."""
-        spec = PathFinder.find_spec(name, path) if name in HOMES else None
+        """How a room or a face is loaded; None for every other module."""
+        ours = name in HOMES or (name.startswith("accelerate.") and not name.startswith("accelerate._impl"))
+        spec = PathFinder.find_spec(name, path) if ours else None
         if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:  # else in an archive
             spec.loader = cls(name, spec.origin)
         return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the room's code, then settle."""
+        """Run the module's code, then settle a room or complete a face."""
         super().exec_module(module)
-        _settle(module, HOMES[module.__name__])
+        if module.__name__ in HOMES:
+            _settle(module, HOMES[module.__name__])
+        else:
+            complete(module)
 
 
 def _settle(room: ModuleType, face: str) -> None:

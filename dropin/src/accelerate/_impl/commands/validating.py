@@ -1,0 +1,85 @@
+"""A parsed command line of `accelerate launch` completed: from the settings file, then from the original's defaults."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
+
+# Any in this file: values of flags.
+_KINDS: Final = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp")
+_SWITCHES: Final = {"MULTI_GPU": "multi_gpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu"}
+_TOO_MANY = "You can only use one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` at a time."
+_ONLY_FSDP2 = "You cannot use `--use_parallelism_config` without `--use_fsdp` and `--fsdp_version=2`. "
+DEFAULTS: Final[dict[str, Any]] = {
+    **dict.fromkeys(("cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "use_deepspeed", "use_fsdp"), False),
+    **dict.fromkeys(("use_parallelism_config", "use_megatron_lm", "same_network", "downcast_bf16"), False),
+    **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "dynamo_use_fullgraph", "dynamo_use_dynamic"), False),
+    **dict.fromkeys(("dynamo_use_regional_compilation", "fp8_use_autocast_during_eval"), False),
+    **dict.fromkeys(("fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_activation_checkpointing"), "false"),
+    **dict.fromkeys(("fsdp_reshard_after_forward", "fsdp_use_orig_params", "fsdp_sync_module_states"), "true"),
+    "fsdp_cpu_ram_efficient_loading": "true",
+    "fsdp_activation_checkpointing_offload": "false",
+    "fsdp_version": "1",
+    "fsdp_min_num_params": 100_000_000,
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "dynamo_mode": "default",
+    "tee": "0",
+    "role": "default",
+    "rdzv_backend": "static",
+    "rdzv_conf": "",
+    "max_restarts": 0,
+    "monitor_interval": 0.1,
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_format": "HYBRID",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_opt_level": "O2",
+    "megatron_lm_tp_degree": 1,
+    "megatron_lm_pp_degree": 1,
+    "megatron_lm_gradient_clipping": 1.0,
+}
+"""What the original's parser gives for flags that were not."""
+
+
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """Complete the arguments in place; return them, the settings file, and whether the precision came from it.
+
+    Raises: ValueError for flags that exclude each other, and for unknown keys of the file.
+    """
+    if sum(bool(getattr(args, name, False)) for name in _KINDS) > 1:
+        raise ValueError(_TOO_MANY)
+    if getattr(args, "use_parallelism_config", False) and not (args.use_fsdp and str(args.fsdp_version) == "2"):
+        raise ValueError(_ONLY_FSDP2)
+    there = args.config_file is not None or Path(default_config_file).is_file()
+    saved = load_config_from_file(args.config_file) if there and not args.cpu else None
+    from_file = saved is not None and args.mixed_precision is None
+    if saved is not None:
+        _take(args, vars(saved))
+    args.use_cpu = bool(args.cpu or (saved is not None and saved.use_cpu))
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    otherwise = {"mixed_precision": "no", "num_processes": devices, "num_machines": 1, "dynamo_backend": "no"}
+    for name, value in {**otherwise, "num_cpu_threads_per_process": 1, "debug": False}.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    return args, saved, from_file
+
+
+def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
+    """Write what the file says where the command line says nothing."""
+    given = getattr(args, "nondefault", ())
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _take(args, value)
+        elif value is not None and name != "use_cpu" and hasattr(args, name) and name not in given:
+            setattr(args, name, value)
+    switch = _SWITCHES.get(str(getattr(values.get("distributed_type"), "value", "")))
+    if switch is not None and not values.get("use_cpu"):
+        setattr(args, switch, True)
+    if args.gpu_ids is None:
+        args.gpu_ids = "all"

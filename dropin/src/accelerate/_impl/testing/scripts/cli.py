@@ -1,0 +1,13 @@
+"""A script that says how many devices it was started on."""
+
+import torch
+
+from hasten.runtime.devices import choose_device
+
+
+def main() -> None:
+    """Print the number of accelerators, by their usual name."""
+    kind = choose_device(0).type
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    name = {"cpu": "GPUs", "cuda": "GPUs"}.get(kind, f"{kind.upper()}s")
+    print(f"Successfully ran on {count} {name}")  # noqa: T201  what the script is for

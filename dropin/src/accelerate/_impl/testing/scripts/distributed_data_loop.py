@@ -1,0 +1,210 @@
+"""Checks of loaders on two processes: even batches, uneven inputs that are joined, stateful loaders."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accelerate._impl.accelerator.facade import Accelerator
+from accelerate._impl.settings.general import DataLoaderConfiguration
+from accelerate._impl.views.state import AcceleratorState
+
+# Any in this file: what `prepare` returns, and samples.
+NUM_ELEMENTS, NUM_WORKERS, BATCH_SIZE = 22, 4, 4
+
+
+class DummyIterableDataset(IterableDataset[Any]):
+    """A stream of given items."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.data
+
+
+class DummyDataset(Dataset[Any]):
+    """A row of numbers."""
+
+    def __len__(self) -> int:
+        return NUM_ELEMENTS
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"index": index, "label": index % 2, "random_augmentation": torch.rand(1).item()}
+
+
+def create_accelerator(even_batches: bool = True) -> Accelerator:
+    """Return an Accelerator on the two processes that these checks need."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
+    assert accelerator.num_processes == 2, f"these checks need two processes, not {accelerator.num_processes}"
+    return accelerator
+
+
+def create_dataloader(
+    accelerator: Any, dataset_size: int, batch_size: int, iterable: bool = False, shuffle: bool = False
+) -> Any:
+    """Return a prepared loader of so many numbers."""
+    numbers = torch.arange(dataset_size)
+    data: Any = DummyIterableDataset(numbers) if iterable else TensorDataset(numbers)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, shuffle=shuffle or None)
+    return accelerator.prepare(loader)
+
+
+def verify_dataloader_batch_sizes(
+    accelerator: Any,
+    dataset_size: int,
+    batch_size: int,
+    process_0_expected_batch_sizes: list[int],
+    process_1_expected_batch_sizes: list[int],
+) -> None:
+    """Raise unless the batches of each process have these sizes."""
+    loader = create_dataloader(accelerator, dataset_size, batch_size)
+    found = [len(batch[0]) for batch in loader]
+    expected = (process_0_expected_batch_sizes, process_1_expected_batch_sizes)[accelerator.process_index]
+    assert found == expected, f"process {accelerator.process_index} has batches of {found}, not {expected}"
+
+
+def test_default_ensures_even_batch_sizes() -> None:
+    """Check that processes have batches of equal size and number."""
+    accelerator = create_accelerator()
+    verify_dataloader_batch_sizes(accelerator, 3, 1, [1, 1], [1, 1])
+    verify_dataloader_batch_sizes(accelerator, 7, 2, [2, 2], [2, 2])
+
+
+def test_can_disable_even_batches() -> None:
+    """Check that processes have what there is without `even_batches`."""
+    accelerator = create_accelerator(even_batches=False)
+    verify_dataloader_batch_sizes(accelerator, 3, 1, [1, 1], [1])
+    verify_dataloader_batch_sizes(accelerator, 7, 2, [2, 2], [2, 1])
+
+
+def test_can_join_uneven_inputs() -> None:
+    """Check that a process that has run out of batches waits for the others."""
+    accelerator = create_accelerator(even_batches=False)
+    model, loader = accelerator.prepare(nn.Linear(1, 1)), create_dataloader(accelerator, 3, 1)
+    seen = 0
+    with accelerator.join_uneven_inputs([model]):
+        for batch in loader:
+            model(batch[0].float()[:, None]).sum().backward()
+            seen += 1
+    assert seen == (2, 1)[accelerator.process_index], seen
+
+
+def test_join_can_override_even_batches() -> None:
+    """Check that `even_batches` differs inside of the block only."""
+    accelerator = create_accelerator()
+    model, loaders = accelerator.prepare(nn.Linear(1, 1)), [create_dataloader(accelerator, 3, 1) for _ in range(2)]
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert not any(one.batch_sampler.even_batches for one in loaders)
+    assert all(one.batch_sampler.even_batches for one in loaders)
+
+
+def test_join_can_override_for_mixed_type_dataloaders() -> None:
+    """Check that loaders of streams do not disturb that."""
+    accelerator = create_accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    create_dataloader(accelerator, 3, 1, iterable=True)
+    loader = create_dataloader(accelerator, 3, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            assert not loader.batch_sampler.even_batches
+    assert loader.batch_sampler.even_batches
+
+
+def test_join_raises_warning_for_iterable_when_overriding_even_batches() -> None:
+    """Check that a stream, which cannot be made even, is named in a warning."""
+    accelerator = create_accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    create_dataloader(accelerator, 3, 1, iterable=True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            pass
+    assert any("only supported for map-style datasets" in str(one.message) for one in found), found
+
+
+def test_pickle_accelerator() -> None:
+    """Check that an Accelerator goes through a pickle."""
+    accelerator = create_accelerator()
+    create_dataloader(accelerator, 32, 4)
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert again.state.__dict__ == accelerator.state.__dict__
+
+
+def test_data_loader(data_loader: Any, accelerator: Any) -> None:
+    """Check that every row is read and that augmentations differ between processes."""
+    seen: list[int] = []
+    for batch in data_loader:
+        seen += accelerator.gather_for_metrics(batch["index"]).tolist()
+    assert sorted(seen) == list(range(NUM_ELEMENTS)), seen
+
+
+def _stateful(accelerator: Any, iterable: bool) -> Any:
+    return create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
+
+
+def _test_stateful_dataloader_resume(accelerator: Any, iterable: bool) -> None:
+    """Check that a loader goes on behind the batch at which its state was taken."""
+    loader = _stateful(accelerator, iterable)
+    for number, _ in enumerate(loader):
+        if number == 0:
+            state = loader.state_dict()
+    everything = _batches(loader)
+    again = _stateful(accelerator, iterable)
+    again.load_state_dict(state)
+    assert _batches(again) == everything[1:], "the loader did not go on behind its first batch"
+
+
+def _batches(loader: Any) -> list[Any]:
+    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
+
+
+def _test_stateful_dataloader_save_state_resume(accelerator: Any, iterable: bool) -> None:
+    """Check the same through `save_state` and `load_state`."""
+    loader = _stateful(accelerator, iterable)
+    folder = accelerator.gather_for_metrics([tempfile.mkdtemp()], use_gather_object=True)[0]
+    for number, _ in enumerate(loader):
+        if number == 0:
+            accelerator.save_state(folder)
+    everything = _batches(loader)
+    accelerator.load_state(folder)
+    assert _batches(loader) == everything[1:], "the loader did not go on behind its first batch"
+    accelerator.free_memory()
+
+
+def test_stateful_dataloader(accelerator: Any) -> None:
+    """Check `state_dict` and `load_state_dict` of loaders of either kind."""
+    for iterable in (False, True):
+        _test_stateful_dataloader_resume(accelerator, iterable)
+
+
+def test_stateful_dataloader_save_state(accelerator: Any) -> None:
+    """Check that a checkpoint has the loaders' positions."""
+    accelerator.free_memory()
+    for iterable in (False, True):
+        _test_stateful_dataloader_save_state_resume(accelerator, iterable)
+
+
+def main() -> None:
+    """Run every check."""
+    accelerator = create_accelerator()
+    loader = accelerator.prepare(DataLoader(DummyDataset(), batch_size=BATCH_SIZE, num_workers=NUM_WORKERS))
+    test_data_loader(loader, accelerator)
+    checks = (test_default_ensures_even_batch_sizes, test_can_disable_even_batches, test_can_join_uneven_inputs)
+    for check in (*checks, test_join_can_override_even_batches, test_join_can_override_for_mixed_type_dataloaders):
+        check()
+    test_join_raises_warning_for_iterable_when_overriding_even_batches()
+    test_pickle_accelerator()
+    AcceleratorState._reset_state()
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    stateful = Accelerator(dataloader_config=config)
+    test_stateful_dataloader(stateful)
+    test_stateful_dataloader_save_state(stateful)

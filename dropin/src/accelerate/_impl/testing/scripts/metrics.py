@@ -1,0 +1,123 @@
+"""Checks of `gather_for_metrics`: every sample counts once, whatever the batches were padded with."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate._impl.accelerator.facade import Accelerator
+from accelerate._impl.settings.general import DataLoaderConfiguration
+from accelerate._impl.testing.cases import torch_device as torch_device
+from accelerate._impl.testing.training import RegressionDataset, RegressionModel
+from hasten.runtime.seeding import set_seed
+
+# Any in this file: what `prepare` returns.
+
+
+class ListHandler(logging.Handler):
+    """A handler that keeps the records it is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logs: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.logs.append(record)
+
+
+class _Numbers(IterableDataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def get_basic_setup(accelerator: Any, num_samples: int = 82, batch_size: int = 16) -> tuple[Any, Any, Any]:
+    """Return a model, and a copy of it and a loader that `prepare` returned."""
+    set_seed(42)
+    model = RegressionModel()
+    loader = DataLoader(RegressionDataset(length=num_samples, seed=1), batch_size=batch_size)
+    prepared, loader = accelerator.prepare(RegressionModel(), loader)
+    return model.to(accelerator.device), prepared, loader
+
+
+def generate_predictions(model: Any, dataloader: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs and the targets of a whole loader, from every process."""
+    found = []
+    with torch.no_grad():
+        for batch in dataloader:
+            found.append(accelerator.gather_for_metrics((model(batch["x"]), batch["y"])))
+    outputs, targets = zip(*found, strict=True)
+    return torch.cat(outputs), torch.cat(targets)
+
+
+def test_torch_metrics(
+    accelerator: Any,
+    num_samples: int = 82,
+    dispatch_batches: bool = False,
+    split_batches: bool = False,
+    batch_size: int = 16,
+) -> None:
+    """Check that there are as many predictions as samples."""
+    _, model, loader = get_basic_setup(accelerator, num_samples, batch_size)
+    outputs, targets = generate_predictions(model, loader, accelerator)
+    assert len(outputs) == len(targets) == num_samples, f"{len(outputs)} predictions for {num_samples} samples"
+
+
+def test_gather_for_metrics_with_iterable_dataset() -> None:
+    """Check that a stream's samples are gathered once each, without a warning."""
+    accelerator = Accelerator()
+    handler = ListHandler()
+    logger = logging.getLogger("accelerate")
+    logger.addHandler(handler)
+    loader = accelerator.prepare(DataLoader(_Numbers([torch.tensor(one) for one in range(30)]), batch_size=10))
+    found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    logger.removeHandler(handler)
+    assert found.tolist() == list(range(30)), found
+    assert not handler.logs, handler.logs
+
+
+def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
+    """Check the same of objects that are no tensors, which every process reads for itself."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    words = [str(one) for one in range(30)]
+    plain: DataLoader[Any] = DataLoader(_Numbers(words), batch_size=10, collate_fn=list)
+    loader = accelerator.prepare(plain)
+    found = [one for batch in loader for one in accelerator.gather_for_metrics(batch, use_gather_object=True)]
+    assert sorted(found, key=int) == words, found
+
+
+def test_gather_for_metrics_drop_last() -> None:
+    """Check that a loader that drops its last batch gives full batches only."""
+    accelerator = Accelerator()
+    size, n = 5, accelerator.num_processes
+    plain: DataLoader[Any] = DataLoader(range(2 * size * n + 1), batch_size=size, drop_last=True)  # type: ignore[arg-type]
+    loader = accelerator.prepare(plain)
+    *_, last = (accelerator.gather_for_metrics(batch) for batch in loader)
+    assert len(last) == size * n, last
+
+
+def main() -> None:
+    """Run every check, with each way to divide batches."""
+    for split, dispatch in itertools.product((False, True), repeat=2):
+        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
+        accelerator = Accelerator(dataloader_config=config)
+        for samples in (82, 99, 512):
+            test_torch_metrics(accelerator, samples, dispatch, split)
+    test_gather_for_metrics_with_iterable_dataset()
+    test_gather_for_metrics_with_non_tensor_objects_iterable_dataset()
+    test_gather_for_metrics_drop_last()
+
+
+def _mp_fn(index: int) -> None:
+    """Run every check in a process that XLA's launcher started."""
+    main()

@@ -1,0 +1,98 @@
+"""Checks of `notebook_launcher`, to be run where it may start processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import accelerate
+from accelerate._impl.views.state import PartialState
+
+NUM_PROCESSES = int(os.environ.get("ACCELERATE_NUM_PROCESSES", "1"))
+
+
+def basic_function() -> None:
+    """Print this process's state."""
+    print(f"PartialState:\n{PartialState()}")  # noqa: T201  a script's own output
+
+
+def tough_nut_function(queue: str) -> None:
+    """Fail until the folder `queue` is empty; each call takes one file out of it."""
+    left = sorted(Path(queue).iterdir())
+    if left:
+        left[0].unlink(missing_ok=True)
+        raise RuntimeError("the nut has not been cracked yet")
+    print(f"PartialState:\n{PartialState()}")  # noqa: T201  a script's own output
+
+
+def bipolar_sleep_function(sleep_sec: int) -> None:
+    """Fail on the first process while the others sleep."""
+    if PartialState().process_index == 0:
+        raise RuntimeError("the first process fails at once")
+    time.sleep(sleep_sec)
+
+
+def assert_clean_cuda_fork_function() -> None:
+    """Raise where CUDA was initialised before the process began."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    assert not begun, "CUDA was initialised by the parent"
+
+
+def test_can_initialize() -> None:
+    """Check that processes start."""
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
+
+
+def test_static_rdzv_backend() -> None:
+    """Check the rendezvous that needs no server."""
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="static")
+
+
+def test_c10d_rdzv_backend() -> None:
+    """Check the rendezvous of torch."""
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="c10d")
+
+
+def test_fault_tolerant(max_restarts: int = 3) -> None:
+    """Check that processes are restarted until they succeed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(max_restarts):
+            Path(folder, str(number)).touch()
+        accelerate.notebook_launcher(
+            tough_nut_function, (folder,), num_processes=NUM_PROCESSES, rdzv_backend="c10d", max_restarts=max_restarts
+        )
+
+
+def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> None:
+    """Check that a failure of one process ends the others soon."""
+    started = time.monotonic()
+    try:
+        accelerate.notebook_launcher(
+            bipolar_sleep_function, (sleep_sec,), num_processes=NUM_PROCESSES, monitor_interval=monitor_interval
+        )
+    except Exception as error:
+        assert "fails at once" in str(error) or time.monotonic() - started < sleep_sec, error
+    assert time.monotonic() - started < sleep_sec, "the others were not stopped"
+
+
+def test_clean_cuda_fork() -> None:
+    """Check that processes begin without CUDA."""
+    accelerate.notebook_launcher(assert_clean_cuda_fork_function, (), num_processes=NUM_PROCESSES)
+
+
+def test_problematic_imports() -> None:
+    """Check that an initialised CUDA or imported libraries of the notebook do not matter: nothing is forked."""
+    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
+
+
+def main() -> None:
+    """Run every check."""
+    for check in (test_can_initialize, test_static_rdzv_backend, test_c10d_rdzv_backend, test_clean_cuda_fork):
+        check()
+    if NUM_PROCESSES > 1:
+        test_fault_tolerant()
+        test_monitoring()

@@ -1,0 +1,125 @@
+"""Checks of the operations on tensors of several processes; each function takes the state of the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerate._impl import tensors
+from accelerate._impl.environment.variables import patch_environment
+from accelerate._impl.tensors import DistributedOperationException
+from accelerate._impl.views.state import PartialState
+
+# Any in this file: PartialState's attributes live in a shared dictionary.
+
+
+def create_tensor(state: Any) -> torch.Tensor:
+    """Return one element for each process, different on every process: 1 to 2 on the first of two, 3 to 4 on the second."""
+    first = 1.0 + state.num_processes * state.process_index
+    return torch.arange(first, first + state.num_processes, device=state.device)
+
+
+def _all(state: Any) -> torch.Tensor:
+    return torch.arange(1.0, state.num_processes**2 + 1, device=state.device)
+
+
+def _equal(found: Any, expected: Any) -> None:
+    same = torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+    assert same, f"the processes got {found} instead of {expected}"
+
+
+def test_gather(state: Any) -> None:
+    """Check that tensors of all processes are joined in their order."""
+    _equal(tensors.gather(create_tensor(state)), _all(state))
+
+
+def test_gather_object(state: Any) -> None:
+    """Check that lists of objects are joined in the order of the processes."""
+    _equal(tensors.gather_object([state.process_index]), list(range(state.num_processes)))
+
+
+def test_gather_non_contiguous(state: Any) -> None:
+    """Check that a transposed view is gathered with its own values."""
+    view = torch.arange(12, device=state.device).view(4, 3).t()[:1]
+    assert not view.is_contiguous() or view.shape[0] == 1
+    _equal(tensors.gather(view), torch.cat([view] * state.num_processes))
+
+
+def test_broadcast(state: Any) -> None:
+    """Check that every process gets the first one's tensor."""
+    _equal(tensors.broadcast(create_tensor(state)), torch.arange(1.0, state.num_processes + 1, device=state.device))
+
+
+def test_pad_across_processes(state: Any) -> None:
+    """Check that shorter tensors are filled with zeros up to the longest one's length."""
+    own = torch.arange(state.num_processes + (state.process_index == 0), device=state.device)
+    padded = tensors.pad_across_processes(own)
+    _equal(padded.shape, torch.Size([state.num_processes + 1]))
+    _equal(padded[: len(own)], own)
+    assert not padded[len(own) :].any(), f"padded with {padded[len(own) :]}"
+
+
+def _reduced(state: Any, kind: str) -> None:
+    columns = _all(state).view(state.num_processes, -1)
+    expected = {"sum": columns.sum(0), "mean": columns.mean(0)}[kind]
+    _equal(tensors.reduce(create_tensor(state), kind), expected)
+
+
+def test_reduce_sum(state: Any) -> None:
+    """Check the sum over the processes."""
+    _reduced(state, "sum")
+
+
+def test_reduce_mean(state: Any) -> None:
+    """Check the mean over the processes."""
+    _reduced(state, "mean")
+
+
+def test_reduce_max(state: Any) -> None:
+    """Check the largest value of all processes, by gathering."""
+    found = tensors.gather(create_tensor(state)).max()
+    _equal(found, torch.tensor(float(state.num_processes**2), device=state.device))
+
+
+def test_op_checker(state: Any) -> None:
+    """Check that unequal shapes are named before they can hang, where ACCELERATE_DEBUG_MODE asks for that."""
+    if state.num_processes == 1:
+        return
+    before, state.debug = state.debug, True
+    try:
+        with patch_environment(ACCELERATE_DEBUG_MODE="1"):
+            uneven = torch.zeros(2 + state.process_index, device=state.device)
+            for operation in (tensors.gather, tensors.broadcast, tensors.reduce):
+                try:
+                    operation({"tensor": uneven})
+                except DistributedOperationException as error:
+                    assert "[2]" in str(error) and "[3]" in str(error), error
+                else:
+                    raise AssertionError(f"{operation.__name__} of unequal shapes was not refused")
+    finally:
+        state.debug = before
+
+
+def test_copy_tensor_to_devices(state: Any) -> None:
+    """Check that every process has the first one's tensor after it was sent, on XLA devices."""
+    if state.device.type == "xla":
+        _equal(tensors.copy_tensor_to_devices(create_tensor(state)), torch.arange(1.0, state.num_processes + 1))
+
+
+def main() -> None:
+    """Run every check."""
+    state = PartialState()
+    state.print(f"State: {state}")
+    checks = (
+        *(test_gather, test_gather_object, test_gather_non_contiguous, test_broadcast, test_pad_across_processes),
+        *(test_reduce_sum, test_reduce_mean, test_reduce_max, test_op_checker, test_copy_tensor_to_devices),
+    )
+    for check in checks:
+        state.print(f"testing {check.__name__.removeprefix('test_')}")
+        check(state)
+
+
+def _mp_fn(index: int) -> None:
+    """Run every check in a process that XLA's launcher started."""
+    main()

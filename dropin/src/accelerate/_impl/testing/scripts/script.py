@@ -1,0 +1,336 @@
+"""Checks of a whole installation, which `accelerate test` runs: processes, random states, loaders and training."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from accelerate._impl.accelerator.facade import Accelerator
+from accelerate._impl.environment.packages import is_datasets_available
+from accelerate._impl.loaders.samplers import BatchSamplerShard, SeedableRandomSampler
+from accelerate._impl.loaders.share import prepare_data_loader
+from accelerate._impl.settings.general import DataLoaderConfiguration
+from accelerate._impl.tensors import gather, gather_object
+from accelerate._impl.testing.cases import are_the_same_tensors
+from accelerate._impl.testing.training import RegressionDataset, RegressionModel
+from accelerate._impl.views.random import synchronize_rng_states
+from accelerate._impl.views.state import AcceleratorState, PartialState
+from hasten.optional import need
+from hasten.runtime.seeding import set_seed
+
+# Any in this file: states, whose attributes live in a shared dictionary, and what `prepare` returns.
+ATOL = 1e-6
+RTOL = 1e-6
+
+
+def generate_baseline_dataloader(
+    train_set: Any, generator: torch.Generator, batch_size: int, use_seedable_sampler: bool = False
+) -> DataLoader[Any]:
+    """Return a shuffled loader as one process has it, to compare with."""
+    if use_seedable_sampler:
+        sampler = SeedableRandomSampler(train_set, generator=generator, data_seed=42)
+        return DataLoader(train_set, batch_size=batch_size, sampler=sampler)
+    return DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=generator)
+
+
+def print_main(state: Any) -> None:
+    """Print from the main process."""
+    print(f"Printing from the main process {state.process_index}")  # noqa: T201  captured by the check
+
+
+def print_local_main(state: Any) -> None:
+    """Print from the main process of a machine."""
+    print(f"Printing from the local main process {state.local_process_index}")  # noqa: T201  captured by the check
+
+
+def print_last(state: Any) -> None:
+    """Print from the last process."""
+    print(f"Printing from the last process {state.process_index}")  # noqa: T201  captured by the check
+
+
+def print_on(state: Any, process_idx: int) -> None:
+    """Print from a process of this index."""
+    print(f"Printing from process {process_idx}: {state.process_index}")  # noqa: T201  captured by the check
+
+
+def _printed(function: Callable[..., Any], *args: Any) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        function(*args)
+    return said.getvalue().strip()
+
+
+def process_execution_check() -> None:
+    """Check that decorated functions run on their process only, and that the first process enters a block first."""
+    accelerator = Accelerator()
+    state, last = accelerator.state, accelerator.num_processes - 1
+    cases: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = [
+        (accelerator.on_main_process(print_main), (state,), accelerator.is_main_process),
+        (accelerator.on_local_main_process(print_local_main), (state,), accelerator.is_local_main_process),
+        (accelerator.on_last_process(print_last), (state,), accelerator.process_index == last),
+    ]
+    cases += [
+        (accelerator.on_process(print_on, process_index=index), (state, index), accelerator.process_index == index)
+        for index in range(accelerator.num_processes)
+    ]
+    for function, args, here in cases:
+        said = _printed(function, *args)
+        assert bool(said) == here, f"process {accelerator.process_index} said {said!r}"
+        accelerator.wait_for_everyone()
+    with accelerator.main_process_first():
+        order = accelerator.process_index
+    assert gather_object([order]) == list(range(accelerator.num_processes))
+
+
+def init_state_check() -> None:
+    """Check that the main process shows its state."""
+    state = AcceleratorState()
+    if state.local_process_index == 0:
+        state.print(state)
+
+
+def rng_sync_check() -> None:
+    """Check that random states are equal on every process after they were synchronised."""
+    state = AcceleratorState()
+    torch.manual_seed(state.process_index)
+    synchronize_rng_states(["torch"])
+    assert are_the_same_tensors(torch.get_rng_state()), "the states of torch differ between processes"
+    generator = torch.Generator().manual_seed(state.process_index)
+    synchronize_rng_states(["generator"], generator=generator)
+    assert are_the_same_tensors(generator.get_state()), "the states of the generator differ between processes"
+    state.print("All rng are properly synched.")
+
+
+def _rows(loader: Any) -> torch.Tensor:
+    return torch.cat([gather(batch) for batch in loader]).cpu()
+
+
+def _loaders_checked(dispatch_batches: bool) -> None:
+    state: Any = AcceleratorState()
+    length = 32 * state.num_processes
+    for shuffle in (False, True):
+        for split_batches in (False, True):
+            size = 8 * (state.num_processes if split_batches else 1)
+            loader = prepare_data_loader(
+                DataLoader(range(length), batch_size=size, shuffle=shuffle),  # type: ignore[arg-type]  # a range serves
+                state.device,
+                state.num_processes,
+                state.process_index,
+                put_on_device=True,
+                split_batches=split_batches,
+                dispatch_batches=dispatch_batches,
+            )
+            found = _rows(loader)
+            assert torch.equal(found.sort().values, torch.arange(length)), f"rows {found.tolist()} of {length}"
+            assert shuffle or torch.equal(found, torch.arange(length)), f"rows out of order: {found.tolist()}"
+            assert not shuffle or not torch.equal(found, torch.arange(length)), "rows were not shuffled"
+        kind = "central dataloader" if dispatch_batches else "dataloader"
+        state.print(f"{'Shuffled' if shuffle else 'Non-shuffled'} {kind} passing.")
+
+
+def dl_preparation_check() -> None:
+    """Check that the processes read every row once, in order unless shuffled."""
+    _loaders_checked(False)
+
+
+def central_dl_preparation_check() -> None:
+    """Check the same of loaders that the main process reads."""
+    _loaders_checked(True)
+
+
+def custom_sampler_check() -> None:
+    """Check that a sampler of one's own is split between the processes."""
+    state: Any = AcceleratorState()
+    rows = list(range(16 * state.num_processes))
+    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=BatchSampler(rows[::-1], 4, False))  # type: ignore[arg-type]
+    prepared = prepare_data_loader(loader, state.device, state.num_processes, state.process_index, put_on_device=True)
+    assert _rows(prepared).tolist() == rows[::-1]
+
+
+def _shuffled(**options: Any) -> Callable[[], list[Any]]:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, **options)
+    loader = Accelerator(dataloader_config=config).prepare(DataLoader(range(16), batch_size=4, shuffle=True))  # type: ignore[arg-type]
+    return lambda: [batch.tolist() for batch in loader]
+
+
+def check_seedable_sampler() -> None:
+    """Check that a seed gives the same order again, and each epoch another one."""
+    set_seed(42)
+    first, second = (one := _shuffled())(), one()
+    set_seed(42)
+    assert _shuffled()() == first != second
+
+
+def check_seedable_sampler_with_data_seed() -> None:
+    """Check that `data_seed` decides about the order, whatever the seed of the process is."""
+    set_seed(1)
+    first = _shuffled(data_seed=42)()
+    set_seed(2)
+    assert _shuffled(data_seed=42)() == first != _shuffled(data_seed=43)()
+
+
+def check_seedable_sampler_in_batch_sampler_shard() -> None:
+    """Check that the seedable sampler is inside of the batch sampler that each process has."""
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator: Any = Accelerator(dataloader_config=config)
+    plain: DataLoader[Any] = DataLoader(range(64), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    prepared = prepare_data_loader(plain, accelerator.device, 2, 0, put_on_device=True, use_seedable_sampler=True)
+    assert isinstance(prepared.batch_sampler, BatchSamplerShard)
+    assert isinstance(prepared.batch_sampler.batch_sampler.sampler, SeedableRandomSampler)
+    assert isinstance(plain.sampler, RandomSampler)
+
+
+def mock_training(
+    length: int, batch_size: int, generator: torch.Generator, use_seedable_sampler: bool = False
+) -> tuple[RegressionDataset, nn.Module]:
+    """Train on one process without an Accelerator; return the data and the model."""
+    set_seed(42)
+    generator.manual_seed(42)
+    data, model = RegressionDataset(length=length, seed=42), RegressionModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = generate_baseline_dataloader(data, generator, batch_size, use_seedable_sampler)
+    for _ in range(3):
+        for batch in loader:
+            model.zero_grad()
+            loss: Any = nn.functional.mse_loss(model(batch["x"]), batch["y"])
+            loss.backward()
+            optimizer.step()
+    return data, model
+
+
+def _trained(data: RegressionDataset, generator: torch.Generator, size: int, seedable: bool, **options: Any) -> Any:
+    """Train with an Accelerator on the same data."""
+    precision = options.pop("mixed_precision", None)
+    config = DataLoaderConfiguration(use_seedable_sampler=seedable, **options)
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(mixed_precision=precision, dataloader_config=config)
+    set_seed(42)
+    generator.manual_seed(42)
+    loader: Any = generate_baseline_dataloader(data, generator, size, seedable)
+    model: Any = RegressionModel()
+    loader, model, optimizer = accelerator.prepare(loader, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        for batch in loader:
+            model.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(batch["x"]).float(), batch["y"]))
+            optimizer.step()
+    return accelerator.unwrap_model(model).cpu()
+
+
+def training_check(use_seedable_sampler: bool = False) -> None:
+    """Check that training gives the weights of one process, with either way to split batches and in each precision."""
+    state: Any = AcceleratorState()
+    generator, size, n = torch.Generator(), 8, state.num_processes
+    data, plain = mock_training(size * 4 * n, size * n, generator, use_seedable_sampler)
+    for split, said in ((False, "no batch split"), (True, "batch split")):
+        made = _trained(data, generator, size * n if split else size, use_seedable_sampler, split_batches=split)
+        for mine, theirs in zip(plain.parameters(), made.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=ATOL, rtol=RTOL), f"{said}: {theirs} instead of {mine}"
+        state.print(f"Training yielded the same results on one CPU or distributed setup with {said}.")
+    for precision in ("bf16", "fp16"):
+        made = _trained(data, generator, size, use_seedable_sampler, mixed_precision=precision)
+        for mine, theirs in zip(plain.parameters(), made.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=0.1), f"{precision}: {theirs}, far from {mine}"
+        state.print(f"{precision.upper()} training check.")
+    AcceleratorState._reset_state()
+    Accelerator()
+
+
+def test_split_between_processes_list() -> None:
+    """Check that a list is split in order, the first processes having one more."""
+    state = AcceleratorState()
+    with state.split_between_processes(list(range(2 * state.num_processes))) as part:
+        assert part == [2 * state.process_index, 2 * state.process_index + 1], part
+    if state.num_processes > 1:
+        with state.split_between_processes(list(range(3 * state.num_processes - 1)), apply_padding=True) as part:
+            assert len(part) == 3, part
+
+
+def test_split_between_processes_nested_dict() -> None:
+    """Check that lists inside of a dictionary are split alike."""
+    state = AcceleratorState()
+    count, at = 2 * state.num_processes, state.process_index
+    whole: dict[str, Any] = {"a": list(range(count)), "b": [str(one) for one in range(count)], "c": torch.arange(count)}
+    with state.split_between_processes(whole) as part:
+        assert part["a"] == [2 * at, 2 * at + 1] and part["b"] == [str(2 * at), str(2 * at + 1)], part
+        assert part["c"].tolist() == part["a"], part
+
+
+def test_split_between_processes_tensor() -> None:
+    """Check that rows of a tensor are split."""
+    state = AcceleratorState()
+    rows = torch.arange(4 * state.num_processes).view(state.num_processes, 4)
+    with state.split_between_processes(rows) as part:
+        assert torch.equal(part.cpu(), rows[state.process_index : state.process_index + 1]), part
+
+
+def test_split_between_processes_evenly() -> None:
+    """Check that every element is given to one process, and that shares differ by one at most."""
+    state = AcceleratorState()
+    everything = list(range(17))
+    with state.split_between_processes(everything) as part:
+        parts = gather_object([list(part)])
+    assert sorted(one for each in parts for one in each) == everything, parts
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1, parts
+
+
+def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:  # noqa: N803  the original's name
+    """Check that a dataset of `datasets` is split into datasets."""
+    state = AcceleratorState()
+    whole = datasets_Dataset.from_list([{"k": one} for one in range(2 * state.num_processes)])
+    with state.split_between_processes(whole) as part:
+        assert part["k"][:] == [2 * state.process_index, 2 * state.process_index + 1], part
+
+
+def test_trigger() -> None:
+    """Check that a flag set on one process is seen by all, once."""
+    accelerator = Accelerator()
+    assert not accelerator.check_trigger()
+    if accelerator.is_main_process:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+
+def test_reinstantiated_state() -> None:
+    """Check that an Accelerator can be made after its state was reset, and that attributes of a reset state say so."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator()
+    assert accelerator.state.initialized
+    AcceleratorState._reset_state(True)
+    try:
+        _ = accelerator.state.distributed_type
+    except AttributeError as error:
+        assert "_reset_state()" in str(error), error
+    else:
+        raise AssertionError("a reset state still has its attributes")
+
+
+def main() -> None:
+    """Run every check."""
+    state: Any = Accelerator().state
+    state.print("**Initialization**")
+    init_state_check()
+    checks: list[Callable[..., None]] = [process_execution_check, test_split_between_processes_list]
+    checks += [test_split_between_processes_nested_dict, test_split_between_processes_tensor]
+    checks += [test_split_between_processes_evenly, rng_sync_check, dl_preparation_check, central_dl_preparation_check]
+    checks += [custom_sampler_check, check_seedable_sampler, check_seedable_sampler_with_data_seed]
+    checks += [check_seedable_sampler_in_batch_sampler_shard]
+    for check in checks:
+        state.print(f"\n**{check.__name__}**")
+        check()
+    if is_datasets_available():
+        test_split_between_processes_dataset(need("datasets").Dataset)
+    for seedable in (False, True):
+        state.print(f"\n**Training integration test, use_seedable_sampler={seedable}**")
+        training_check(seedable)
+    state = PartialState()
+    state.print("\n**Breakpoint trigger test**")
+    test_trigger()
+    state.print("\n**Test reinstantiated state**")
+    test_reinstantiated_state()

@@ -1,0 +1,204 @@
+"""Checks of gradient accumulation and `no_sync`: what reaches the other processes, and when weights change."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from accelerate._impl.accelerator.facade import Accelerator
+from accelerate._impl.settings.general import DataLoaderConfiguration
+from accelerate._impl.settings.kwargs_handlers import GradientAccumulationPlugin
+from accelerate._impl.testing.training import RegressionDataset, RegressionModel
+from accelerate._impl.views.gradient_state import GradientState
+from hasten.runtime.seeding import set_seed
+
+# Any in this file: what `prepare` returns.
+_EVERY = 2
+
+
+def check_model_parameters(
+    model_a: nn.Module, model_b: nn.Module, did_step: bool, iteration: int, **kwargs: Any
+) -> None:
+    """Raise unless the gradients of two models are equal after a synchronised step, and different otherwise."""
+    for a, b in zip(model_a.parameters(), model_b.parameters(), strict=True):
+        if a.requires_grad and a.grad is not None and b.grad is not None:
+            same = torch.allclose(a.grad, b.grad, **kwargs)
+            wanted = "equal" if did_step else "different"
+            assert same == did_step, f"iteration {iteration}: {a.grad} and {b.grad} should be {wanted}"
+
+
+def step_model(model: Any, input: Tensor, target: Tensor, accelerator: Any, do_backward: bool = True) -> None:
+    """Run forward and backward; without `do_backward`, the loss is divided by hand and the Accelerator is left out."""
+    model.train()
+    loss = functional.mse_loss(model(input), target.to(input.device))
+    if do_backward:
+        accelerator.backward(loss)
+    else:
+        (loss / accelerator.gradient_accumulation_steps).backward()
+
+
+def get_training_setup(accelerator: Any, sched: bool = False) -> tuple[Any, ...]:
+    """Return a model, a copy that `prepare` returned, and its loader; with `sched`, both optimizers and schedulers too."""
+    set_seed(42)
+    model = RegressionModel()
+    prepared = copy.deepcopy(model)
+    loader = DataLoader(RegressionDataset(length=80, seed=4), batch_size=16)
+    model.to(accelerator.device)
+    if not sched:
+        return model, *accelerator.prepare(prepared, loader)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, prepared)]
+    schedulers = [LambdaLR(one, lambda epoch: 0.65**epoch) for one in optimizers]
+    made = accelerator.prepare(prepared, optimizers[1], loader, schedulers[1])
+    return model, optimizers[0], schedulers[0], made[2], made[0], made[1], made[3]
+
+
+def test_noop_sync(accelerator: Any) -> None:
+    """Check that `no_sync` changes nothing on one process."""
+    model, prepared, loader = get_training_setup(accelerator)
+    batch = next(iter(loader))
+    for iteration in range(3):
+        step_model(model, batch["x"], batch["y"], accelerator)
+        with accelerator.no_sync(prepared) if iteration % 2 == 0 else nullcontext():
+            step_model(prepared, batch["x"], batch["y"], accelerator)
+        check_model_parameters(model, prepared, True, iteration)
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.stack([one.grad for one in model.parameters() if one.grad is not None]).detach().clone()
+
+
+def test_distributed_sync(accelerator: Any) -> None:
+    """Check that gradients differ between processes inside `no_sync` and are their mean after it."""
+    _, model, loader = get_training_setup(accelerator)
+    batch = next(iter(loader))
+    with accelerator.no_sync(model):
+        step_model(model, batch["x"], batch["y"], accelerator)
+    apart = accelerator.gather(_gradients(model)[None])
+    assert not torch.equal(apart[0], apart[1]), "no_sync let gradients reach the other process"
+    step_model(model, batch["x"], batch["y"], accelerator)
+    together = accelerator.gather(_gradients(model)[None])
+    assert torch.equal(together[0], together[1]), "gradients differ after a synchronised step"
+    assert torch.allclose(together[0], 2 * apart.mean(0), rtol=1e-4), (together, apart)
+
+
+def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
+    """Check that several forwards inside `no_sync` are reduced by one backward outside of it."""
+    _, model, loader = get_training_setup(accelerator)
+    batches = list(itertools.islice(loader, 2))
+    with accelerator.no_sync(model):
+        losses = [functional.mse_loss(model(one["x"]), one["y"]) for one in batches]
+        for loss in losses[:-1]:
+            accelerator.backward(loss)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[-1])
+    together = accelerator.gather(_gradients(model)[None])
+    assert torch.equal(together[0], together[1]), "gradients differ after trigger_sync_in_backward"
+
+
+def _accelerator(split_batches: bool, dispatch_batches: bool, sync_each_batch: bool) -> Accelerator:
+    config = DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=dispatch_batches)
+    plugin = GradientAccumulationPlugin(num_steps=_EVERY, sync_each_batch=sync_each_batch)
+    return Accelerator(dataloader_config=config, gradient_accumulation_plugin=plugin)
+
+
+def test_gradient_accumulation(
+    split_batches: bool = False, dispatch_batches: bool = False, sync_each_batch: bool = False
+) -> None:
+    """Check that gradients of a window are those of one step over all its samples, on every process."""
+    accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
+    model, prepared, loader = get_training_setup(accelerator)
+    for iteration, batch in enumerate(loader):
+        inputs, targets = accelerator.gather((batch["x"], batch["y"]))
+        step_model(model, inputs, targets, accelerator, False)
+        with accelerator.accumulate(prepared):
+            step_model(prepared, batch["x"], batch["y"], accelerator)
+        last = iteration + 1 == len(loader)
+        ended = (iteration + 1) % _EVERY == 0
+        if ended or sync_each_batch:  # a last, shorter window is the mean of its own steps
+            check_model_parameters(model, prepared, True, iteration, rtol=1e-4)
+        if ended or last:
+            model.zero_grad()
+            prepared.zero_grad()
+    GradientState._reset_state()
+
+
+def test_gradient_accumulation_with_opt_and_scheduler(
+    split_batches: bool = False, dispatch_batches: bool = False, sync_each_batch: bool = False
+) -> None:
+    """Check that weights and learning rates change at the end of a window only, and as those of a plain loop."""
+    accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
+    model, optimizer, scheduler, loader, prepared, own, its = get_training_setup(accelerator, True)
+    for iteration, batch in enumerate(loader):
+        inputs, targets = accelerator.gather((batch["x"], batch["y"]))
+        last = iteration + 1 == len(loader)
+        ended = (iteration + 1) % _EVERY == 0 or last
+        alone = last and (iteration + 1) % _EVERY  # a window of one step
+        loss: Any = functional.mse_loss(model(inputs), targets) / (1 if alone else _EVERY)
+        loss.backward()
+        if ended:
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(1 if split_batches else accelerator.num_processes):
+                scheduler.step()
+        with accelerator.accumulate(prepared):
+            step_model(prepared, batch["x"], batch["y"], accelerator)
+            own.step()
+            its.step()
+            own.zero_grad()
+        rates = optimizer.param_groups[0]["lr"], own.param_groups[0]["lr"]
+        assert rates[0] == rates[1], f"iteration {iteration}: learning rates {rates}"
+        for a, b in zip(model.parameters(), prepared.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4), f"iteration {iteration}: {a} and {b}"
+    GradientState._reset_state()
+
+
+def test_dataloader_break() -> None:
+    """Check that a loop inside of a loop, and one that is left early, leave the active loader as it was."""
+    accelerator = Accelerator()
+    first, second = accelerator.prepare(
+        *(DataLoader(RegressionDataset(length=length), batch_size=16) for length in (80, 96))
+    )
+    assert not accelerator.gradient_state.in_dataloader
+    for iteration, _ in enumerate(first):
+        assert accelerator.gradient_state.active_dataloader is first
+        if iteration == 1:
+            for _ in second:
+                assert accelerator.gradient_state.active_dataloader is second
+        if iteration == 2:
+            for _ in second:
+                break
+    assert not accelerator.gradient_state.in_dataloader
+
+
+def main() -> None:
+    """Run every check that this number of processes allows."""
+    accelerator = Accelerator()
+    state = accelerator.state
+    state.print("**Test `accumulate` gradient accumulation with dataloader break**")
+    test_dataloader_break()
+    if state.num_processes == 1:
+        state.print("**Test NOOP `no_sync` context manager**")
+        test_noop_sync(accelerator)
+    else:
+        state.print("**Test Distributed `no_sync` context manager**")
+        test_distributed_sync(accelerator)
+        test_distributed_sync_multiple_fwd(accelerator)
+    kinds = itertools.product((False, True), repeat=3) if state.num_processes > 1 else [(False, False, False)]
+    for split, dispatch, each in kinds:
+        said = f"`split_batches={split}`, `dispatch_batches={dispatch}`, `sync_each_batch={each}`"
+        state.print(f"**Test `accumulate` gradient accumulation, {said}**")
+        test_gradient_accumulation(split, dispatch, each)
+        test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, each)
+
+
+def _mp_fn(index: int) -> None:
+    """Run every check in a process that XLA's launcher started."""
+    main()

@@ -1,0 +1,3 @@
+"""Comparison of example scripts."""
+
+from accelerate._impl.testing.examples import *

@@ -1,0 +1,6 @@
+"""Checks that `accelerate.test_utils` has always offered, as a module and as a script."""
+
+from accelerate._impl.testing.scripts.ddp_comm_hook import *
+
+if __name__ == "__main__":
+    main()
