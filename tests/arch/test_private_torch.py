@@ -31,6 +31,9 @@ NOT_TORCH: Final = frozenset(
         "_strip_protocol",  # fsspec
         "_ArgumentGroup",  # argparse
         "_action_groups",
+        "_actions",
+        "_AppendAction",
+        "_HelpAction",
         "_format_args",
         "_option_string_actions",
         "_asdict",

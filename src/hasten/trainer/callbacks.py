@@ -9,7 +9,8 @@ from typing import Any, Final
 from hasten.errors import ArgumentError, ConfigError
 from hasten.progress.text import value_text
 from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.state import TrainerControl, TrainerInterface, TrainerState
+from hasten.trainer.interface import TrainerInterface
+from hasten.trainer.state import TrainerControl, TrainerState
 
 _TIMES: Final = ("_runtime", "_per_second")
 EVENTS: Final = (

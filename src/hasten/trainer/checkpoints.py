@@ -14,7 +14,7 @@ from hasten.comm.agreement import agree
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError, IncompleteCheckpointError
 from hasten.optional import need
-from hasten.trainer.state import TrainerInterface
+from hasten.trainer.interface import TrainerInterface
 
 
 def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:

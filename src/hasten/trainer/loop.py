@@ -13,7 +13,7 @@ from hasten.accelerator.components import components
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.trainer.evaluation import slowest
-from hasten.trainer.state import TrainerInterface
+from hasten.trainer.interface import TrainerInterface
 from hasten.trainer.step_plan import TrainingPlan
 
 _SUMMED_AT_ONCE: Final = 64

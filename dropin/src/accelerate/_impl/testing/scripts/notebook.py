@@ -74,7 +74,7 @@ def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> Non
         accelerate.notebook_launcher(
             bipolar_sleep_function, (sleep_sec,), num_processes=NUM_PROCESSES, monitor_interval=monitor_interval
         )
-    except Exception as error:
+    except Exception as error:  # of the launcher or of the child: what counts is how soon it came
         assert "fails at once" in str(error) or time.monotonic() - started < sleep_sec, error
     assert time.monotonic() - started < sleep_sec, "the others were not stopped"
 
