@@ -1,13 +1,12 @@
-"""Settings files: their locations, reading of hasten's and Accelerate's files, writing, and migration of old versions."""
+"""Settings files: their locations, reading of hasten's and Accelerate's files, and writing."""
 
 import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
@@ -28,10 +27,6 @@ SCHEMA: Final = 1
 """Version of the file format this release writes."""
 MOST_BYTES: Final = 256 * 1024
 """Largest size of a settings file: 256 KiB."""
-
-Migration = Callable[[dict[str, Marked]], tuple[dict[str, Marked], list[str]]]
-MIGRATIONS: Final = MappingProxyType[int, Migration]({})
-"""Migration from each version to the next: changes the top of the tree and returns notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,7 @@ def _kind(mode: int) -> str:
     return next((words for test, words in kinds if test(mode)), "a device")
 
 
-def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRATIONS) -> SettingsFile:
+def read_text(text: str, path: Path) -> SettingsFile:
     """Return the settings in the text of a file."""
     name, problems = str(path), Problems()
     tree = parse(text, name)
@@ -123,9 +118,8 @@ def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRA
         entries, notes = from_accelerate(tree, name, problems)
         kind = "accelerate"
     else:
-        version = top.pop("schema", Marked(SCHEMA, 1))
-        top, notes = _migrate(top, version, name, migrations)
-        entries = from_tree(Marked(top, 1), name, problems)
+        _check_version(top.pop("schema", Marked(SCHEMA, 1)), name)
+        entries, notes = from_tree(Marked(top, 1), name, problems), []
         kind = "hasten"
     if problems.found:
         decode_all(entries, problems)  # so that wrong values are listed beside the unknown keys
@@ -143,25 +137,16 @@ def _is_accelerate(top: Mapping[str, Marked]) -> bool:
     return bool(top.keys() & MARKS) and not top.keys() & sections
 
 
-def _migrate(
-    top: dict[str, Marked], version: Marked, name: str, migrations: Mapping[int, Migration]
-) -> tuple[dict[str, Marked], list[str]]:
-    newest = max((SCHEMA, *(old + 1 for old in migrations)))
+def _check_version(version: Marked, name: str) -> None:
+    """Raise ConfigFileError unless the file has the version of the format that this release reads."""
     number = version.value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ConfigFileError(f"{name}:{version.line}: schema: {number!r} is not a version; write schema: {newest}.")
-    if number > newest:
+    if isinstance(number, int) and not isinstance(number, bool) and number > SCHEMA:
         raise ConfigFileError(
-            f"{name}:{version.line}: schema: {number} is newer than this hasten understands ({newest}), so settings "
+            f"{name}:{version.line}: schema: {number} is newer than this hasten understands ({SCHEMA}), so settings "
             "could be lost; upgrade hasten, or write the file again with `hasten config`."
         )
-    said: list[str] = []
-    for old in range(number, newest):
-        if old not in migrations:
-            raise ConfigFileError(f"{name}:{version.line}: schema: {old} was never released; write schema: {newest}.")
-        top, sentences = migrations[old](top)
-        said += [f"{name}: {sentence}" for sentence in sentences]
-    return top, said
+    if number != SCHEMA or isinstance(number, bool):
+        raise ConfigFileError(f"{name}:{version.line}: schema: {number!r} is not a version; write schema: {SCHEMA}.")
 
 
 def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from weakref import ref
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
 
 from hasten.errors import PrepareError
 
@@ -66,28 +65,3 @@ def carry_hooks(model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]])
             seen.add(id(parameter))
             for hook in hooks[name]:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def guard_averages() -> None:
-    """Patch AveragedModel to raise with advice if an unprepared one is updated from a sharded model."""
-    update = AveragedModel.update_parameters
-    if not hasattr(update, "__wrapped__"):
-        AveragedModel.update_parameters = _guarded(update)  # type: ignore[method-assign]  # torch offers no hook
-
-
-def _guarded(update: Callable[..., Any]) -> Callable[..., Any]:  # Any: torch leaves it untyped
-    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        if _is_sharded(model) and not _is_sharded(self):
-            raise PrepareError(
-                "an AveragedModel that was not passed to prepare() is updated from a sharded model; its weights are not sharded, so "
-                "they cannot be averaged. Create the AveragedModel before prepare() "
-                "and pass both in one call: model, averaged = accelerator.prepare(model, averaged)."
-            )
-        update(self, model)
-
-    update_parameters.__wrapped__ = update  # type: ignore[attr-defined]  # marks the method as patched
-    return update_parameters
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

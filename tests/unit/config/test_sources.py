@@ -221,19 +221,18 @@ def test_write_and_read_back(tmp_path: Path) -> None:
         assert [left.name for left in path.parent.glob(".*")] == []
 
 
-def test_migrations_run_in_order() -> None:
-    def rename(top: dict[str, Marked]) -> tuple[dict[str, Marked], list[str]]:
-        top["mixed_precision"] = top.pop("precision")
-        return top, ["precision is called mixed_precision now"]
-
-    def lower(top: dict[str, Marked]) -> tuple[dict[str, Marked], list[str]]:
-        return {key: Marked(str(item.value).lower(), item.line) for key, item in top.items()}, []
-
-    file = files.read_text("schema: 1\nprecision: BF16\n", Path("c.yaml"), {1: rename, 2: lower})
-    assert [(entry.path, entry.value, str(entry.source)) for entry in file.entries] == [
-        (("mixed_precision",), "bf16", "c.yaml:2")
-    ]
-    assert file.notes == ("c.yaml: precision is called mixed_precision now",)
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("2", "newer than this hasten understands"),
+        ("0", "not a version"),
+        ("true", "not a version"),
+        ("one", "not a version"),
+    ],
+)
+def test_other_versions_of_the_format_are_refused(version: str, words: str) -> None:
+    with pytest.raises(ConfigFileError, match=rf"c\.yaml:1: schema: .*{words}"):
+        files.read_text(f"schema: {version}\nmixed_precision: bf16\n", Path("c.yaml"))
 
 
 # --- handoff ---------------------------------------------------------------------------------------------------------

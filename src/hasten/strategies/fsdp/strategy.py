@@ -46,7 +46,6 @@ from hasten.strategies.fsdp.wrapping import (
 )
 from hasten.strategies.gradient_hooks import (
     carry_hooks,
-    guard_averages,
     hooks_to_carry,
     refuse_gradient_hooks,
     refuse_later_hooks,
@@ -125,7 +124,6 @@ class ShardModel:
         self._remember(model)
         carry_hooks(model, hooks)
         refuse_later_hooks(model)
-        guard_averages()
         average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
             for note in (*layout.notes, _banner(model, mesh, layout, self._config, source)):
