@@ -1,8 +1,9 @@
 """Data loading: splitting samples over ranks, shuffling, prefetching, and resuming from a position.
 
-Start with `batch_plan.py` (the split, as pure functions) and `loader.py` (the prepared loader). `iterable.py` and `stream.py`
-read streams, `dispatch.py` reads on one rank for all, `prefetch.py` copies batches to the device. `packing.py` packs samples into rows
-of a token budget. The names in `__all__` are public.
+Start with `batch_plan.py` (the split, as pure functions) and `loader.py` (the prepared loader); `build.py` makes a prepared loader from the
+user's. `iterable.py` and `stream.py` read streams, `dispatch.py` reads on one rank for all, `prefetch.py` moves batches to the device.
+A resumed loader finds its next sample in `sampler.py` (`Assignment.lots`: this rank's next indices, from a position and the order of `order.py`),
+in `stream.py` for streams; `position.py` is the saved form. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
 
 
 class LookAhead:
-    """Move for devices without streams: batches are read ahead, and moved when they are returned."""
+    """Iterator that reads batches ahead and moves nothing, for the CPU."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth

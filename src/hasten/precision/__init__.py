@@ -1,4 +1,6 @@
 """Compute precision: full, autocast, loss scaling for fp16, and fp8.
 
-Start with `base.py` (the protocol) and `build.py` (the factory); `scaler.py` scales the loss.
+Start with `base.py` (the protocol) and `build.py` (the factory); `autocast.py` (`scale`)
+multiplies the loss by the scale of fp16, `scaler.py` unscales gradients, skips overflowed updates and adjusts the scale. The weight of a loss in an
+accumulation window is in `optim/clock.py` (`weigh`).
 """

@@ -1,5 +1,6 @@
 """Watchdog thread that reports which rank waits for which, at which line, and the reason.
 
-Start with `watchdog.py`, then `diagnose.py` (pure: states to a cause) and `wording.py` (the report).
+Start with `watchdog.py`, then `diagnose.py` (pure: from the ranks' states to a cause, with its sentence and remedy; `occupations.py` does
+the same for a rank that computes) and `wording.py` (the report around these sentences).
 `status_server.py` answers `hasten top` and the other ranks.
 """
