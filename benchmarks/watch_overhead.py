@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.trust.stall.observe import Observer
 
@@ -56,12 +56,14 @@ def measure(rank: int, store: str, out: str, number: int) -> None:
     port: list[Any] = [server.port if server else None]
     dist.broadcast_object_list(port)
     notes = server or dist.TCPStore("127.0.0.1", port[0], is_master=False)
-    trail, x = Trail(), torch.ones(4)
-    plain = ProcessGroupComm(world, notes, torch.device("cpu"), trail=trail)
+    collectives, x = CollectiveRecord(), torch.ones(4)
+    plain = ProcessGroupComm(world, notes, torch.device("cpu"), collectives=collectives)
     checked = ProcessGroupComm(world, notes, torch.device("cpu"), checked=True)
-    observer = Observer(rank, trail, lambda: 0)
+    observer = Observer(rank, collectives, lambda: 0)
     rows = {
-        "record of a collective": deep(6, lambda: timed(lambda: trail.note("all_reduce", x), number, time.thread_time)),
+        "record of a collective": deep(
+            6, lambda: timed(lambda: collectives.note("all_reduce", x), number, time.thread_time)
+        ),
         f"one waking, {1 + EXTRA_GROUPS} groups": timed(observer.counts, max(1, number // 10), time.thread_time),
         "all_gather": timed(lambda: plain.all_gather(x), number // 50, time.perf_counter),
         "all_gather under --debug": timed(lambda: checked.all_gather(x), number // 50, time.perf_counter),

@@ -31,7 +31,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Bundle:
+class PrepareArguments:
     """Arguments of one prepare() call."""
 
     items: list[Item] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Bundle:
     """The user's modules from earlier calls; optimizers of this call may hold their parameters."""
 
     @classmethod
-    def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> Bundle:
+    def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> PrepareArguments:
         """Return the bundle of these objects. Raises: PrepareError naming an object of an unsupported kind."""
         return cls([Item(kind_of(value), value, ok) for value, ok in zip(objects, place, strict=True)])
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 import hasten
 from hasten import Accelerator
-from hasten.accelerator import rehearsal
 from hasten.tools.plan.trace import trace
 from hasten.tools.tune import trial
 from hasten.tools.tune.tuning import TrialOutcome
@@ -109,7 +108,7 @@ def test_a_traced_script_sees_hasten_as_it_is() -> None:
 
     trace(looking, "again", ("no",), workers=1)
     assert not seen
-    assert rehearsal.current() is None, "a rehearsal ends with its block"
+    assert planning_hooks.current() is None, "a rehearsal ends with its block"
 
 
 def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
     found = msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
     assert (found.error, len(found.losses)) == ("", 5)
     assert not changed(before, looked.pop())
-    assert rehearsal.current() is None
+    assert planning_hooks.current() is None
 
 
 looked: list[Picture] = []

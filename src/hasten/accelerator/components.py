@@ -7,7 +7,7 @@ of the Accelerator use the attributes.
 from __future__ import annotations
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.rehearsal import Rehearsal
+from hasten.accelerator.planning_hooks import AcceleratorHooks
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.prepare_args import PreparedObjects
@@ -55,7 +55,7 @@ class Components:
         return self._accelerator._tracking
 
     @property
-    def rehearsal(self) -> Rehearsal | None:
+    def rehearsal(self) -> AcceleratorHooks | None:
         """The plan or trial that runs the script; None in training."""
         return self._accelerator._rehearsal
 

@@ -26,7 +26,7 @@ from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.setup import AcceleratorParts, Noted, build, reports_in
+from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -169,7 +169,7 @@ class Accelerator:
         arguments_given = {
             name: value for name, value in locals().items() if name not in ("self", "context", "unknown")
         }
-        parts: AcceleratorParts = build(arguments_given | unknown, context)
+        parts: AcceleratorObjects = build(arguments_given | unknown, context)
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
@@ -202,7 +202,7 @@ class Accelerator:
         made: Saving = saving.Saving(
             self.ctx,
             self.config.project,
-            state.RunParts(
+            state.RunObjects(
                 self._prepared,
                 self._strategy.unwrap,
                 self._clock,
@@ -238,7 +238,7 @@ class Accelerator:
         made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
         return made
 
-    def _watch_values(self, parts: AcceleratorParts) -> None:
+    def _watch_values(self, parts: AcceleratorObjects) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
         if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
@@ -954,7 +954,7 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with nullcontext() if self._run_log is None else Noted(self._run_log, "saved"):
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved"):
             return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
@@ -975,7 +975,7 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        with nullcontext() if self._run_log is None else Noted(self._run_log, "loaded") as event:
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded") as event:
             reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
             if event is not None:
                 event.nothing_done = not reports and not must_exist

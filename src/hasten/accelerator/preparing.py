@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.accelerator.rehearsal import Objects, Rehearsal
+from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects
 from hasten.config.root import Config
 from hasten.data.loader import Loader
 from hasten.errors import HastenWarning, PrepareError, StepError
@@ -24,7 +24,7 @@ from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler, unsplit
 from hasten.precision.base import Precision
-from hasten.prepare_args import Bundle, Item, PreparedObjects
+from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner, get_logger
 from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
@@ -111,7 +111,7 @@ class Preparer:
         strategy: Strategy,
         precision: Precision,
         clock: StepClock,
-        rehearsal: Rehearsal | None = None,
+        rehearsal: AcceleratorHooks | None = None,
     ) -> None:
         self._config = config
         self._ctx = ctx
@@ -146,7 +146,7 @@ class Preparer:
         return self._rehearsal.prepare(objects, self.done, lambda some: self._prepare(some, places, train))
 
     def _prepare(self, objects: Objects, places: list[bool], train: bool) -> Objects:
-        bundle = Bundle.sort(objects, places)
+        bundle = PrepareArguments.sort(objects, places)
         for item in bundle.items:
             if self.done.holds(item.value):
                 item.kind = "nothing"

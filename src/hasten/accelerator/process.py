@@ -104,7 +104,7 @@ class Process:
         error: Exception | None = None
         self._ordering = label
         try:
-            with self.ctx.trail.patience(label):
+            with self.ctx.collectives.patience(label):
                 yield
         except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
             error = caught

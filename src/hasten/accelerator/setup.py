@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.accelerator.rehearsal import Rehearsal, current
+from hasten.accelerator.planning_hooks import AcceleratorHooks, current
 from hasten.comm.agreement import agree
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
@@ -54,7 +54,7 @@ from hasten.version import __version__
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
-    from hasten.trust.divergence.sentinel import DivergenceCheck
+    from hasten.trust.divergence.divergence_check import DivergenceCheck
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def open_run_log(
             },
         }
 
-    trail = ctx.world.trail if isinstance(ctx.world, ProcessGroupComm) else Trail()
+    collectives = ctx.world.collectives if isinstance(ctx.world, ProcessGroupComm) else CollectiveRecord()
     run_log = import_module("hasten.tracking.run_log")  # only a run with a folder has one
     gauge = import_module("hasten.progress.meter").MemoryGauge(ctx.device)  # the same
     made: RunLog = run_log.RunLog(
@@ -93,13 +93,13 @@ def open_run_log(
         ctx.rank,
         facts,
         gauge.used_bytes,
-        collectives_s=lambda: trail.spent_s,
+        collectives_s=lambda: collectives.spent_s,
         gradients_s=strategy.caps.gradients_s,
     )
     return made
 
 
-class Noted:
+class EventRecorder:
     """Context manager that records the end of its block in the run log, with its duration or its error.
 
     Errors of the run log are logged, and never change the outcome of the block.
@@ -112,7 +112,7 @@ class Noted:
         self.nothing_done = False
         """Set in the block to record no event, unless the block raises."""
 
-    def __enter__(self) -> Noted:
+    def __enter__(self) -> EventRecorder:
         self._began = time.perf_counter()
         return self
 
@@ -142,7 +142,7 @@ def _device(device: torch.device) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AcceleratorParts:
+class AcceleratorObjects:
     """Parts of an Accelerator."""
 
     config: Config
@@ -157,10 +157,10 @@ class AcceleratorParts:
     sentinel: Callable[[PreparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
-    rehearsal: Rehearsal | None
+    rehearsal: AcceleratorHooks | None
 
 
-def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorParts:
+def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorObjects:
     """Build the parts for these constructor arguments. Ranks: every rank."""
     if context is not None and not isinstance(context, ProcessContext):
         raise ArgumentError(
@@ -198,7 +198,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         trackers.spent = run_log.logged
-    return AcceleratorParts(
+    return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
     )
 
@@ -264,7 +264,7 @@ def _sentinel(
     world, trust = ctx.world, config.trust
     if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
         return None
-    divergence = import_module("hasten.trust.divergence.sentinel")  # a single process needs none of it
+    divergence = import_module("hasten.trust.divergence.divergence_check")  # a single process needs none of it
     settings = divergence.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
 
     def make(prepared: PreparedObjects) -> DivergenceCheck:

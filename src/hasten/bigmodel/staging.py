@@ -62,7 +62,7 @@ def _memory(num_bytes: int) -> Tensor:
 Mark = Any  # an event of the device; opaque to its users
 
 
-class CopyLanes:
+class CopyStreams:
     """Stream for copies beside the compute stream, which is the current stream at each call."""
 
     def __init__(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.packs import Pack
-from hasten.bigmodel.staging import BlockOrder, CopyLanes, Mark, Ring, Span, WeightStaging, spread
+from hasten.bigmodel.staging import BlockOrder, CopyStreams, Mark, Ring, Span, WeightStaging, spread
 from hasten.bigmodel.units import Unit, put_loose, relist, window
 from hasten.errors import PrepareError
 
@@ -56,7 +56,7 @@ class Streamer:
         units: Sequence[Unit],
         resident_bytes: int = 0,
         blocks_at_once: int = BLOCKS_AT_ONCE,
-        lanes: CopyLanes | None = None,
+        lanes: CopyStreams | None = None,
     ) -> None:
         """Keep `resident_bytes` of weights on the device; the buffer for the others is allocated in addition.
 
@@ -65,7 +65,7 @@ class Streamer:
         self.device = device
         self.units = list(units)
         self._lock = threading.RLock()
-        self._lanes = CopyLanes(device) if lanes is None and device.type != "cpu" else lanes
+        self._lanes = CopyStreams(device) if lanes is None and device.type != "cpu" else lanes
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
         self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
         self._unpacked: list[Pack] = []

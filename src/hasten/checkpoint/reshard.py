@@ -1,4 +1,4 @@
-"""Resharding on load: copies that fill any slice of a tensor from pieces written in another layout, run in parallel."""
+"""Resharding on load: copies that fill any slice of a tensor from pieces written in another layout, run in parallel (FSDP's and ZeRO's shards alike)."""
 
 from __future__ import annotations
 

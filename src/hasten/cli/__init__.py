@@ -2,5 +2,5 @@
 
 Start with `main.py` (the table of commands). The commands are implemented in `tools/`, `launch/` and the other packages;
 `flags.py` makes an option for each setting of the schema and stores what was typed as an entry (`SettingAction`), which `config/resolve.py`
-decodes and merges.
+(`decode_all`) decodes and merges.
 """

@@ -1,4 +1,4 @@
-"""Trail: the latest collective of this process, with the line of the user's code that called it."""
+"""Record of the latest collective of this process, with the line of the user's code that called it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LoggedStep:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Trail:
+class CollectiveRecord:
     """Record of the latest collective, written by the training thread and read by the watchdog when a rank waits for long."""
 
     count: int = 0

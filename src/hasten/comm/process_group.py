@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasten.comm.barrier import RollCall
 from hasten.comm.base import ReduceKind
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.contract import Contract
 from hasten.comm.envelopes import envelopes_of
 from hasten.comm.objects import Objects
@@ -37,7 +37,7 @@ class ProcessGroupComm:
         device: torch.device,
         timeout_s: float = 1800.0,
         credentials: Credentials | None = None,
-        trail: Trail | None = None,
+        collectives: CollectiveRecord | None = None,
         checked: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
@@ -48,7 +48,7 @@ class ProcessGroupComm:
         self.envelopes = envelopes_of(group)
         self.store = store
         self.credentials = credentials or Credentials()
-        self.trail = trail or Trail()
+        self.collectives = collectives or CollectiveRecord()
         self._timeout_s = timeout_s
         self._objects = Objects(self, self.credentials)
         self._wire: dist.ProcessGroup | None = None
@@ -77,7 +77,7 @@ class ProcessGroupComm:
         buffer = self._own(x, copy=True)
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
         dist.all_reduce(buffer, op, group=self.group)
-        self.trail.ended()
+        self.collectives.ended()
         result = buffer / self.size if kind == "mean" else buffer
         return result.to(x.device).reshape(x.shape)
 
@@ -86,12 +86,12 @@ class ProcessGroupComm:
         if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
             gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
             _GATHER(gathered, x, group=self.group)
-            self.trail.ended()
+            self.collectives.ended()
             return gathered.view(self.size, -1) if x.shape[0] else gathered.reshape(self.size, 0)
         raw = self._bytes(x)
         out = raw.new_empty(self.size * raw.numel())
         _GATHER(out, raw, group=self.group)
-        self.trail.ended()
+        self.collectives.ended()
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
     def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
@@ -100,13 +100,13 @@ class ProcessGroupComm:
             return
         self._begin("all_gather", x)
         _GATHER(out, x, group=self.group)
-        self.trail.ended()
+        self.collectives.ended()
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         self._begin("broadcast", x)
         raw = self._bytes(x).clone()
         dist.broadcast(raw, src=self._member(src), group=self.group)
-        self.trail.ended()
+        self.collectives.ended()
         return _from_bytes(raw, x.dtype, x.shape).to(x.device)
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
@@ -115,7 +115,7 @@ class ProcessGroupComm:
         raw = torch.empty_like(self._bytes(like))
         pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
         dist.scatter(raw, pieces, src=sender, group=self.group)
-        self.trail.ended()
+        self.collectives.ended()
         return _from_bytes(raw, like.dtype, like.shape).to(like.device)
 
     def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
@@ -126,7 +126,7 @@ class ProcessGroupComm:
         return self._objects.broadcast(obj, src)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        self.trail.note("exchange")
+        self.collectives.note("exchange")
         if self._wire is None:
             same = "cpu" in self._device_types
             limit = timedelta(seconds=self._timeout_s)
@@ -136,15 +136,15 @@ class ProcessGroupComm:
         for work in begun:
             if work is not None:
                 work.wait()
-        self.trail.ended()
+        self.collectives.ended()
 
     def session(self) -> Session:
         return self._objects.session()
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
-        self.trail.note("barrier", group=self._name)
+        self.collectives.note("barrier", group=self._name)
         self._roll_call.wait(label, timeout_s)
-        self.trail.ended()
+        self.collectives.ended()
 
     def twin(self) -> ProcessGroupComm:
         group = dist.new_group(
@@ -158,8 +158,8 @@ class ProcessGroupComm:
 
     def _begin(self, op: str, x: Tensor) -> None:
         """Record the collective; in debug mode block until every member is about to run it."""
-        self.trail.note(op, x)
-        if self._contract is not None and (last := self.trail.last) is not None:
+        self.collectives.note(op, x)
+        if self._contract is not None and (last := self.collectives.last) is not None:
             self._contract.check(op, x, last.file, last.line)
 
     def _member(self, src: int) -> int:

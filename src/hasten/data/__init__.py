@@ -1,9 +1,10 @@
 """Data loading: splitting samples over ranks, shuffling, prefetching, and resuming from a position.
 
 Start with `batch_plan.py` (the split, as pure functions) and `loader.py` (the prepared loader); `build.py` makes a prepared loader from the
-user's. `iterable.py` and `stream.py` read streams, `dispatch.py` reads on one rank for all, `prefetch.py` moves batches to the device.
+user's. `iterable.py` and `stream.py` read streams, `dispatch.py` reads on one rank for all. `build.py` (`_move`) chooses how batches reach the
+device: `prefetch.py` (`Prefetch`), a plain copy with `prefetch=0`, or the strategy's transfer; the copy itself is `trees.to_device`.
 A resumed loader finds its next sample in `sampler.py` (`Assignment.lots`: this rank's next indices, from a position and the order of `order.py`),
-in `stream.py` for streams; `position.py` is the saved form. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
+for streams in `iterable.py` (`_Cutter._seek`); `position.py` is the saved form. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
 """
 
 from __future__ import annotations

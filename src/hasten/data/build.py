@@ -17,7 +17,7 @@ from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
 from hasten.data.dispatch import DispatchReader, DispatchSource
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
-from hasten.data.loader import Loader, LoaderParts, MakeMove, Move, Track, plain_move
+from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move, plain_move
 from hasten.data.memory import Memory
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
@@ -78,7 +78,7 @@ def prepare_loader(
     )
     if pinned:
         shown["pin_memory"] = True
-    track = Track(Position(seed=agreed.seed))
+    track = LoaderIteration(Position(seed=agreed.seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
         shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
     parts = LoaderParts(

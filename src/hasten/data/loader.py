@@ -44,7 +44,7 @@ _FORWARDED: Final = frozenset(
 
 
 @dataclass(slots=True)
-class Track:
+class LoaderIteration:
     """A loader's position, shared by its skipping copies."""
 
     start: Position
@@ -94,7 +94,7 @@ class LoaderParts:
 
     source: BatchSource
     clock: StepClock
-    track: Track
+    track: LoaderIteration
     move: Move | None
     """Moves batches to the device; None when they are not moved."""
     shard: int

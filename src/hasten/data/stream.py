@@ -30,7 +30,7 @@ _MORE: Final = 2
 _FAILED: Final = 3
 
 
-class Mark(NamedTuple):
+class StreamPosition(NamedTuple):
     """Positions of all workers' streams after a batch."""
 
     stands: tuple[WorkerPosition, ...]
@@ -93,13 +93,13 @@ class StreamSource:
         lasting = self._loader.num_workers and self._loader.persistent_workers
         here = self._shard.hasten_memory.capture()
         stands = tuple(WorkerPosition(origin=(end if lasting and end is not None else here)) for end in self._ends)
-        return at if all(stand.origin is None for stand in stands) else self._encode(at, Mark(stands, 0))
+        return at if all(stand.origin is None for stand in stands) else self._encode(at, StreamPosition(stands, 0))
 
     def first(self, at: Position) -> Any:
         twin = self.copied()
         twin.engine.generator = own_generator(at)
         mark = twin._mark_of(at)
-        beginning = Mark(tuple(WorkerPosition(origin=stand.origin) for stand in mark.stands), 0)
+        beginning = StreamPosition(tuple(WorkerPosition(origin=stand.origin) for stand in mark.stands), 0)
         memory = self._shard.hasten_memory
         before = memory.capture()
         if all(stand.origin is None for stand in mark.stands):
@@ -139,7 +139,7 @@ class StreamSource:
             kind = type(self._loader.dataset).__name__
             raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
 
-    def _items(self, mark: Mark, at: Position) -> Generator[Item]:
+    def _items(self, mark: StreamPosition, at: Position) -> Generator[Item]:
         """Yield the batches from a mark on."""
         shard = self._shard
         serial = shard.hasten_start.serial + 1
@@ -149,10 +149,10 @@ class StreamSource:
             blocks = iter(self.engine)
         return self._read(blocks, mark, at)
 
-    def reached(self, start: Position, steps: int, mark: Mark) -> Position:
+    def reached(self, start: Position, steps: int, mark: StreamPosition) -> Position:
         return self._encode(start, mark)
 
-    def _encode(self, at: Position, mark: Mark) -> Position:
+    def _encode(self, at: Position, mark: StreamPosition) -> Position:
         stands = mark.stands
         stream: dict[str, Any] = {
             "workers": self._num_workers,
@@ -177,7 +177,7 @@ class StreamSource:
             WorkerPosition((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
             for worker in range(self._num_workers)
         )
-        return self._encode(start, Mark(stands, more))
+        return self._encode(start, StreamPosition(stands, more))
 
     def change(self, name: str, value: Any) -> None:
         setattr(self.engine, name, BlockCollate(value, self._cutting, self._process) if name == "collate_fn" else value)
@@ -186,9 +186,9 @@ class StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
         return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank, self._checks)
 
-    def _mark_of(self, at: Position) -> Mark:
+    def _mark_of(self, at: Position) -> StreamPosition:
         if at.stream is None:
-            return Mark((WorkerPosition(),) * self._num_workers, 0)
+            return StreamPosition((WorkerPosition(),) * self._num_workers, 0)
         saved, stream = at.stream["workers"], at.stream
         origins = stream.get("origins", (None,) * saved)
         if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
@@ -198,11 +198,13 @@ class StreamSource:
                 "the saved run; without one, start a new epoch with loader.set_epoch() instead of a loaded state."
             )
         if not any(stream["positions"]):  # the start of an epoch, for any number of workers and ranks
-            return Mark(tuple(WorkerPosition(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
+            return StreamPosition(
+                tuple(WorkerPosition(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0
+            )
         self._check(stream)
         rngs = [None if rng is None else decode_states(rng) for rng in stream.get("rngs", (None,) * saved)]
         states = stream.get("states", (None,) * saved)
-        return Mark(tuple(map(WorkerPosition, stream["positions"], states, rngs, origins)), stream["turn"])
+        return StreamPosition(tuple(map(WorkerPosition, stream["positions"], states, rngs, origins)), stream["turn"])
 
     def _check(self, stream: Mapping[str, Any]) -> None:
         """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
@@ -222,7 +224,7 @@ class StreamSource:
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
-    def _read(self, blocks: Iterator[Any], mark: Mark, at: Position) -> Generator[Item]:
+    def _read(self, blocks: Iterator[Any], mark: StreamPosition, at: Position) -> Generator[Item]:
         stands = list(mark.stands)
         number = 0
         in_process = not self._loader.num_workers
@@ -249,7 +251,7 @@ class StreamSource:
                 continue
             stands[worker] = stand
             number += 1
-            yield batch, padding, False, Mark(tuple(stands), (worker + 1) % self._num_workers)
+            yield batch, padding, False, StreamPosition(tuple(stands), (worker + 1) % self._num_workers)
 
 
 def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -264,7 +266,7 @@ def agreed(
     items: Iterator[Item],
     comm: Comm,
     drop_last: bool,
-    mark: Mark,
+    mark: StreamPosition,
     first: Any = None,
     compare: Callable[[], None] | None = None,
 ) -> Iterator[Item]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from hasten.config.sections.loop import MAX_MICRO_STEPS
 from hasten.errors import ConfigError, StepError
 from hasten.optim.gradients import Unowned
-from hasten.optim.loader_progress import Cursors, LoaderCursor, StepMarks, StepObserver
+from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor, StepObserver, StepPhases
 from hasten.optim.window import (
     Holder,
     Key,
-    LossLanes,
     LossPart,
     Number,
+    SeparateGradients,
     Window,
     agree_on_factors,
     agree_on_unit,
@@ -65,7 +65,7 @@ class StepClock:
     """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
-    cursors: Cursors = field(default_factory=Cursors)
+    cursors: ActiveLoaders = field(default_factory=ActiveLoaders)
     """The loaders being iterated."""
     _serial: int = 0
     num_updates: int = 0
@@ -77,7 +77,7 @@ class StepClock:
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     alone: bool = True
     """True if there is at most one optimizer."""
-    marks: StepMarks | None = None
+    marks: StepPhases | None = None
     """Callbacks at the phases of a step, when its phases are timed."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
@@ -378,14 +378,14 @@ class StepClock:
             )
             return times(share, window.factors[place] / window.factors[0])
         if window.lanes is None:
-            window.lanes = LossLanes()
+            window.lanes = SeparateGradients()
         loose = [] if self.unowned is None else self.unowned.parameters()
         held = (p for holder in self.holders() if not holder.spent for p in holder.parameters)
         window.lanes.switch(place, [*held, *loose])
         return share
 
     @property
-    def lanes(self) -> LossLanes | None:
+    def lanes(self) -> SeparateGradients | None:
         """Gradients that the current window accumulates separately, if any."""
         return self._current.lanes
 

@@ -55,7 +55,7 @@ class CountsPasses(Protocol):
 class StepObserver:
     """Context manager that marks a loader as being iterated, also when loaders end out of order."""
 
-    cursors: Cursors
+    cursors: ActiveLoaders
     cursor: LoaderCursor
     clock: CountsPasses
     _num_passes: int = 0
@@ -75,7 +75,7 @@ class StepObserver:
 
 
 @dataclass(slots=True)
-class Cursors:
+class ActiveLoaders:
     """The loaders being iterated.
 
     A loader that was opened after another's latest batch is nested in it (an evaluation within a training loop), and
@@ -208,7 +208,7 @@ class Cursors:
             )
 
 
-class StepMarks(Protocol):
+class StepPhases(Protocol):
     """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
 
     def asked(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hasten.comm.base import Comm
 
 
-class LossLanes:
+class SeparateGradients:
     """Separate gradients for each loss of a micro-step; those of the current lane are in the parameters' .grad."""
 
     __slots__ = ("_current", "_kept")
@@ -151,7 +151,7 @@ class Window:
     """Total weight of the first, second, ... loss of the micro-steps, on this rank."""
     factors: dict[int, float | Tensor] = field(default_factory=dict)
     """Corrections of these losses, once the ranks have agreed on them."""
-    lanes: LossLanes | None = None
+    lanes: SeparateGradients | None = None
     """Gradients of the second and further weighted losses, separate until the window's end."""
 
     def copy(self) -> Window:

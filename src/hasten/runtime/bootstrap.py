@@ -25,7 +25,7 @@ from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hasten.comm.base import Comm
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
@@ -244,11 +244,11 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
     assert group is not None, "torch.distributed is initialised, so it has a world group"
     notes = _get_default_store()  # the only access to the store of a group that was started by other code
     proof = _credentials(settings)
-    trail = Trail()
-    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, trail, settings.checked)
+    collectives = CollectiveRecord()
+    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, collectives, settings.checked)
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, trail, settings.checked)
-    return ProcessContext(topology, mesh, device, world, groups, trail)
+    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, collectives, settings.checked)
+    return ProcessContext(topology, mesh, device, world, groups, collectives)
 
 
 def _credentials(settings: GroupSettings) -> Credentials:

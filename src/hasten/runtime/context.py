@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hasten.comm.base import Comm
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 
@@ -23,7 +23,7 @@ class ProcessContext:
     world: Comm
     groups: Callable[..., Comm]
     """`groups(*axes)`: communicator over the peers along those mesh axes. Ranks: every rank, in the same order."""
-    trail: Trail = field(default_factory=Trail)
+    collectives: CollectiveRecord = field(default_factory=CollectiveRecord)
     """Log of the latest collective of this process."""
 
     @property

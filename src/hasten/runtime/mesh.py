@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.comm.base import Comm
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
@@ -97,7 +97,7 @@ class Groups:
         store: dist.Store | None,
         timeout_s: float,
         credentials: Credentials | None = None,
-        trail: Trail | None = None,
+        collectives: CollectiveRecord | None = None,
         checked: bool = False,
     ) -> None:
         self._mesh = mesh
@@ -106,7 +106,7 @@ class Groups:
         self._store = store
         self._timeout_s = timeout_s
         self._credentials = credentials
-        self._trail = trail
+        self._trail = collectives
         self._checked = checked
         self._made: dict[tuple[int, ...], Comm] = {}
 

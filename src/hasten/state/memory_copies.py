@@ -24,7 +24,7 @@ from hasten.checkpoint.store.memory_folder import (
 )
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError
-from hasten.optim.loader_progress import Cursors, LoaderCursor
+from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
@@ -89,7 +89,7 @@ class MemoryCopies:
         self._space_checked = False
 
     # -- copying ----------------------------------------------------------------------------------------------------
-    def follow(self, cursors: Cursors) -> None:
+    def follow(self, cursors: ActiveLoaders) -> None:
         """Copy when the training loop requests the next batch from its loader: no update is in progress then."""
 
         def before_batch(cursor: LoaderCursor) -> None:

@@ -17,7 +17,7 @@ from hasten.checkpoint.store.disk import as_bytes
 from hasten.comm.agreement import Agreement
 from hasten.errors import CorruptCheckpointError
 from hasten.runtime.logs import get_logger
-from hasten.state.run_state import RunParts, load_packed, named_buffers, packed
+from hasten.state.run_state import RunObjects, load_packed, named_buffers, packed
 
 log = get_logger(__name__)
 
@@ -27,7 +27,7 @@ _BUFFERS: Final = "own_buffers"
 _STRIDE: Final = 1 << 22  # words hashed at a time: their products take eight times the memory
 
 
-def with_own_state(tree: StateTree, parts: RunParts, together: Agreement) -> StateTree:
+def with_own_state(tree: StateTree, parts: RunObjects, together: Agreement) -> StateTree:
     """Return the tree with state that differs between ranks saved per rank: schedulers, objects, options, buffers.
 
     Ranks: every rank. Schedulers and options that differ are logged, because replicas then take different steps.

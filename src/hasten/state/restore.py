@@ -30,7 +30,7 @@ from hasten.runtime.logs import get_logger
 from hasten.state import epochs
 from hasten.state.previous_state import PreviousState, Stateful
 from hasten.state.rank_state import OPTIONS, plan_options
-from hasten.state.run_state import RunParts, load_packed, named_buffers, numbered_name, run_postponed
+from hasten.state.run_state import RunObjects, load_packed, named_buffers, numbered_name, run_postponed
 from hasten.state.window_state import (
     GradientLayout,
     Gradients,
@@ -47,7 +47,7 @@ log = get_logger(__name__)
 class RestorePlan:
     """Planned changes of a load, checked but not applied yet."""
 
-    parts: RunParts
+    parts: RunObjects
     models: list[ModelPlan] = field(default_factory=list)
     optimizers: list[OptimizerPlan] = field(default_factory=list)
     stateful: list[tuple[Stateful, Any]] = field(default_factory=list)  # Any: their state
@@ -232,7 +232,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def plan_restore(
-    parts: RunParts,
+    parts: RunObjects,
     models: Sequence[nn.Module | None],
     checkpoint: Checkpoint,
     rank: int,

@@ -81,7 +81,7 @@ def _checked(saved: Any) -> Mapping[str, Any]:
 
 
 @dataclass(slots=True)
-class RunParts:
+class RunObjects:
     """All objects that a checkpoint is made from. The lists grow during the run."""
 
     objects: PreparedObjects
@@ -106,7 +106,7 @@ def numbered_name(stem: str, index: int) -> str:
     return stem if index == 0 else f"{stem}_{index}"
 
 
-def num_updates(parts: RunParts) -> int:
+def num_updates(parts: RunObjects) -> int:
     """Return the number of optimizer updates of the run so far."""
     most = 0
     for optimizer in parts.objects.optimizers:
@@ -114,7 +114,7 @@ def num_updates(parts: RunParts) -> int:
     return most
 
 
-def run_postponed(parts: RunParts, together: Agreement) -> None:
+def run_postponed(parts: RunObjects, together: Agreement) -> None:
     """Run the work that wrapped models postpone to the next forward, on all ranks together. Ranks: every rank."""
     waiting = list(map(parts.loops.unsettled, parts.objects.models))
     ready: list[list[bool]] = together.share(list(map(callable, waiting)))
@@ -123,7 +123,7 @@ def run_postponed(parts: RunParts, together: Agreement) -> None:
             action()
 
 
-def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | None]) -> StateTree:
+def collect(parts: RunObjects, fmt: Format, weights: Sequence[Mapping[str, Any] | None]) -> StateTree:
     """Return the run's state; `weights` per model are the state dicts edited by save hooks (None: not edited).
 
     Local: each rank independently.
@@ -155,7 +155,7 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
 
 
 def _collect_progress(
-    parts: RunParts, models: Sequence[nn.Module], names: Mapping[int, str], found: dict[str, Component]
+    parts: RunObjects, models: Sequence[nn.Module], names: Mapping[int, str], found: dict[str, Component]
 ) -> None:
     """Add the counters of the run, and the gradients of an accumulation window in progress."""
     open_window = bool(parts.clock.in_flight)
@@ -232,7 +232,7 @@ class HookHandle:
 
 
 def run_save_hooks(
-    hooks: Mapping[int, SaveHook], parts: RunParts, folder: str, together: Agreement
+    hooks: Mapping[int, SaveHook], parts: RunObjects, folder: str, together: Agreement
 ) -> list[Mapping[str, Any] | None]:
     """Run the save hooks and return each model's edited weights; None where there is no hook. Ranks: every rank.
 
@@ -261,7 +261,7 @@ def run_save_hooks(
     return own
 
 
-def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) -> list[nn.Module | None]:
+def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunObjects, folder: str) -> list[nn.Module | None]:
     """Run the load hooks and return the models that remain to be loaded, None in place of the others."""
     given: list[nn.Module | None] = [*parts.plain_models()]
     models = list(given)

@@ -52,7 +52,7 @@ from hasten.state.restore import plan_restore
 from hasten.state.run_state import (
     HookHandle,
     LoadHook,
-    RunParts,
+    RunObjects,
     SaveHook,
     collect,
     num_updates,
@@ -112,7 +112,7 @@ class Saving:
         self,
         ctx: ProcessContext,
         project: ProjectConfiguration,
-        parts: RunParts,
+        parts: RunObjects,
         *,
         notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
         sizes: Sizes | None = None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hasten.data.loader import MakeMove
 from hasten.optim.window import Number
 from hasten.precision.base import Precision
-from hasten.prepare_args import Bundle
+from hasten.prepare_args import PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.trees import Tree
 
@@ -198,7 +198,7 @@ class Strategy(KeepsLoopState, Protocol):
         """Return a context manager in which models are built already sharded, if the strategy can. Ranks: every rank."""
         ...
 
-    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         """Replace the models and optimizers of the bundle by prepared ones. Ranks: every rank."""
         ...
 

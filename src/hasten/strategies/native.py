@@ -19,7 +19,7 @@ from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.rebind import OptimizerRecord, has_dtensors
 from hasten.optim.window import Number, backpropagate
 from hasten.precision.base import Precision
-from hasten.prepare_args import Bundle, Item, is_factory
+from hasten.prepare_args import Item, PrepareArguments, is_factory
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import (
     Caps,
@@ -77,7 +77,7 @@ class NativeStrategy:
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         return nullcontext()  # prepare() shards models
 
-    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         given = [item.value for item in models]
         make_optimizers(optimizers, given)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten import Accelerator
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import MismatchError, MissingRanksError
 from hasten.runtime.context import ProcessContext
@@ -21,7 +21,9 @@ def checked(ctx: ProcessContext, timeout_s: float = 30.0) -> ProcessGroupComm:
     """A communicator of the world that checks every collective."""
     world = ctx.world
     assert isinstance(world, ProcessGroupComm)
-    return ProcessGroupComm(world.group, world.store, ctx.device, timeout_s, trail=Trail(), checked=True)
+    return ProcessGroupComm(
+        world.group, world.store, ctx.device, timeout_s, collectives=CollectiveRecord(), checked=True
+    )
 
 
 @ranks(2, 4)

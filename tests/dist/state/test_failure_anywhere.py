@@ -34,14 +34,14 @@ MEETING: Final = ("comm/", "comm/agreement.py", "testing/", "runtime/logs.py")
 BEFORE: Final = frozenset(
     {
         *("Accelerator.save_state", "Saving.save_state", "Accelerator.load_state", "Saving.load_state", "Saving._load"),
-        *("Noted.__init__", "Noted.__enter__"),
+        *("EventRecorder.__init__", "EventRecorder.__enter__"),
     }
 )
 """A rank that fails on its way to the call never arrives: the others name it when checkpoint_arrival_s is over."""
 OUTSIDE: Final = frozenset(
     {
         "AsyncWriter.submit.<locals>.run",  # a thread that was started and does not run at all
-        *("PreviousState.__exit__", "Noted.__exit__"),  # after the ranks have agreed that all is done
+        *("PreviousState.__exit__", "EventRecorder.__exit__"),  # after the ranks have agreed that all is done
         # arithmetic that torch's archive writer calls; it reports a failure there in words of its own
         *(
             f"_BlankArchive.{name}"

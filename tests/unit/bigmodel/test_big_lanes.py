@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hasten.bigmodel import dispatch
 from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
-from hasten.bigmodel.staging import CopyLanes, Mark
+from hasten.bigmodel.staging import CopyStreams, Mark
 from hasten.bigmodel.stream import Streamer
 from hasten.modules import forwarding
 
@@ -29,7 +29,7 @@ class Box:
     point = -1
 
 
-class LateLanes(CopyLanes):
+class LateLanes(CopyStreams):
     """Lanes of a device whose copies come as late as the marks allow, and whose computations may come later still."""
 
     def __init__(self) -> None:

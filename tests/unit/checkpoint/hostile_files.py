@@ -39,7 +39,7 @@ from hasten.optim.clock import StepClock
 from hasten.precision.base import FullPrecision
 from hasten.state.previous_state import PreviousState
 from hasten.state.restore import plan_restore
-from hasten.state.run_state import Randomness, RunParts, collect
+from hasten.state.run_state import Randomness, RunObjects, collect
 
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -66,8 +66,8 @@ class Objects:
         return tensors + [v.clone() for s in self.optimizers[0].state.values() for v in s.values()]
 
 
-def parts_of(objects: Any) -> RunParts:  # Any: unprepared objects, in place of prepared ones
-    return RunParts(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
+def parts_of(objects: Any) -> RunObjects:  # Any: unprepared objects, in place of prepared ones
+    return RunObjects(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
 
 
 def write_victim(root: Path) -> None:

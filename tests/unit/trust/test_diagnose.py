@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hasten.comm.collective_log import LIBRARIES, Trail, caller
+from hasten.comm.collective_log import LIBRARIES, CollectiveRecord, caller
 from hasten.trust.divergence.state import CodeLine, Note, SeenState, State, Status
 from hasten.trust.stall import observe as processes
 from hasten.trust.stall import stacks
@@ -326,7 +326,7 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "importing", "forward"),
     ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
     ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
-    ([(f"{HASTEN}trust/divergence/sentinel.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
+    ([(f"{HASTEN}trust/divergence/divergence_check.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
     ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
     ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
     ([], "user", ""),
@@ -376,16 +376,16 @@ def test_a_thread_is_seen_where_it_is() -> None:
 
 
 def test_the_trail_names_the_users_line() -> None:
-    trail = Trail()
-    trail.note("barrier", group="w")
+    collectives = CollectiveRecord()
+    collectives.note("barrier", group="w")
     line = sys._getframe().f_lineno - 1
-    assert trail.last is not None
-    assert (trail.last.op, trail.last.file, trail.last.line) == ("barrier", __file__, line)
-    assert (trail.count, trail.turns["w"]) == (1, 1)
+    assert collectives.last is not None
+    assert (collectives.last.op, collectives.last.file, collectives.last.line) == ("barrier", __file__, line)
+    assert (collectives.count, collectives.turns["w"]) == (1, 1)
     assert caller(1)[0] == __file__
-    with trail.patience("main_process_first"):
-        assert trail.block == "main_process_first"
-    assert trail.block == ""
+    with collectives.patience("main_process_first"):
+        assert collectives.block == "main_process_first"
+    assert collectives.block == ""
 
 
 def test_the_kernel_knows_this_process() -> None:

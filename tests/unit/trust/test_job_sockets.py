@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hasten.cli.main import main
-from hasten.comm.collective_log import Trail
+from hasten.comm.collective_log import CollectiveRecord
 from hasten.errors import CommError
 from hasten.runtime.topology import Topology
 from hasten.trust.stall.job_sockets import Address, ask, listening, private_folder
@@ -32,7 +32,7 @@ NOBODY = 65534
 def served(folder: Path) -> Iterator[Path]:
     """The socket of a desk that a thread beside this one serves."""
     status_server = StatusServer(
-        Observer(3, Trail(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder
+        Observer(3, CollectiveRecord(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder
     )
     status_server.open()
     over = threading.Event()

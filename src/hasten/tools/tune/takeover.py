@@ -1,6 +1,6 @@
 """Tracing of a training loop: runs it up to its first batch, then traces one step per variant in forked processes.
 
-The loop is the user's. Its Accelerators consult the `ScriptPlanner`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
+The loop is the user's. Its Accelerators consult the `ScriptPlanner`, an `AcceleratorHooks`: they are built for the CPU, and `prepare()` makes the
 models fake and returns loaders that yield one batch. A fork returns from there into the loop and ends at the first update. The
 parent process never gets that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
 """
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
+from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
@@ -67,7 +67,7 @@ class _EndOfPlanning(BaseException):
     """Raised to leave the user's loop; not an Exception, so that no handler of the loop catches it."""
 
 
-class ScriptPlanner(Rehearsal):
+class ScriptPlanner(AcceleratorHooks):
     """The planner inside a running script."""
 
     def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:

@@ -1,6 +1,6 @@
 """Program of one trial of `hasten tune`: a script's first updates under given values, timed. Run with -m.
 
-The script's Accelerator consults the `ScriptTrial` run, a `Rehearsal`, which changes its arguments and the objects that it prepares (see
+The script's Accelerator consults the `ScriptTrial` run, an `AcceleratorHooks`, which changes its arguments and the objects that it prepares (see
 `docs/planning.md`), and ends the script after enough updates, so that nothing is evaluated or saved.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
+from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
 from hasten.config.base import given
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.config.sections.trust import TrustSettings
@@ -51,7 +51,7 @@ class _TrialDone(BaseException):
     """Raised to leave the script; not an Exception, so that no handler of the script catches it."""
 
 
-class ScriptTrial(Rehearsal):
+class ScriptTrial(AcceleratorHooks):
     """The trial inside a running script."""
 
     def __init__(self, spec: Spec) -> None:

@@ -22,7 +22,7 @@ from hasten.data.loader import Extent, Loader, LoaderPlace
 from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
-from hasten.optim.loader_progress import Cursors, LoaderCursor
+from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
 from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
@@ -38,7 +38,7 @@ class Rollback:
         self,
         newest: Callable[[], str | None],
         load: Callable[[str], object],
-        cursors: Cursors,
+        cursors: ActiveLoaders,
         limit: int,
     ) -> None:
         self._newest = newest

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hasten.comm.collective_log import Trail, begun_collectives
+from hasten.comm.collective_log import CollectiveRecord, begun_collectives
 from hasten.errors import StallError
 from hasten.runtime import env, last_words
 from hasten.trust.divergence.state import IDLE_SHARE, CodeLine, Note, State, Status, Thread
@@ -141,7 +141,7 @@ class Observer:
     """Observer of one thread from another thread."""
 
     rank: int
-    trail: Trail
+    collectives: CollectiveRecord
     step: Callable[[], int]
     device_type: str = "cpu"
     thread_id: int = field(default_factory=threading.get_ident)
@@ -180,7 +180,7 @@ class Observer:
 
     def counts(self) -> dict[str, int]:
         """Return the number of collectives started by every group of this process, including torch's."""
-        barriers = {f"barrier/{name}": turn for name, turn in self.trail.turns.copy().items()}
+        barriers = {f"barrier/{name}": turn for name, turn in self.collectives.turns.copy().items()}
         return barriers | begun_collectives(self.device_type)
 
     def start_looking(self) -> None:
@@ -210,7 +210,7 @@ class Observer:
         share, thread = self._share, thread_state(self.native_id, self._faults_per_s)
         if moved - self._io[1] > _REAL_IO_BYTES:
             self._io = (now, moved)
-        last = self.trail.last
+        last = self.collectives.last
         handed = stacks.handed_over(self.thread_id)
         return State(
             rank=self.rank,
@@ -225,7 +225,7 @@ class Observer:
             counts=dict(counts),
             barrier=place.barrier,
             in_dataset=place.in_dataset,
-            block=self.trail.block,
+            block=self.collectives.block,
             io_quiet_s=now - self._io[0],
             op=handed.op if handed else "",
             shape=handed.shape if handed else None,

@@ -316,7 +316,7 @@ def watchdog_of(
 
     `step` returns the number of updates, `rates` the throughput; `sockets` is the folder of the status server's socket.
     """
-    observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
+    observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
     status_server = StatusServer(observer, ctx.topology, ctx.device, sockets, rates)
     if not isinstance(ctx.world, ProcessGroupComm):
         return StatusThread(status_server)

@@ -19,7 +19,7 @@ from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.random import synchronize_rng_states
-from hasten.data.loader import Loader, LoaderParts, Move, Track, forward_epoch
+from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move, forward_epoch
 from hasten.data.position import Position
 from hasten.data.source import BatchSource, Item
 from hasten.optim.clock import LoaderCursor, StepClock
@@ -148,7 +148,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
-        self.track, self.place_in_epoch = Track(Position(epoch=iteration)), LoaderCursor(nests=True)
+        self.track, self.place_in_epoch = LoaderIteration(Position(epoch=iteration)), LoaderCursor(nests=True)
         self.clock: StepClock | None = None
         self.latest: list[Any] | None = None  # torchdata's state at the batch in use, in a list that the source changes
         self.cut: SequenceSplitter | None = None  # how sequences are cut, where processes share them

@@ -19,7 +19,7 @@ from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
 from hasten.optim.engine import DummyScheduler, Placeholder
 from hasten.optim.window import divided
 from hasten.precision.base import Precision
-from hasten.prepare_args import Bundle, Item
+from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, PrepareRequest, Retry, Weigh
 from hasten.strategies.engines.deepspeed import engine as deepspeed_engine
@@ -79,7 +79,7 @@ class DeepSpeedStrategy:
         return building(partitioning(self._config.deepspeed, self._config.mixed_precision), ctx)
 
     # -- preparing ------------------------------------------------------------------------------------------------
-    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
         make_optimizers(bundle.of("optimizer"), [item.value for item in models], placeholders=True)
         owners = _owners(models, bundle.of("optimizer"))
@@ -96,7 +96,7 @@ class DeepSpeedStrategy:
         for item in bundle.of("scheduler"):
             item.value = self._scheduler(item.value)
 
-    def _start(self, item: Item, optimizer: Item, bundle: Bundle, ctx: ProcessContext) -> None:
+    def _start(self, item: Item, optimizer: Item, bundle: PrepareArguments, ctx: ProcessContext) -> None:
         model: nn.Module = item.value
         given: Optimizer = optimizer.value
         carried = _carried(given)
@@ -123,7 +123,7 @@ class DeepSpeedStrategy:
         self._moved[id(given)] = given, prepared
         item.value, optimizer.value = engine, prepared
 
-    def _facts(self, model: nn.Module, optimizer: Optimizer, bundle: Bundle, ctx: ProcessContext) -> Facts:
+    def _facts(self, model: nn.Module, optimizer: Optimizer, bundle: PrepareArguments, ctx: ProcessContext) -> Facts:
         sizes = [size for item in bundle.of("loader") if (size := getattr(item.value, "batch_size", None))]
         pick = min if self._config.deepspeed.is_train_batch_min else max
         dummies = [item.value for item in bundle.of("scheduler") if isinstance(item.value, DummyScheduler)]

@@ -19,7 +19,7 @@ from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
 from hasten.modules.names import StagePart
 from hasten.optim.window import backpropagate
 from hasten.precision.base import Precision
-from hasten.prepare_args import Bundle, Item
+from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.strategies.base import Caps, LoopState, PrepareRequest, Weigh
@@ -165,7 +165,7 @@ class MegatronStrategy:
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         return nullcontext()  # prepare() shards models
 
-    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
         owner = owner_of(models, optimizers, self.model is not None) if train else None

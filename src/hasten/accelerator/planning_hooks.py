@@ -22,7 +22,7 @@ from hasten.prepare_args import PreparedObjects
 Objects = tuple[Any, ...]  # Any: the user's objects
 
 
-class Rehearsal:
+class AcceleratorHooks:
     """Hooks that Accelerators call; the base class leaves training unchanged."""
 
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
@@ -52,18 +52,18 @@ class Rehearsal:
 
 
 @cache  # scripts create Accelerators without arguments from hasten, so the rehearsal is process-wide
-def _active() -> list[Rehearsal]:
+def _active() -> list[AcceleratorHooks]:
     return []
 
 
-def current() -> Rehearsal | None:
+def current() -> AcceleratorHooks | None:
     """Return the active rehearsal; None in a normal run."""
     active = _active()
     return active[-1] if active else None
 
 
 @contextmanager
-def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
+def rehearsing(rehearsal: AcceleratorHooks) -> Iterator[None]:
     """Context manager in which every Accelerator created in this process uses `rehearsal`."""
     _active().append(rehearsal)
     try:
