@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import hasten
 from hasten import Accelerator
+from hasten.accelerator import planning_hooks
 from hasten.tools.plan.trace import trace
 from hasten.tools.tune import trial
 from hasten.tools.tune.tuning import TrialOutcome
