@@ -149,12 +149,17 @@ def hasten_plain(bench: Bench) -> Step:
 def hasten_tuned(bench: Bench) -> Step:
     """The values that tune chose, set as a trial of it sets them."""
     from hasten import Accelerator
-    from hasten.tools.tune.trial import Spec, Timed
+    from hasten.prepare_args import PreparedObjects
+    from hasten.tools.tune.trial import ScriptTrial, Spec
 
-    trial = Timed(Spec(values=bench.chosen, result="", warmup=0, updates=0))
+    trial = ScriptTrial(Spec(values=bench.chosen, result="", warmup=0, updates=0))
     given = {"mixed_precision": bench.precision, "cpu": bench.device.type == "cpu"}
     accelerator = Accelerator(**trial.settings(given))
-    return accelerator.capture_step(with_accelerator(accelerator, bench, trial.changed))
+
+    def changed(value: Any) -> Any:
+        return trial.prepare((value,), PreparedObjects(), lambda objects: objects)[0]
+
+    return accelerator.capture_step(with_accelerator(accelerator, bench, changed))
 
 
 def hasten_auto(bench: Bench) -> Step:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ProgressMaker:
-    """Factory of the progress bars of one Accelerator, which share a console, a pulse and a straggler watch."""
+    """Factory of the progress bars of one Accelerator, which share a console, a timer of backward passes and a straggler watch."""
 
     def __init__(self, ctx: ProcessContext) -> None:
         self._ctx = ctx

@@ -36,7 +36,7 @@ from hasten.trees import Tree
 
 
 class RunsStages(Protocol):
-    """Spread that runs its models itself, because no rank holds a whole model."""
+    """Distribution transform that runs its models itself, because no rank holds a whole model."""
 
     def forward_backward(
         self,
@@ -190,7 +190,7 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
 
 @dataclass(slots=True)
 class Alone:
-    """Spread of a single process, which does not change models."""
+    """Distribution transform of a single process, which does not change models."""
 
     stage: ClassVar[Stage] = Stage.DISTRIBUTE
     retries: bool = True

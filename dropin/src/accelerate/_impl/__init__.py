@@ -1,4 +1,4 @@
-"""The rooms behind the faces; what they define gets its home as they are loaded."""
+"""Implementation of the public modules; its classes and functions get their public `__module__` when they are loaded."""
 
 import sys
 

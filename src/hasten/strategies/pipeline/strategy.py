@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """Spread that partitions models into stages, runs batches through them, and synchronises the stages' gradients.
+    """Distribution transform that splits models into stages, runs batches through them, and synchronises the stages' gradients.
 
     `within` spreads the part of the model on a stage over that stage's ranks.
     """

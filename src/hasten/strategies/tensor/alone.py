@@ -1,4 +1,4 @@
-"""Spread for a run in which all ranks are tensor-parallel, so that no gradients are averaged and nothing is gathered."""
+"""Distribution transform for a run in which all ranks are tensor-parallel, so that no gradients are averaged and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.strategies.whole import whole_on_main
 
 
 class TensorParallelOnly(Alone):
-    """Spread that does not change split layers: all ranks read the same samples, so their gradients agree.
+    """Distribution transform that does not change split layers: all ranks read the same samples, so their gradients agree.
 
     torch's fully_shard would do the same for a data-parallel size of one, but would build a DTensor of every parameter in
     every forward.

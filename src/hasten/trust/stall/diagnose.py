@@ -234,7 +234,7 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
         ),
         cure=(
             "make the same calls in the same order on every rank of a group; if only some ranks have work, use main_process_first(), or "
-            "increase stall_after_s if it takes this long."
+            "increase trust.stall_after_s if it takes this long."
         ),
     )
 
@@ -291,7 +291,7 @@ def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagn
         sentence=f"all ranks wait in the same call, {first.spot.words()}: data is not transferred",
         cure=(
             "a slow or broken network, or a firewall between the machines (try `hasten test`, NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); "
-            "increase stall_after_s if the transfer is that large."
+            "increase trust.stall_after_s if the transfer is that large."
         ),
     )
 

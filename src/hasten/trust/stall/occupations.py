@@ -23,7 +23,7 @@ def occupation(state: State) -> tuple[Cause, str, str]:
                 "the disk or network file system does not respond: check its mount, its quota and `dmesg`.",
             )
         case "compiling":
-            return "compiling", f"compiles at {where}", "increase stall_after_s if compiling takes this long."
+            return "compiling", f"compiles at {where}", "increase trust.stall_after_s if compiling takes this long."
         case "importing":
             return "importing", f"imports modules at {where}", "check the disk with the Python environment."
         case "debugger":
@@ -34,7 +34,7 @@ def occupation(state: State) -> tuple[Cause, str, str]:
                 "user code",
                 f"is in end_training() at {where}",
                 "call end_training() on every rank, and no collective after it; if trackers or background saves take this long, "
-                "increase stall_after_s.",
+                "increase trust.stall_after_s.",
             )
         case "over":
             return (
@@ -52,7 +52,7 @@ def occupation(state: State) -> tuple[Cause, str, str]:
         "user code",
         f"is in user code at {where} in {state.function}(), {_activity(state)},",
         "an endless loop, a lock, or work on this rank only: do it on all ranks or inside main_process_first(), or increase "
-        "stall_after_s if it takes this long.",
+        "trust.stall_after_s if it takes this long.",
     )
 
 
