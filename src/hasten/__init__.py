@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hasten import data as data
     from hasten import errors as errors
     from hasten import extending as extending
+    from hasten import modules as modules
     from hasten import testing as testing
     from hasten import trainer as trainer
     from hasten.accelerator.established import DistributedType as DistributedType
@@ -136,7 +137,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
     }
 )
 
-_MODULES: Final = ("bigmodel", "data", "errors", "extending", "testing", "trainer")
+_MODULES: Final = ("bigmodel", "data", "errors", "extending", "modules", "testing", "trainer")
 """Public modules, imported on first use as well."""
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]

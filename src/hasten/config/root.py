@@ -49,7 +49,7 @@ class Config(Section):
     checkpoint_in_memory: int | None = setting(
         None,
         "updates between two copies of the run's state in the memory of its machines, each at its neighbour as well: a lost machine costs "
-        "no more than those (needs `hasten launch --max_restarts`)",
+        "no more than those (needs the launcher's --max_restarts)",
         minimum=1,
     )
     device_placement: bool = setting(True, "move models and batches to the process's device")

@@ -156,9 +156,9 @@ def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: P
         (
             partial(torch.optim.LBFGS, lr=0.1),
             "uneven",
-            r"LBFGS joins all parameters .* shape \(7, 6\) .* strategy='ddp'",
+            r"LBFGS concatenates all parameters,.* shape \(7, 6\) .* strategy='ddp'",
         ),
-        (partial(torch.optim.LBFGS, lr=0.1), "scalar", r"LBFGS joins all parameters .* shape \(\)"),
+        (partial(torch.optim.LBFGS, lr=0.1), "scalar", r"LBFGS concatenates all parameters,.* shape \(\)"),
     ]
     for make, kind, words in cases:
         net = Net(kind)

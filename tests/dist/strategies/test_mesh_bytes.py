@@ -266,7 +266,7 @@ def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessCo
         assert all([str(rank), "0", str(rank)] in table for rank in range(2)), "rank, machine, tp"
         assert "blocks.*.q: 2 x Linear, Colwise, over tp 2" in shown
         assert "blocks.*.down: 2 x Linear, Rowwise, over tp 2" in shown
-        assert "embed: 1 x Embedding, whole on every rank" in shown
+        assert "embed: 1 x Embedding, replicated on every rank" in shown
     held = sum(map(size, net.parameters()))
     whole = sum(p.numel() * 4 for p in text().parameters())
     assert f"{bytes_plan.size(held)} of {bytes_plan.size(whole)} of parameters on this rank" in shown

@@ -208,7 +208,7 @@ class StatusThread:
     def __init__(self, status_server: StatusServer) -> None:
         self._status_server = status_server
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hasten-reception", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hasten-status", daemon=True)
 
     def start(self) -> None:
         """Start answering requests."""

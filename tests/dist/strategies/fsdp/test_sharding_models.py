@@ -255,7 +255,7 @@ def test_ranks_that_disagree_fail_together(ctx: ProcessContext) -> None:
 
     with pytest.raises(PeerFailedError if ctx.rank == 0 else RuntimeError, match="no policy here"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=policy)).prepare(model())
-    for empty_rank, sync, message in ((0, True, "come from rank 0"), (1, False, "Set sync_module_states=True")):
+    for empty_rank, sync, message in ((0, True, "are sent by rank 0"), (1, False, "Set sync_module_states=True")):
         with torch.device("meta") if ctx.rank == empty_rank else nullcontext():
             layer = nn.Linear(3, 3)
         with pytest.raises(PrepareError, match=message):

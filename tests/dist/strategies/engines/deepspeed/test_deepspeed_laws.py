@@ -133,12 +133,12 @@ def test_the_loop_clips(ctx: ProcessContext, stage: int) -> None:
     common = {"gradient_accumulation_steps": 2}
     plain = trained({**common, "strategy": "ddp" if ctx.world.size > 1 else "none"}, 8, clip=0.05)
     settings = engine(stage)
-    settings["deepspeed"]["hf_ds_config"]["gradient_clipping"] = 1.0
+    settings["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 1.0
     ours = trained({**common, **settings}, 8, clip=0.05)
     torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
     alone = engine(stage)
-    alone["deepspeed"]["hf_ds_config"]["gradient_clipping"] = 0.05
+    alone["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 0.05
     torch.testing.assert_close(trained({**common, **alone}, 8).weights, plain.weights, rtol=0, atol=2e-6)
 
 
@@ -232,7 +232,7 @@ def test_an_overflow_skips_the_update_and_says_so(ctx: ProcessContext, stage: in
 def overflow(stage: int) -> None:
     settings = engine(stage)
     scale = {"enabled": "auto", "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
-    settings["deepspeed"]["hf_ds_config"]["fp16"] = scale
+    settings["deepspeed_plugin"]["hf_ds_config"]["fp16"] = scale
     run = Run(Accelerator(mixed_precision="fp16", **settings))
     before, rate = run.weights, run.schedule.get_last_lr()
     first = run.optimizer.optimizer.loss_scale
@@ -458,7 +458,7 @@ def test_a_rollback_leaves_the_bad_batch_out(ctx: ProcessContext, tmp_path: Path
 @ranks(2)
 def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
     settings = engine(2)
-    settings["deepspeed"]["hf_ds_config"] |= {
+    settings["deepspeed_plugin"]["hf_ds_config"] |= {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         "scheduler": {
             "type": "WarmupLR",
