@@ -418,4 +418,5 @@ def test_a_launcher_told_to_stop_lets_the_processes_save(
     assert not wait_until_gone([launcher])
     assert int((folder / "said.code").read_text()) == code
     assert len(list(folder.glob("saved-?"))) == (count if code == 85 else 0)
-    assert ("saved and exited; restart it to continue" in (folder / "said").read_text()) == (code == 85)
+    job = "it" if count == 1 else "the job"
+    assert (f"saved and exited; restart {job} to continue" in (folder / "said").read_text()) == (code == 85)
