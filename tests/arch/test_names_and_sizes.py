@@ -25,7 +25,7 @@ SMALL: Final = MappingProxyType(
         "lazy.py": "imported by every module of public names",
         "optim/fused.py": "one feature, used by preparing and by captured steps",
         "progress/tqdm_bar.py": "a public name of its own",
-        "trainer/liger.py": "one optional package of the Trainer",
+        "trainer/trainer.py": "one optional package of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
         "runtime/last_words.py": "a file format shared by launcher and rank",
         "runtime/launcher_files.py": "a file format shared by launcher and rank",

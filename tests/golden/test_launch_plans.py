@@ -19,8 +19,7 @@ from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.errors import HastenError
 from hasten.launch.base import Host, LaunchRequest, Target
-from hasten.launch.external import Mpi
-from hasten.launch.job import make_plan
+from hasten.launch.job import Mpi, make_plan
 from hasten.runtime.tpu_hosts import TpuSlice
 
 FOLDER: Final = Path(__file__).with_name("launch_plans")

@@ -39,7 +39,7 @@ _THROUGHPUT: Final = "src/hasten/progress/throughput.py"
 _MFU: Final = "track_throughput() fails"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
-_HOSTS: Final = "src/hasten/strategies/engines/xla/hosts.py"
+_HOSTS: Final = "src/hasten/strategies/engines/xla/strategy.py"
 _DDP_RETRY: Final = "src/hasten/strategies/ddp/strategy.py"
 
 

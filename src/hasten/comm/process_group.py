@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -9,15 +11,209 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistNetworkError, Store
 
-from hasten.comm.barrier import RollCall
-from hasten.comm.base import ReduceKind
+from hasten.comm.base import Comm, ReduceKind
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.contract import Contract
 from hasten.comm.envelopes import envelopes_of
-from hasten.comm.objects import Objects
-from hasten.comm.session import Credentials, Session
-from hasten.errors import CommError
+from hasten.comm.session import Credentials, Session, agree
+from hasten.errors import CommError, MissingRanksError, PeerFailedError
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.02
+_TELL_AFTER_S = 30.0
+_FIRST_LOOK_S = 1.0
+_NAMED_RANKS = 64
+
+
+class RollCall:
+    """Numbered check-ins of a fixed set of ranks; each rank calls `wait` in the same order."""
+
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._timeout_s = timeout_s
+        self._turn = 0
+        self._seen = ""  # the ranks' labels at the last check, in case the store is lost
+
+    def wait(self, label: str, timeout_s: float | None = None) -> None:
+        """Block until every rank has checked in with this label."""
+        self._turn += 1
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        self._seen = ""
+        started = time.monotonic()
+        try:
+            self._check_in(self._turn, label, limit, started)
+        except DistNetworkError as error:
+            raise self._lost(label, time.monotonic() - started) from error
+
+    def _check_in(self, turn: int, label: str, limit: float, started: float) -> None:
+        store = self._store
+        store.set(f"{turn}/{self._rank}", label)
+        if store.add(f"{turn}/count/{label}", 1) == len(self._ranks):
+            store.set(f"{turn}/open", "1")
+            self._forget(turn - 1, label)
+            return
+        pause, told, next_look_s = _FIRST_PAUSE_S, False, _FIRST_LOOK_S
+        while not store.check([f"{turn}/open"]):
+            waited = time.monotonic() - started
+            if waited > limit:
+                raise self._missing(turn, label, limit)
+            if waited > next_look_s:
+                self._seen, next_look_s = self._glance(turn, label), 2 * waited
+            if waited > _TELL_AFTER_S and not told:
+                told = True
+                missing, text = self._whereabouts(turn, label)
+                if self._rank == next(
+                    rank for rank in self._ranks if rank not in missing
+                ):  # one logs for all waiting ranks
+                    log.warning("rank %d has waited %.0f s at %r: %s", self._rank, waited, label, text)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def _glance(self, turn: int, label: str) -> str:
+        """Return the label of each rank; in large worlds only the number of arrived ranks, because every waiting rank asks."""
+        if len(self._ranks) <= _NAMED_RANKS:
+            return self._whereabouts(turn, label)[1]
+        return f"{self._store.add(f'{turn}/count/{label}', 0)} of {len(self._ranks)} ranks had arrived"
+
+    def _whereabouts(self, turn: int, label: str) -> tuple[tuple[int, ...], str]:
+        absent, elsewhere = [], []
+        for rank in self._ranks:
+            if not self._store.check([f"{turn}/{rank}"]):
+                absent.append(rank)
+            elif (other := self._store.get(f"{turn}/{rank}").decode()) != label:
+                elsewhere.append((rank, other))
+        parts = [f"rank {rank} has not arrived" for rank in absent]
+        parts += [f"rank {rank} is at {other!r} instead" for rank, other in elsewhere]
+        return (*absent, *(rank for rank, _ in elsewhere)), "; ".join(parts) or "everyone has arrived"
+
+    def _missing(self, turn: int, label: str, limit: float) -> MissingRanksError:
+        missing, text = self._whereabouts(turn, label)
+        return MissingRanksError(
+            f"rank {self._rank} waited {limit:g} s at {label!r} and not all of ranks {list(self._ranks)} came: {text}. "
+            "Every rank must make this call: move it out of `if is_main_process:` blocks, or look for the error "
+            "that stopped the missing ranks.",
+            missing,
+        )
+
+    def _lost(self, label: str, waited_s: float) -> PeerFailedError:
+        seen = f" When last seen: {self._seen}." if self._seen else ""
+        return PeerFailedError(
+            f"rank {self._rank} lost the group's store after {waited_s:.1f} s at {label!r}: the process that serves it (rank 0, or "
+            f"the launcher of machine 0) has ended, so ranks {list(self._ranks)} cannot meet any more.{seen} Look for the "
+            "error that ended it; this rank only noticed."
+        )
+
+    def _forget(self, turn: int, label: str) -> None:
+        # Every rank has passed the previous turn, so its keys can be deleted; a different label of that turn is not
+        # known here, which leaves at most one small counter behind.
+        if turn < 1:
+            return
+        for key in (f"{turn}/open", f"{turn}/count/{label}", *(f"{turn}/{rank}" for rank in self._ranks)):
+            self._store.delete_key(key)
+
+
+# Any in this file: the caller's objects.
+_FIRST: Final = 512  # bytes of the first message: a length, and the object itself if it fits
+_LENGTH: Final = 8
+
+
+class Objects:
+    """Object collectives of one group, whose session is created by the first of them."""
+
+    def __init__(self, comm: Comm, credentials: Credentials) -> None:
+        self._comm = comm
+        self._credentials = credentials
+        self._session: Session | None = None
+        self._turn = 0
+
+    def session(self) -> Session:
+        """Return the group's session. Ranks: every rank at the first call."""
+        if self._session is None:
+            comm = self._comm
+            self._session = agree(self._exchange, comm.ranks, comm.rank, self._credentials)
+        return self._session
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Return every member's object. An object that cannot be sent raises on every member."""
+        session, turn = self.session(), self._next()
+        message, fault = self._message(obj, session, turn)
+        firsts = self._comm.all_gather(_first(message))
+        lengths = [_length(first) for first in firsts]
+        rests: Tensor | None = None
+        if (longest := max(lengths)) > _FIRST - _LENGTH:
+            rests = self._comm.all_gather(_rest(message, longest))
+        if fault is not None:
+            raise fault
+        return [
+            session.open(_whole(first, None if rests is None else rests[i], lengths[i]), f"{turn}/{i}")
+            for i, first in enumerate(firsts)
+        ]
+
+    def broadcast(self, obj: Any, src: int) -> Any:
+        """Return the object of member `src`. An object that cannot be sent raises on every member."""
+        session, turn = self.session(), self._next()
+        message, fault = self._message(obj, session, turn) if self._comm.rank == src else (b"", None)
+        first = self._comm.broadcast(_first(message), src)
+        length = _length(first)
+        rest = self._comm.broadcast(_rest(message, length), src) if length > _FIRST - _LENGTH else None
+        if fault is not None:
+            raise fault
+        return session.open(_whole(first, rest, length), f"{turn}/{src}")
+
+    def _message(self, obj: Any, session: Session, turn: int) -> tuple[bytes, CommError | None]:
+        label = f"{turn}/{self._comm.rank}"
+        try:
+            return session.seal(session.pack(obj), label), None
+        except CommError as error:  # the others wait: they get the error in place of the object
+            return session.seal(session.refusal(error), label), error
+
+    def _next(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        return [row.numpy().tobytes() for row in self._comm.all_gather(_tensor(data))]
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _first(message: bytes) -> Tensor:
+    room = _FIRST - _LENGTH
+    return _tensor(len(message).to_bytes(_LENGTH, "little") + message[:room].ljust(room, b"\0"))
+
+
+def _rest(message: bytes, longest: int) -> Tensor:
+    """Return the bytes that did not fit into the first message, padded to the longest of all members."""
+    room = _FIRST - _LENGTH
+    buffer = torch.zeros(longest - room, dtype=torch.uint8)
+    if len(message) > room:
+        buffer[: len(message) - room] = _tensor(message[room:])
+    return buffer
+
+
+def _length(first: Tensor) -> int:
+    length = int.from_bytes(first[:_LENGTH].numpy().tobytes(), "little")
+    if length >= 1 << 48:
+        raise CommError(
+            f"another rank announced an object of {length} bytes: the message is damaged, or not a rank's. Run again; if it "
+            f"happens once more, look for another program that uses this job's ports."
+        )
+    return length
+
+
+def _whole(first: Tensor, rest: Tensor | None, length: int) -> memoryview:
+    room = _FIRST - _LENGTH
+    if length <= room or rest is None:
+        return memoryview(first[_LENGTH : _LENGTH + length].numpy().tobytes())
+    return memoryview(torch.cat([first[_LENGTH:], rest[: length - room]]).numpy().tobytes())
+
 
 # torch<2.13 has only the older name of this function; 2.13 warns about it
 _GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,14 +15,7 @@ from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, Indices, LoaderPlan, cut, plan_batches, plan_rows, reading_of
 from hasten.data.foreign import plainly
-from hasten.data.order import (
-    DistributedOrder,
-    SampleOrder,
-    SequentialOrder,
-    ShuffledOrder,
-    check_distributed,
-    order_of,
-)
+from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder, check_distributed, order_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
 from hasten.data.workers import Picked

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore
 
-from hasten.comm.barrier import RollCall
+from hasten.comm.process_group import RollCall
 from hasten.errors import MissingRanksError, PeerFailedError
 
 
@@ -42,7 +42,7 @@ def test_a_store_that_dies_is_told_with_the_ranks_that_were_seen() -> None:
 
 
 def test_one_rank_speaks_for_all_that_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("hasten.comm.barrier._TELL_AFTER_S", 0.2)
+    monkeypatch.setattr("hasten.comm.process_group._TELL_AFTER_S", 0.2)
     store = HashStore()
 
     def wait(rank: int) -> None:

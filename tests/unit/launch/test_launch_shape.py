@@ -10,7 +10,7 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch import external
+from hasten.launch import job as external
 from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.shape import JobShape, decide, worker_argv
 

@@ -318,7 +318,7 @@ TORCH, HASTEN = "/x/site-packages/torch", LIBRARIES[0]
 PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")], "collective", "all_reduce"),
     ([(f"{HASTEN}comm/ops.py", "gather"), (f"{HASTEN}accelerator/facade.py", "gather")], "collective", "gather"),
-    ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
+    ([(f"{HASTEN}comm/process_group.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
     ([(f"{HASTEN}checkpoint/store/disk.py", "write"), (f"{HASTEN}accelerator/facade.py", "save_state")], "checkpoint", "save_state"),
     ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
     ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
@@ -327,7 +327,7 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
     ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
     ([(f"{HASTEN}trust/divergence/divergence_check.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
-    ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
+    ([(f"{HASTEN}comm/process_group.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
     ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
     ([], "user", ""),
     ([("/x/site-packages/requests/api.py", "get")], "user", ""),

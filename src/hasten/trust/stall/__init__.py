@@ -1,6 +1,5 @@
 """Watchdog thread that reports which rank waits for which, at which line, and the reason.
 
-Start with `watchdog.py`, then `diagnose.py` (pure: from the ranks' states to a cause, with its sentence and remedy; `occupations.py` does
-the same for a rank that is busy) and `wording.py` (the report around these sentences).
+Start with `watchdog.py`, then `diagnose.py` (pure: from the ranks' states to a cause, with its sentence and remedy, also for a rank that is busy) and `wording.py` (the report around these sentences).
 `status_server.py` answers `hasten top` and the other ranks.
 """
