@@ -13,7 +13,6 @@ import argparse
 import gc
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from loading import versions
 from recording import record
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.modules import ChunkedCrossEntropyLoss, use_chunked_loss
+from tests.support.live_bytes import LiveBytes
 
 
 @dataclass(frozen=True)
@@ -48,34 +46,6 @@ class Size:
 LARGE = Size("16 384 tokens, width 2048, vocabulary 131 072", 16384, 2048, 131072, 8, 40, 4)
 SMALL = Size("1024 tokens, width 64, vocabulary 8192", 1024, 64, 8192, 4, 30, 2)
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside and still alive, and their peak: for devices without an allocator that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, Any] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given | self.known.keys():
-                self.add(tensor.untyped_storage())
-        return made
-
-    def add(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
-
-        def gone(_: object) -> None:
-            del self.known[key]
-            self.now -= size
-
-        self.known[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,11 +99,6 @@ def as_stored(tensor: Tensor) -> Tensor | Slice:
         found: Slice = own(tensor)
         return found
     return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
-
-
-def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
-    """Return the plain memory behind a tensor on this rank."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def dtensor_slice(tensor: DTensor) -> Slice:

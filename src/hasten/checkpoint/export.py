@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Blob, Component, Format, Slice, as_stored, local_tensor
+from hasten.checkpoint.base import Blob, Component, Format, Slice, as_stored
 from hasten.checkpoint.format.formats import encode_safetensors, load_torch, read_tensors
 from hasten.checkpoint.format.manifest import FORGED, MANIFEST_NAME, inside, open_outside, read_outside
 from hasten.checkpoint.reshard import whole
@@ -25,7 +25,7 @@ from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
 from hasten.checkpoint.writer import Sizes, encode, hub_index, plan_component
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
-from hasten.modules.names import plain_name
+from hasten.modules.names import local_tensor, plain_name
 from hasten.optional import need
 
 _UNITS = (

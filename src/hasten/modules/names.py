@@ -141,6 +141,11 @@ def whole_of(value: DTensor) -> Tensor:
     return value.to_local()
 
 
+def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
+    """Return the plain memory behind a tensor on this rank."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def placements() -> Any:  # Any: an untyped module of torch
     """Import and return the module with `DTensor`, `Shard`, `Replicate`, `Partial` and `distribute_tensor`."""
     return need("torch.distributed.tensor")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, StepError
-from hasten.modules.names import is_dtensor, plain_name
+from hasten.modules.names import is_dtensor, local_tensor, plain_name
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
 
@@ -26,13 +26,23 @@ class AverageState(torch.optim.Optimizer):
         super().__init__([{"params": list(parameters)}], {})
         self.num_updates: dict[str, int] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.swapped = False
+        """True while the model holds the averaged weights instead of the trained ones."""
         for parameter in parameters:
             self.state[parameter][_KEY] = parameter.detach().to(torch.float32, copy=True)
+
+    def refuse_if_swapped(self, act: str) -> None:
+        """Raise StepError if the model holds the averaged weights, which `act` would take for the trained ones."""
+        if self.swapped:
+            raise StepError(
+                f"{act} was called inside `with ema.swapped():`, where the model holds the averaged weights; they would be "
+                "taken for the trained ones. Call it outside the block; save_model() exports the average."
+            )
 
     def average(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a parameter's average."""
         found: Tensor = self.state[parameter][_KEY]
-        return _local(found)
+        return local_tensor(found)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as in torch
         """Return the averages by index of their parameter, the averaged buffers and the number of updates."""
@@ -53,7 +63,7 @@ class AverageState(torch.optim.Optimizer):
     def restart(self) -> None:
         """Set the averages to the present weights, as at the beginning of a run."""
         for parameter in self.param_groups[0]["params"]:
-            self.average(parameter).copy_(_local(parameter.detach()))
+            self.average(parameter).copy_(local_tensor(parameter.detach()))
         self.num_updates = dict.fromkeys(self.num_updates, 0)
 
 
@@ -92,7 +102,6 @@ class EMA:
                 "prepare its optimizer as well."
             )
         self.state = AverageState(averaged)
-        self._swapped = False
         for name, buffer in self._float_buffers():
             self.state.buffers[name] = buffer.detach().to(torch.float32, copy=True)
         members = {id(p) for p in averaged}
@@ -112,7 +121,7 @@ class EMA:
     @torch.no_grad()
     def _update(self, key: str, parameters: Sequence[Tensor], with_buffers: bool) -> None:
         """Average the parameters of one optimizer after its update."""
-        if self._swapped:
+        if self.state.swapped:
             raise StepError(
                 "an optimizer was stepped inside `with ema.swapped():`, where the model holds the averaged weights; the "
                 "update would be lost at the end of the block. Train outside the block."
@@ -126,7 +135,7 @@ class EMA:
             decay = self._decay(seen) if callable(self._decay) else self._decay
             weight = 1.0 - decay
         averages = [self.state.average(parameter) for parameter in parameters]
-        current = [_local(parameter.detach()).to(torch.float32) for parameter in parameters]
+        current = [local_tensor(parameter.detach()).to(torch.float32) for parameter in parameters]
         torch._foreach_lerp_(averages, current, weight)
         if with_buffers:
             for name, buffer in self._float_buffers():
@@ -145,12 +154,12 @@ class EMA:
         The training weights return at the end of the block, bit for bit. Buffers keep their current values, unless they
         are averaged. Ranks: every rank that holds a shard.
         """
-        if self._swapped:
+        if self.state.swapped:
             raise StepError("`ema.swapped()` was entered twice; the inner block would swap the weights back.")
-        pairs = [(_local(p.detach()), self.state.average(p)) for p in self.state.param_groups[0]["params"]]
+        pairs = [(local_tensor(p.detach()), self.state.average(p)) for p in self.state.param_groups[0]["params"]]
         pairs += [(buffer, self.state.buffers[name]) for name, buffer in self._float_buffers()]
         kept = [value.clone() for value, _ in pairs]
-        self._swapped = True
+        self.state.swapped = True
         try:
             with torch.no_grad():
                 for value, average in pairs:
@@ -160,11 +169,7 @@ class EMA:
             with torch.no_grad():
                 for (value, _), before in zip(pairs, kept, strict=True):
                     value.copy_(before)
-            self._swapped = False
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+            self.state.swapped = False
 
 
 def _check(decay: Decay, every: int, start: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten.errors import ConfigError
-from hasten.modules.names import is_dtensor, placements
+from hasten.modules.names import is_dtensor, local_tensor, placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -89,7 +89,7 @@ class Muon(Optimizer):
             first = members[0]
             orthogonal = _orthogonalised(first, directions, _Iteration.of(group, self._dtype, first))
             rate = group["lr"] * _rate_factor(group["adjust_lr_fn"], first.shape)
-            weights = [_local(parameter) for parameter in members]
+            weights = [local_tensor(parameter) for parameter in members]
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
             for weight, update in zip(weights, orthogonal, strict=True):
@@ -104,7 +104,7 @@ class Muon(Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        momentum, slope = _local(state["momentum_buffer"]), _local(gradient)
+        momentum, slope = local_tensor(state["momentum_buffer"]), local_tensor(gradient)
         momentum.lerp_(slope.to(momentum.dtype), 1.0 - group["momentum"])
         return slope.to(momentum.dtype).lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
@@ -143,7 +143,7 @@ class _Iteration:
 
     @classmethod
     def of(cls, group: dict[str, Any], dtype: torch.dtype | None, parameter: Tensor) -> _Iteration:  # Any: options
-        local = _local(parameter)
+        local = local_tensor(parameter)
         device = local.device
         if is_dtensor(parameter) and parameter.device_mesh.device_type != device.type:  # offloaded to the host
             kind = parameter.device_mesh.device_type
@@ -162,10 +162,6 @@ class _Iteration:
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.mT if tall else x
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _layout(parameter: Tensor) -> tuple[object, ...]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.checkpoint.base import local_tensor
 from hasten.checkpoint.reshard import Copy, run_copies
-from hasten.modules.names import is_dtensor
+from hasten.modules.names import is_dtensor, local_tensor
 from hasten.runtime.devices import empty_cache, free_memory
 from hasten.runtime.logs import get_logger
 

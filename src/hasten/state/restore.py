@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import local_tensor
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.checkpoint.state_dicts import (
@@ -23,6 +22,7 @@ from hasten.checkpoint.state_dicts import (
 from hasten.comm.agreement import Agreement
 from hasten.data.loader import Loader
 from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.modules.names import local_tensor
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
 from hasten.runtime.devices import kind_of
@@ -258,6 +258,7 @@ def plan_restore(
         inner = getattr(optimizer, "optimizer", optimizer)
         plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
     for index, average in enumerate(parts.averages):
+        average.refuse_if_swapped("load_state()")
         if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
             plan.optimizers.append(plan_optimizer(average, names, checkpoint.component(name), strict, elsewhere))
         else:

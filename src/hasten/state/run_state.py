@@ -139,6 +139,7 @@ def collect(parts: RunObjects, fmt: Format, weights: Sequence[Mapping[str, Any] 
         inner = getattr(optimizer, "optimizer", optimizer)
         found[numbered_name("optimizer", index)] = optimizer_component(inner, names)
     for index, average in enumerate(parts.averages):
+        average.refuse_if_swapped("save_state()")
         found[numbered_name("ema", index)] = optimizer_component(average, names)
     for index, scheduler in enumerate(objects.schedulers):
         state = getattr(scheduler, "scheduler", scheduler).state_dict()

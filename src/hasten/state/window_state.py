@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Component, Json, Slice, as_stored, dtensor_slice, local_tensor
+from hasten.checkpoint.base import Component, Json, Slice, as_stored, dtensor_slice
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reader import Checkpoint, FoundComponent
 from hasten.checkpoint.reshard import plan_copies
 from hasten.errors import CheckpointError
-from hasten.modules.names import is_dtensor
+from hasten.modules.names import is_dtensor, local_tensor
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS
 from hasten.strategies.base import PARTIAL, UNSHARDED

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hasten.config.sections.loop import PrecisionType
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.modules import forwarding
+from hasten.modules.names import local_tensor
 from hasten.runtime.bytes_plan import Held, Traffic, Weights, data_traffic, held_bytes, shown, size
 from hasten.runtime.mesh_plan import EXPERTS, SHARD, Axis, MeshSpec
 from hasten.strategies.fsdp.strategy import mixed_precision
@@ -76,7 +77,7 @@ def account(
         name=type(model).__name__,
         modules=_modules(model),
         whole=sum(p.numel() * p.element_size() for p in parameters),
-        parameters=sum(_local(p).numel() * p.element_size() for p in parameters),
+        parameters=sum(local_tensor(p).numel() * p.element_size() for p in parameters),
         planned=held_bytes(mesh, weights, item=item, moments=moments, sharded=sharded),
         optimizer=name,
         sent=data_traffic(mesh, weights, item=gathered, reduce_item=reduced, micro_steps=micro_steps, gathers=gathers),
@@ -114,10 +115,6 @@ def axes_of(parameter: Tensor) -> dict[str, int]:
         for dim, (name, placement) in enumerate(zip(names, parameter.placements, strict=True))
         if not placement.is_replicate() and mesh.size(dim) > 1
     }
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _modules(model: nn.Module) -> list[str]:

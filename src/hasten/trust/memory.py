@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hasten import trees
 from hasten.errors import DeviceError
-from hasten.modules.names import is_dtensor
+from hasten.modules.names import local_tensor
 from hasten.progress.meter import MemoryGauge
 from hasten.runtime.devices import kind_of
 
@@ -137,14 +137,14 @@ class _Activations:
     def enter(self, name: str, module: nn.Module, inputs: object) -> None:
         self._inside.append(name)
         for parameter in module.parameters(recurse=False):  # FSDP2 gathers them when the module is called
-            self._seen.add(_local(parameter).untyped_storage().data_ptr())
+            self._seen.add(local_tensor(parameter).untyped_storage().data_ptr())
 
     def leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if self._inside:
             self._inside.pop()
 
     def pack(self, tensor: Tensor) -> Tensor:
-        storage = _local(tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             name = self._inside[-1] if self._inside else _HEAD
@@ -160,14 +160,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's shards of the tensors, counting each storage once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        part: Any = _local(tensor)  # Any: sparse tensors have no storage themselves
+        part: Any = local_tensor(tensor)  # Any: sparse tensors have no storage themselves
         part = part._values() if part.is_sparse else part
         storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-def _local(tensor: Any) -> Any:  # Any: a tensor, or a DTensor
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 _WIDTH: Final = 960

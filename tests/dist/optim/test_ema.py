@@ -205,3 +205,21 @@ def test_wrong_use_is_refused(ctx: ProcessContext) -> None:
         pass
     with pytest.raises(StepError, match=r"inside `with ema\.swapped"), ema.swapped():
         train(accelerator, net, optimizer, range(1), 1, 0)
+
+
+@ranks(1, 2)
+def test_saves_and_loads_of_swapped_weights_are_refused(ctx: ProcessContext, tmp_path: Path) -> None:
+    where: str = ctx.world.broadcast_object(str(tmp_path))
+    accelerator, net, optimizer = fresh()
+    ema = accelerator.ema(net, 0.5)
+    train(accelerator, net, optimizer, range(1), 1, 0)
+    accelerator.save_state(f"{where}/trained")
+    trained_weights = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
+    with ema.swapped():
+        with pytest.raises(HastenError, match=r"save_state\(\) was called inside"):
+            accelerator.save_state(f"{where}/averaged")
+        with pytest.raises(HastenError, match=r"load_state\(\) was called inside"):
+            accelerator.load_state(f"{where}/trained")
+    after = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(trained_weights, after, strict=True))
+    assert not (Path(where) / "averaged").exists()

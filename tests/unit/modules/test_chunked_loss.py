@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ArgumentError, ConfigError, StepError
 from hasten.modules.chunked_loss import ChunkedCrossEntropyLoss
+from tests.support.live_bytes import LiveBytes
 
 OPTIONS: list[dict[str, Any]] = [
     {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
@@ -168,34 +166,6 @@ def test_it_traces_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled: Any = torch.compile(loss, backend="aot_eager", fullgraph=True)
         expected = torchs(hidden, weight, target, bias, {"reduction": reduction, "label_smoothing": 0.1})
         compare(compiled(hidden, weight, target, bias), expected, inputs, torch.ones_like(expected), 2e-5)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside and still alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.known: dict[int, weakref.ref[Any]] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given | self.known.keys():
-                self.add(tensor.untyped_storage())
-        return made
-
-    def add(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
-
-        def gone(_: object) -> None:
-            del self.known[key]
-            self.now -= size
-
-        self.known[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 @pytest.mark.parametrize("amp", [False, True])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hasten.checkpoint.base import local_tensor
 from hasten.errors import CheckpointError, StepError
+from hasten.modules.names import local_tensor
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PARTIAL, UNSHARDED
 
