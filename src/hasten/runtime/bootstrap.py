@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import dataclasses
 import errno
+import functools
+import gc
 import logging
 import os
 import re
@@ -233,10 +235,21 @@ def start(
         with announced_waiting(settings.init_method or _url(topology), topology):
             _init(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        _freeze_garbage_of_forks()
         return _joined(_actual(topology), device, mesh_of, settings)
     mesh = mesh_of(1)
     world = LocalComm(device)
     return ProcessContext(topology, mesh, device, world, lambda *axes: world)  # along any axes it is alone
+
+
+@functools.cache
+def _freeze_garbage_of_forks() -> None:
+    """Exclude inherited objects from garbage collection in every fork of this process, such as a loader's worker.
+
+    A collection there could destroy a process group that is waiting for collection here: its destructor would join
+    threads that a fork does not have, and never return.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings) -> ProcessContext:
