@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten.data.batch_plan import derive_seed
 from hasten.data.foreign import length_of
 from hasten.data.memory import Memory
+from hasten.data.random_states import RandomStates, seed_everything
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
-from hasten.data.source import engine_of
-from hasten.data.workers import Forwarding, RandomStates, seed_everything
+from hasten.data.source import Forwarding, engine_of
 from hasten.runtime.logs import get_logger
 
 log = get_logger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
@@ -17,8 +18,9 @@ from hasten.config.sections.loop import Pad
 from hasten.data.batch_plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
+from hasten.data.random_states import OwnRng, RandomStates, States, seed_everything
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
-from hasten.data.workers import Forwarding, OwnRng, RandomStates, States
+from hasten.data.source import Forwarding
 
 # Any in this file: samples, batches and dataset states are objects of the user.
 Sharing = Literal["strided", "own", "asked", "given"]
@@ -119,8 +121,8 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
 
     def __init__(self, dataset: Any, cutting: Cutting, num_workers: int, process: RandomStates) -> None:
         self.hasten_cutting = cutting
-        self.hasten_start = Start(serial=0)
         self.hasten_process = process
+        self.hasten_start = Start(serial=0)
         # (epoch, serial of the opening, seed): read by workers, also by persistent ones
         self.hasten_control = torch.zeros(3, dtype=torch.int64)
         if num_workers:
@@ -187,6 +189,10 @@ class _Cutter:
 
     def blocks(self, stand: WorkerPosition, had_turn: bool, end: Memory | None) -> Iterator[SampleBlock]:
         """Yield the blocks from a position on; a worker reports its position before the user gets any of them."""
+        with closing(self._rng):
+            yield from self._blocks(stand, had_turn, end)
+
+    def _blocks(self, stand: WorkerPosition, had_turn: bool, end: Memory | None) -> Iterator[SampleBlock]:
         if end is not None:
             yield SampleBlock((), self._worker, stand, blank="begin")
         if had_turn:
@@ -264,10 +270,9 @@ class _Cutter:
 class BlockCollate:
     """Wrapper that applies the user's collate_fn to a block's samples and passes the other fields on."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], cutting: Cutting, process: RandomStates) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], cutting: Cutting) -> None:
         self.collate_fn = collate_fn
         self.cutting = cutting
-        self.process = process
 
     def __call__(self, block: SampleBlock) -> tuple[Any, Padding | None, SampleBlock]:
         """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
@@ -276,7 +281,7 @@ class BlockCollate:
         return batch, padding, block._replace(lumps=())
 
     def _collated(self, lump: RankSamples) -> tuple[Any, Padding | None]:
-        self.process.seed(lump.seed)
+        seed_everything(lump.seed)
         batch = self.collate_fn(lump.samples)
         rows = len(lump.samples) if self.cutting.batched else None
         padding = None if lump.real is None else Padding(lump.real, rows)

@@ -6,7 +6,7 @@ import copy
 import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, Protocol
@@ -26,8 +26,8 @@ from hasten.data.batch_plan import Indices, Shuffle, derive_seed
 from hasten.data.foreign import length_of, plainly
 from hasten.data.memory import Memory, decode_value, encode_value
 from hasten.data.position import Position, Witness
+from hasten.data.random_states import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.data.rank_differences import different_data
-from hasten.data.workers import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: samplers and units are objects of the user.
@@ -73,6 +73,7 @@ class DrawTrial:
         except Exception:  # the user's sampler: the training loop raises its error when it draws
             return None
         finally:
+            rng.close()
             put_back()
 
     def compare(self, gathered: list[list[Any] | None], comm: Comm) -> None:
@@ -298,8 +299,11 @@ class SharedOrder:
     def draw(self, at: Position) -> Iterator[Any]:  # Any: units are of any type
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(at.epoch)
-        rng = OwnRng(derive_seed(at.seed, at.epoch), self._process)
-        rng.place(self._again)
+        with closing(OwnRng(derive_seed(at.seed, at.epoch), self._process)) as rng:
+            rng.place(self._again)
+            yield from self._drawn(at, rng)
+
+    def _drawn(self, at: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
         units: Iterator[Any] | None = None
         trial = self._trial(at) if self._checks else None
         self._head = []

@@ -18,7 +18,6 @@ from hasten.data.foreign import plainly
 from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder, check_distributed, order_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
-from hasten.data.workers import Picked
 from hasten.errors import ConfigError, DataError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
@@ -370,6 +369,10 @@ def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
         raise ConfigError(
             f'pad="full" with {what}, so the size of a full batch is unknown. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
         )
+
+
+Picked = tuple[list[Any], int]
+"""A batch of indices, and the seed for drawing its samples. A plain tuple: one is pickled for every batch."""
 
 
 class PlannedSampler(BatchSampler):

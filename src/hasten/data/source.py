@@ -17,9 +17,9 @@ from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import SharedOrder
 from hasten.data.position import Position, Unit
-from hasten.data.sampler import Assignment, Feed, Lot
+from hasten.data.random_states import RandomStates, seed_everything
+from hasten.data.sampler import Assignment, Feed, Lot, Picked
 from hasten.data.sharded_order import PartOrder
-from hasten.data.workers import RandomStates, WorkerDataset, seed_of_batch
 from hasten.errors import DataError
 
 Item = tuple[Any, Padding | None, bool, Any]
@@ -165,6 +165,7 @@ class IndexedSource:
         twin = self.copied()
         twin.engine.generator = own_generator(at)
         with self._process.kept():
+            seed_everything(derive_seed(at.seed, at.epoch, 6))
             items = twin.open(replace(at, consumed=0, witness=None))
             item = next(items, None)
         items.close()  # ends its workers
@@ -201,7 +202,7 @@ class IndexedSource:
                 batch = next(batches, _END)
             else:
                 with self._process.kept():
-                    self._process.seed(seed_of(number))
+                    seed_everything(seed_of(number))
                     batch = next(batches, _END)
             if batch is _END:
                 return
@@ -277,3 +278,61 @@ def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
 def own_generator(at: Position) -> torch.Generator:
     """Return the generator for the worker seeds of a DataLoader that reads separately."""
     return torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, 5))
+
+
+class Forwarding:
+    """Proxy of the user's dataset: attributes it does not define are read from and written to that dataset.
+
+    So `get_worker_info().dataset` works in a worker_init_fn as the dataset itself would. Its attributes start with
+    `hasten_`, to avoid name clashes.
+    """
+
+    hasten_dataset: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "hasten_")):
+            raise AttributeError(name)
+        return getattr(self.hasten_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("hasten_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.hasten_dataset, name, value)
+
+
+class WorkerDataset(Forwarding):
+    """The user's dataset in a worker. Each batch starts from random states that depend on its position in the epoch.
+
+    So a resumed run augments its batches as the uninterrupted one would have, regardless of earlier work.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.hasten_dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.hasten_dataset)
+
+    def __getitems__(self, picked: Picked) -> Any:
+        indices, seed = picked
+        seed_everything(seed)
+        fetch = getattr(self.hasten_dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [_sample(self.hasten_dataset, index) for index in indices]
+
+    def __getitem__(self, picked: Picked) -> Any:
+        (index,), seed = picked
+        seed_everything(seed)
+        return _sample(self.hasten_dataset, index)
+
+
+def _sample(dataset: Any, index: Any) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # of the user's dataset: any type, re-raised unchanged
+        error.add_note(f"hasten: raised by the dataset at index {index!r}.")
+        raise
+
+
+def seed_of_batch(seed: int, epoch: int, shard: int, number: int) -> int:
+    """Return the seed of batch `number` of an epoch on one rank."""
+    return derive_seed(seed, epoch, shard, number, 2)

@@ -18,9 +18,9 @@ from hasten.data.first_samples import read_head
 from hasten.data.foreign import has_fixed_shard_order, length_of
 from hasten.data.iterable import BlockCollate, Cutting, Start, StreamShard, WorkerPosition
 from hasten.data.position import Position, Unit
+from hasten.data.random_states import RandomStates, decode_states, encode_states
 from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
 from hasten.data.source import Item, engine_of, own_generator
-from hasten.data.workers import RandomStates, decode_states, encode_states
 from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are objects of the user.
@@ -72,7 +72,7 @@ class StreamSource:
             batch_size=None,
             batch_sampler=None,
             drop_last=False,
-            collate_fn=BlockCollate(loader.collate_fn, cutting, self._process),
+            collate_fn=BlockCollate(loader.collate_fn, cutting),
         )
 
     def size(self) -> int | None:
@@ -180,7 +180,7 @@ class StreamSource:
         return self._encode(start, StreamPosition(stands, more))
 
     def change(self, name: str, value: Any) -> None:
-        setattr(self.engine, name, BlockCollate(value, self._cutting, self._process) if name == "collate_fn" else value)
+        setattr(self.engine, name, BlockCollate(value, self._cutting) if name == "collate_fn" else value)
 
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
