@@ -14,17 +14,22 @@ from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
-from hasten.data.dispatch import DispatchReader, DispatchSource
-from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
+from hasten.data.dispatch import (
+    BatchReader,
+    DispatchReader,
+    DispatchSource,
+    IndexedReader,
+    SliceFn,
+    StreamReader,
+)
+from hasten.data.foreign import ForeignSplit, has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move, plain_move
 from hasten.data.memory import Memory
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
-from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
 from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
-from hasten.data.sharded_order import check_split, refuse_settings
 from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, DataError, PrepareError
@@ -117,10 +122,35 @@ def _agreed(
         agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
     if agreed.sharded or given:
         batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
-        refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
+        _refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
     if agreed.split is not None:
-        check_split(agreed.split, seats.shard, seats.num_shards, ctx.world.size, ctx.rank)
+        _check_split(agreed.split, seats.shard, seats.num_shards, ctx.world.size, ctx.rank)
     return agreed
+
+
+def _check_split(split: ForeignSplit, shard: int, num_shards: int, world_size: int, rank: int) -> None:
+    """Raise unless a dataset splits itself as the mesh does."""
+    by_rank = (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
+    if by_rank != (num_shards, shard):
+        raise DataError(
+            f"the dataset is split by {split.by} into {by_rank[0]} parts, of which this is part {by_rank[1]}, and this process "
+            f"reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Split it into "
+            f"{num_shards} parts by the data-parallel index, or remove the split: prepare() shards the loader."
+        )
+
+
+def _refuse_settings(dispatch: bool, split: bool, batched: bool) -> None:
+    """Raise ConfigError for settings that are incompatible with a loader that is sharded already."""
+    if dispatch:
+        raise ConfigError(
+            "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
+            "never be read. Remove one of the two."
+        )
+    if split and not batched:
+        raise ConfigError(
+            "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
+            "batches. Set split_batches=False, or give the loader a batch_size."
+        )
 
 
 def _warn_if_empty(source: BatchSource, num_shards: int, total: int | None) -> None:

@@ -15,9 +15,18 @@ from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, Indices, LoaderPlan, cut, plan_batches, plan_rows, reading_of
 from hasten.data.foreign import plainly
-from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder, check_distributed, order_of
+from hasten.data.order import (
+    DistributedOrder,
+    PartOrder,
+    SampleOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    check_distributed,
+    empty_part,
+    fit_of,
+    order_of,
+)
 from hasten.data.position import Part, Position, Unit
-from hasten.data.sharded_order import PartOrder, empty_part, fit_of
 from hasten.errors import ConfigError, DataError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH

@@ -11,15 +11,15 @@ from itertools import count
 from typing import Any, Final, Literal, NoReturn, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
-from hasten.data.order import SharedOrder
+from hasten.data.order import PartOrder, SharedOrder
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, seed_everything
 from hasten.data.sampler import Assignment, Feed, Lot, Picked
-from hasten.data.sharded_order import PartOrder
 from hasten.errors import DataError
 
 Item = tuple[Any, Padding | None, bool, Any]
@@ -273,6 +273,11 @@ def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
         engine = copy.copy(loader)
     engine.__dict__.update(_iterator=None, **replaced)  # DataLoader refuses plain assignment after construction
     return engine
+
+
+def own_copy(leaf: Any) -> Any:
+    """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def own_generator(at: Position) -> torch.Generator:

@@ -8,19 +8,18 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Padding, derive_seed
-from hasten.data.first_samples import read_head
 from hasten.data.foreign import has_fixed_shard_order, length_of
 from hasten.data.iterable import BlockCollate, Cutting, Start, StreamShard, WorkerPosition
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
+from hasten.data.rank_check import read_head
 from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
-from hasten.data.source import Item, engine_of, own_generator
+from hasten.data.source import Item, engine_of, own_copy, own_generator
 from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are objects of the user.
@@ -280,7 +279,7 @@ def agreed(
     """
     item, error = _next(items)
     if first is None and item is not None:
-        first = trees.map_leaves(_own_copy, item[0])
+        first = trees.map_leaves(own_copy, item[0])
     gathered = _share_ends(
         comm, _FAILED if error else _MORE if item is not None else _ENDED if mark.position else _EMPTY
     )
@@ -290,7 +289,7 @@ def agreed(
     more = _has_next_step(gathered, comm, drop_last)
     while more:
         batch, padding, _, mark = (
-            (trees.map_leaves(_own_copy, first), Padding(0, None), False, mark) if item is None else item
+            (trees.map_leaves(own_copy, first), Padding(0, None), False, mark) if item is None else item
         )
         item, error = _next(items)
         gathered = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
@@ -321,11 +320,6 @@ def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) ->
             f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank cannot take a step with them. See the "
             "traceback of that rank."
         )
-
-
-def _own_copy(leaf: Any) -> Any:
-    """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:

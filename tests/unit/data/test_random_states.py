@@ -114,7 +114,7 @@ def test_another_kind_of_generator_is_kept_and_refused_only_where_it_is_saved() 
             seed_everything(1)
             np.random.rand()
         assert [first, np.random.rand()] == expected
-        with pytest.raises(DataError, match="Use np.random's default MT19937"):
+        with pytest.raises(DataError, match=r"Use np\.random's default MT19937"):
             process.read()
     finally:
         np.random.set_bit_generator(default)  # type: ignore[attr-defined]
