@@ -247,7 +247,7 @@ class Accelerator:
         if parts.numbers is not None:
             if parts.numbers.then == "rollback":
                 newest, times = partial(self._saving.newest, wait=True), parts.numbers.rollbacks
-                self._rollback = Rollback(newest, self.load_state, self._clock.cursors, times)
+                self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times)
             self._numbers = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
@@ -477,7 +477,7 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self._clock.cursors.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
+        self._clock.loaders.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
         try:
             known = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -814,8 +814,8 @@ class Accelerator:
         """
         if dim is not None:
             arguments.check_whole(dim, "gather_for_metrics(dim)")
-        cursors = self._clock.cursors
-        cursor = cursors.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
+        loaders = self._clock.loaders
+        cursor = loaders.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:

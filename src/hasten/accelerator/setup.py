@@ -194,7 +194,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     watch = _watch(config, ctx, clock) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
-    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
+    clock.phases = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         trackers.spent = run_log.logged

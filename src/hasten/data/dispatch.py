@@ -16,11 +16,11 @@ from hasten import trees
 from hasten.comm.base import Comm
 from hasten.comm.session import Session
 from hasten.data.batch_plan import DataRanks, Padding, cut
-from hasten.data.iterable import split_batch
 from hasten.data.position import Position
 from hasten.data.prefetch import with_next
-from hasten.data.sampler import Lot
+from hasten.data.sampler import IndexBatch
 from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource, own_copy
+from hasten.data.stream_shard import split_batch
 from hasten.errors import PeerFailedError
 
 # Any in this file: batches are the user's nested values.
@@ -121,8 +121,8 @@ class PackedBatch:
 
     def write(self, buffer: Tensor, need: int) -> None:
         length = len(self.skeleton)
-        head = buffer[:_HEADER].view(torch.int64)
-        head[0], head[1] = need, length
+        header = buffer[:_HEADER].view(torch.int64)
+        header[0], header[1] = need, length
         buffer[_HEADER : _HEADER + length] = torch.frombuffer(bytearray(self.skeleton), dtype=torch.uint8)
         body = _HEADER + _aligned(length)
         for hole, x in self.tensors:
@@ -185,47 +185,47 @@ class _RankMessage(NamedTuple):
 class DispatchSource(OuterSource):
     """Source in which one rank reads; the others receive their share of each step in one scatter."""
 
-    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, seats: DataRanks) -> None:
+    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, data_ranks: DataRanks) -> None:
         super().__init__(inner)
         self._reader = reader
         self._comm = comm
-        self._seats = seats
+        self._data_ranks = data_ranks
 
     def steps(self) -> int | None:
         return self._reader.steps(self._inner)
 
     def open(self, at: Position) -> Iterator[Item]:
         wire = BatchWire(self._comm)
-        return self._give(wire, at) if self._comm.rank == 0 else self._take(wire)
+        return self._send(wire, at) if self._comm.rank == 0 else self._receive(wire)
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:  # Any: a mark of the inner source
-        return self._inner.reached(start, steps * self._reader.per_round, mark)
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:  # Any: of the inner source
+        return self._inner.reached(start, steps * self._reader.per_round, source_state)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self._inner.skipped(start, num_batches * self._reader.per_round)
 
     def copied(self, even: bool | None = None) -> DispatchSource:
-        return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._seats)
+        return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._data_ranks)
 
-    def _give(self, wire: BatchWire, at: Position) -> Iterator[Item]:
+    def _send(self, wire: BatchWire, at: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, at)
-        seats = self._seats
+        data_ranks = self._data_ranks
         more = True
         while more:
             try:
-                step = next(rounds, None) or Round([None] * seats.num_shards, False)
-                parcels = wire.pack([_RankMessage(item, step.more) for item in step.items])
+                step = next(rounds, None) or Round([None] * data_ranks.num_shards, False)
+                messages = wire.pack([_RankMessage(item, step.more) for item in step.items])
             except Exception as error:  # the waiting ranks must learn of any error of the user's dataset
                 failed = wire.pack([_RankMessage(None, False, f"{type(error).__name__}: {error}")])
-                wire.send(failed * seats.num_shards, seats.shard_of)
+                wire.send(failed * data_ranks.num_shards, data_ranks.shard_of)
                 raise
-            wire.send(parcels, seats.shard_of)
+            wire.send(messages, data_ranks.shard_of)
             more = step.more
-            mine = step.items[seats.shard]
+            mine = step.items[data_ranks.shard]
             if mine is not None:
                 yield mine
 
-    def _take(self, wire: BatchWire) -> Iterator[Item]:
+    def _receive(self, wire: BatchWire) -> Iterator[Item]:
         more = True
         while more:
             item, more, error = wire.receive()
@@ -256,20 +256,20 @@ class IndexedReader:
 
     def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
         assert isinstance(source, IndexedSource), "indices are cut for indexed data only"
-        lots = with_next(source.assignment.rounds(at))
-        plans: deque[tuple[list[Lot | None], bool]] = deque()
+        index_batches = with_next(source.assignment.rounds(at))
+        plans: deque[tuple[list[IndexBatch | None], bool]] = deque()
 
-        def flat() -> Iterator[Lot]:
-            for step, following in lots:
+        def flat() -> Iterator[IndexBatch]:
+            for step, following in index_batches:
                 plans.append((step, following is not None))
-                yield from (lot for lot in step if lot is not None)
+                yield from (index_batch for index_batch in step if index_batch is not None)
 
         items = source.read(flat(), at)
         for first in items:
             step, more = plans.popleft()
-            rest = islice(items, sum(lot is not None for lot in step) - 1)
+            rest = islice(items, sum(index_batch is not None for index_batch in step) - 1)
             read = chain([first], rest)
-            yield Round([None if lot is None else next(read) for lot in step], more)
+            yield Round([None if index_batch is None else next(read) for index_batch in step], more)
 
 
 class StreamReader:
@@ -284,10 +284,10 @@ class StreamReader:
         return source.steps()
 
     def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
-        for (parts, _, _, mark), following in with_next(source.open(at)):
+        for (parts, _, _, state), following in with_next(source.open(at)):
             left = [None] * len(parts) if following is None else following[0]
             items = [
-                None if part is None else (*part, later is None, mark) for part, later in zip(parts, left, strict=True)
+                None if part is None else (*part, later is None, state) for part, later in zip(parts, left, strict=True)
             ]
             yield Round(items, following is not None)
 
@@ -324,10 +324,10 @@ class BatchReader:
             if first is None:
                 first = trees.map_leaves(own_copy, group[0][0])
             parts = self._parts(group, first)
-            go_on = self.num_shards if following and (self.even or self.split) else len(following or ())
-            mark = group[-1][3]
-            dealt: list[Item | None] = [(*part, shard >= go_on, mark) for shard, part in enumerate(parts)]
-            yield Round(dealt + [None] * (self.num_shards - len(dealt)), following is not None)
+            num_next = self.num_shards if following and (self.even or self.split) else len(following or ())
+            state = group[-1][3]
+            items_of_ranks: list[Item | None] = [(*part, shard >= num_next, state) for shard, part in enumerate(parts)]
+            yield Round(items_of_ranks + [None] * (self.num_shards - len(items_of_ranks)), following is not None)
 
     def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
         """Return batch and padding for each rank that has a share of the step."""

@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Indices, Shuffle, derive_seed
+from hasten.data.carried_state import CarriedState, decode_value, encode_value
 from hasten.data.foreign import length_of, plainly
-from hasten.data.memory import Memory, decode_value, encode_value
 from hasten.data.position import Part, Position, Witness
 from hasten.data.random_states import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.data.rank_differences import NUM_UNITS, DrawTrial, plain_unit
@@ -183,8 +183,8 @@ class SharedOrder:
         self._sampler: Any = sampler
         self._comm = comm
         self._process = RandomStates()
-        self._memory = Memory(sampler)
-        self._head: list[Any] = []
+        self._carried = CarriedState(sampler)
+        self._first_units: list[Any] = []
 
     def size(self) -> int | None:
         return length_of(self._sampler)
@@ -204,11 +204,11 @@ class SharedOrder:
             state = encode_value(self._sampler.state_dict())
             if state is not None:
                 return {"state": state}
-        return self._memory.capture() or {}
+        return self._carried.capture() or {}
 
     def witness(self, consumed: int) -> Witness | None:
         """Return a checksum of the order's first units that were consumed; None if they are not plain numbers."""
-        return _witness(self._head[:consumed])
+        return _witness(self._first_units[:consumed])
 
     def seek(self, at: Position) -> None:
         return None
@@ -223,7 +223,7 @@ class SharedOrder:
     def _drawn(self, at: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
         units: Iterator[Any] | None = None
         trial = self._trial(at) if self._checks else None
-        self._head = []
+        self._first_units = []
         drawn = 0
         while True:
             own = not self.as_torch or (self._again is not None and drawn < at.consumed)
@@ -251,8 +251,8 @@ class SharedOrder:
     def _noted(self, units: Iterable[Any]) -> Iterator[Any]:
         """Yield the units, recording the first ones of an epoch for its witness."""
         for unit in units:
-            if len(self._head) < _CHUNK:
-                self._head.append(unit)
+            if len(self._first_units) < _CHUNK:
+                self._first_units.append(unit)
             yield unit
 
     @contextmanager
@@ -274,7 +274,7 @@ class SharedOrder:
     def _trial(self, at: Position) -> DrawTrial:
         """Return a trial that draws from this rank's sampler as the first rank draws from its sampler."""
         process = encode_states(self._process.read()) if self.as_torch and self._again is None else None
-        start = {"generators": Memory(self._sampler, attributes=False).capture(), "process": process}
+        start = {"generators": CarriedState(self._sampler, attributes=False).capture(), "process": process}
         start = self._comm.broadcast_object(start)
         return DrawTrial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
 
@@ -287,7 +287,7 @@ class SharedOrder:
         if "state" in remembered:
             self._sampler.load_state_dict(decode_value(remembered["state"]))
         else:
-            self._memory.restore(remembered)
+            self._carried.restore(remembered)
 
     def _compared(self, chunk: list[Any], error: Exception | None, trial: DrawTrial) -> list[Any]:
         """Return the first rank's chunk after checking, once, that the samplers of all ranks yield the same."""
@@ -392,18 +392,18 @@ class PartOrder:
         if self._fit == "own":
             yield from units
             return
-        head: list[Any] = []
+        first_units: list[Any] = []
         given = 0
         while True:
             chunk, counts = self._exchanged(units)
-            head = head or chunk
+            first_units = first_units or chunk
             self._refuse_empty(counts, given)
             most = max(counts) if self._fit == "longest" else min(counts)
             if len(chunk) < _CHUNK and self._num_drawn is None:
                 self._num_drawn = given + len(chunk)
             yield from chunk[:most]
             for place in range(given + len(chunk), given + most):
-                yield head[(place - (self._num_drawn or 0)) % len(head)]
+                yield first_units[(place - (self._num_drawn or 0)) % len(first_units)]
             given += most
             if most < _CHUNK:
                 return

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, W
 
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import derive_seed
+from hasten.data.carried_state import CarriedState
 from hasten.data.foreign import ForeignSplit, is_hub_items, is_hub_stream, length_of, parts_of, plainly, split_by_itself
-from hasten.data.memory import Memory
 from hasten.data.random_states import RandomStates, seed_everything
 from hasten.data.rank_differences import (
     NUM_SAMPLES,
@@ -228,7 +228,7 @@ def _compare(loader: DataLoader[Any], found: list[dict[str, Any]], seed: int, co
     alike = all(one[name] == found[0][name] for one in found for name in ("description", "part"))
     if not compares or (alike and not any(one["asks"] for one in found)):
         return
-    reads = comm.all_gather_object(read_head(loader, seed))
+    reads = comm.all_gather_object(read_first_samples(loader, seed))
     if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
         raise different_data(f"the first samples of {type(loader.dataset).__name__} differ between ranks", comm.size)
 
@@ -242,7 +242,7 @@ def seed_of_turn(seed: int, turn: int) -> int:
     return derive_seed(seed, turn == 2)
 
 
-class HeadOfItems(Forwarding):
+class FirstItems(Forwarding):
     """The first items of a map-style dataset: twice from equal random states, then from different ones."""
 
     def __init__(self, dataset: Any, count: int, seed: int) -> None:
@@ -260,7 +260,7 @@ class HeadOfItems(Forwarding):
         return turn, self.hasten_dataset[index]
 
 
-class HeadOfStream(Forwarding, IterableDataset[Any]):
+class FirstElements(Forwarding, IterableDataset[Any]):
     """The first elements of a stream: twice from equal random states, then from different ones."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -274,34 +274,34 @@ class HeadOfStream(Forwarding, IterableDataset[Any]):
 
 
 def leaves_of_turn(read: Any) -> tuple[int, Sample]:
-    """Return (turn, leaves) for an element of a head."""
+    """Return (turn, leaves) for an element of FirstItems or FirstElements."""
     turn, sample = read
     return turn, leaves_of(sample)
 
 
-def read_head(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
+def read_first_samples(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
     """Read the first samples three times, in a worker if the loader has any; None if they cannot be read."""
     dataset: Any = loader.dataset
     size = length_of(dataset) or 0
     streams = isinstance(dataset, IterableDataset)
     if not streams and not size:
         return None
-    head: Any = HeadOfStream(dataset, seed) if streams else HeadOfItems(dataset, min(size, NUM_SAMPLES), seed)
+    first: Any = FirstElements(dataset, seed) if streams else FirstItems(dataset, min(size, NUM_SAMPLES), seed)
     engine = engine_of(
         loader,
-        dataset=head,
+        dataset=first,
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
-        sampler=count() if streams else range(len(head)),
+        sampler=count() if streams else range(len(first)),
         collate_fn=leaves_of_turn,
         num_workers=min(loader.num_workers, 1),
         persistent_workers=False,
         pin_memory=False,
     )
     engine.generator = torch.Generator().manual_seed(seed % 2**63)
-    memory = Memory(dataset)
-    before = memory.capture()
+    carried = CarriedState(dataset)
+    before = carried.capture()
     turns: list[list[Sample]] = [[] for _ in range(NUM_TURNS)]
     try:
         with RandomStates().kept():
@@ -311,5 +311,5 @@ def read_head(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
         log.info("the first samples could not be compared between ranks: %r", error)
         return None
     finally:
-        memory.restore(before)
+        carried.restore(before)
     return turns

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hasten.comm.base import Comm
-from hasten.data.memory import Memory
+from hasten.data.carried_state import CarriedState
 from hasten.data.random_states import OwnRng, RandomStates, States, decode_states
 from hasten.errors import DataError
 
@@ -301,7 +301,7 @@ class DrawTrial:
         rng.place(self._states)
         try:
             with self._process.kept(), rng.entered():
-                Memory(self._sampler, attributes=False).restore(self._generators)
+                CarriedState(self._sampler, attributes=False).restore(self._generators)
                 if hasattr(self._sampler, "set_epoch"):
                     self._sampler.set_epoch(self._epoch)
                 return [plain_unit(unit) for unit in islice(iter(self._sampler), most)]

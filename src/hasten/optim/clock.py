@@ -65,7 +65,7 @@ class StepClock:
     """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
-    cursors: ActiveLoaders = field(default_factory=ActiveLoaders)
+    loaders: ActiveLoaders = field(default_factory=ActiveLoaders)
     """The loaders being iterated."""
     _serial: int = 0
     num_updates: int = 0
@@ -77,7 +77,7 @@ class StepClock:
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     alone: bool = True
     """True if there is at most one optimizer."""
-    marks: StepPhases | None = None
+    phases: StepPhases | None = None
     """Callbacks at the phases of a step, when its phases are timed."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
@@ -98,7 +98,7 @@ class StepClock:
     @property
     def active(self) -> LoaderCursor | None:
         """The innermost loader being iterated."""
-        return self.cursors.innermost()
+        return self.loaders.innermost()
 
     @property
     def micro(self) -> int:
@@ -149,7 +149,7 @@ class StepClock:
 
     def watching(self, cursor: LoaderCursor) -> StepObserver:
         """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
-        return StepObserver(self.cursors, cursor, self)
+        return StepObserver(self.loaders, cursor, self)
 
     def tick(self, key: Key = ()) -> bool:
         """Start a micro-step of the window named by `key`; return True if it is the window's last.
@@ -164,7 +164,7 @@ class StepClock:
         window.turn = 0
         self._current = window
         self.interrupted = False
-        at_end = self.cursors.tick(window.micro > 1)
+        at_end = self.loaders.tick(window.micro > 1)
         window.closed = self.boundary = window.micro >= window.every or (at_end and self.sync_with_dataloader)
         self.pending = self.boundary and self.correction_due()
         if self.boundary and not self.alone and self.shared:
@@ -190,7 +190,7 @@ class StepClock:
         window = self._current
         window.missing = window.micro
         window.losses = window.before = 0
-        window.weights, window.weighted, window.lanes = [], None, None
+        window.weights, window.weighted, window.separate_gradients = [], None, None
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:
@@ -282,8 +282,8 @@ class StepClock:
         window = self._current
         window.closed = True
         self.num_updates += 1
-        if self.marks is not None:
-            self.marks.optimizer_done()
+        if self.phases is not None:
+            self.phases.optimizer_done()
         if self.alone or not self._waiting():
             window.losses = window.before = 0
         if self.after_update is not None:
@@ -301,7 +301,7 @@ class StepClock:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each open window as plain JSON values."""
         opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
-        if any(window.lanes is not None for _, window in opened):
+        if any(window.separate_gradients is not None for _, window in opened):
             raise StepError(
                 "the state was asked for in the middle of a window with several weighted losses per micro-step; their "
                 "gradients are kept apart until the window ends and are not part of a checkpoint. Save where "
@@ -342,8 +342,10 @@ class StepClock:
             for holder in self.holders():
                 holder.clear_late()
         last = self._windows.get(key)
-        if last is not None and last.lanes is not None:
-            last.lanes.refuse_leftovers(p for holder in self.holders() if not holder.spent for p in holder.parameters)
+        if last is not None and last.separate_gradients is not None:
+            last.separate_gradients.refuse_leftovers(
+                p for holder in self.holders() if not holder.spent for p in holder.parameters
+            )
         window = self._windows[key] = Window(self.every, self._serial)
         return window
 
@@ -370,33 +372,33 @@ class StepClock:
         """Return the share of one of several weighted losses, each of which is divided by its total weight.
 
         The one correction of the window is the first loss's. In a window of one micro-step the others' totals are
-        known here, so the shares are corrected for it; in a longer window their gradients go into separate lanes.
+        known here, so the shares are corrected for it; in a longer window their gradients are kept separately, by loss.
         """
-        if window.lanes is None and self.boundary and window.before == 0:
+        if window.separate_gradients is None and self.boundary and window.before == 0:
             agree_on_factors(
                 window, self.unit, self.comm, [number for number in (0, place) if number not in window.factors]
             )
             return times(share, window.factors[place] / window.factors[0])
-        if window.lanes is None:
-            window.lanes = SeparateGradients()
+        if window.separate_gradients is None:
+            window.separate_gradients = SeparateGradients()
         loose = [] if self.unowned is None else self.unowned.parameters()
         held = (p for holder in self.holders() if not holder.spent for p in holder.parameters)
-        window.lanes.switch(place, [*held, *loose])
+        window.separate_gradients.switch(place, [*held, *loose])
         return share
 
     @property
-    def lanes(self) -> SeparateGradients | None:
+    def separate_gradients(self) -> SeparateGradients | None:
         """Gradients that the current window accumulates separately, if any."""
-        return self._current.lanes
+        return self._current.separate_gradients
 
     def merge_lanes(self, parameters: list[Tensor]) -> None:
-        """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
+        """Set these parameters' gradients to the sum over the losses, each corrected by weight. Ranks: every rank."""
         window = self._current
-        assert window.lanes is not None, "there are lanes to merge"
+        assert window.separate_gradients is not None, "there are gradients to merge"
         agree_on_factors(
             window, self.unit, self.comm, [number for number in range(window.turn) if number not in window.factors]
         )
-        window.lanes.merge(parameters, window.factors)
+        window.separate_gradients.merge(parameters, window.factors)
 
 
 def check_every(every: object) -> None:

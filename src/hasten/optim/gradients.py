@@ -184,7 +184,7 @@ class WindowCorrection(Protocol):
     pending: bool
 
     @property
-    def lanes(self) -> object | None: ...
+    def separate_gradients(self) -> object | None: ...
     def merge_lanes(self, parameters: list[Tensor]) -> None: ...
     def correction(self) -> float | Tensor | None: ...
 
@@ -244,7 +244,7 @@ class Unowned:
         self._merged = True
         parameters, clock = self.parameters(), self._clock
         factor: float | Tensor | None = None
-        if clock.lanes is not None and clock.pending:
+        if clock.separate_gradients is not None and clock.pending:
             clock.merge_lanes(parameters)
         elif clock.pending:
             factor = clock.correction()

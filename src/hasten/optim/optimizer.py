@@ -82,7 +82,7 @@ class SharedWindow:
         )
 
     def _rewind(self, parameters: Sequence[Tensor], clock: StepClock) -> None:
-        if clock.lanes is not None:
+        if clock.separate_gradients is not None:
             raise StepError(
                 "zero_grad() would have to clear the gradients of another optimizer's weighted loss and keep those of "
                 "the window's earlier micro-steps, which are spread over several weighted losses. Give this "
@@ -225,8 +225,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not clock.alone and clock.crowded:
                 self._mark()
             return None
-        if clock.marks is not None:
-            clock.marks.optimizer_begins()
+        if clock.phases is not None:
+            clock.phases.optimizer_begins()
         if self._share.clears_late is not None:
             self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
@@ -256,8 +256,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._clock.unowned is not None:
             self._clock.unowned.close(result.applied)
         self._clock.used()
-        if self._clock.marks is not None and not result.applied:
-            self._clock.marks.skipped()
+        if self._clock.phases is not None and not result.applied:
+            self._clock.phases.skipped()
         if result.applied:
             for follow in self.after_update:
                 follow()
@@ -266,8 +266,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Count an update that a CUDA graph has made, including clearing the gradients."""
         clock = self._clock
         self.called_at = clock.num_updates
-        if clock.marks is not None:
-            clock.marks.optimizer_begins()
+        if clock.phases is not None:
+            clock.phases.optimizer_begins()
         if clock.before_update is not None:
             clock.before_update(self)
         self._close(APPLIED)
@@ -324,8 +324,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
         else:
             clear(set_to_none)
-        if (lanes := self._clock.lanes) is not None:
-            lanes.drop(self.parameters)
+        if (separate := self._clock.separate_gradients) is not None:
+            separate.drop(self.parameters)
 
     @property
     def scaled(self) -> bool:
@@ -371,7 +371,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         due = clock.pending and self._settled != clock.serial
         if due:
             self._settled = clock.serial
-        if due and clock.lanes is not None:
+        if due and clock.separate_gradients is not None:
             if self._engine is not None:
                 raise StepError(
                     "several weighted losses in each micro-step of a window have gradients of their own, which an engine adds "

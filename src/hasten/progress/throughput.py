@@ -178,8 +178,8 @@ class Throughput:
     # -- the loop --------------------------------------------------------------------------------------------------
     def attach(self) -> None:
         """Follow the loaders and the updates, after the callbacks that are there."""
-        clock, cursors = self._clock, self._clock.cursors
-        updated, asked = self._before = clock.after_update, cursors.before_next
+        clock, loaders = self._clock, self._clock.loaders
+        updated, asked = self._before = clock.after_update, loaders.before_next
 
         def after_update() -> None:
             if updated is not None:
@@ -191,7 +191,7 @@ class Throughput:
             if asked is not None:
                 asked(cursor)
 
-        clock.after_update, cursors.before_next = after_update, before_next
+        clock.after_update, loaders.before_next = after_update, before_next
         clock.rates = self.values
         if self._entry is None and self._peak_tflops is None and self._ctx.is_main:
             log.info(
@@ -202,7 +202,7 @@ class Throughput:
     def detach(self) -> None:
         """Restore the callbacks that were there before `attach`."""
         self.close()
-        self._clock.after_update, self._clock.cursors.before_next = self._before
+        self._clock.after_update, self._clock.loaders.before_next = self._before
         self._clock.rates = None
 
     def asked(self, cursor: LoaderCursor) -> None:

@@ -122,7 +122,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def given(self, batch: Any) -> Any:
         """The batch; the last tells how many samples all processes have of it."""
         if self.end_of_dataloader:
-            total = self.track.mark if isinstance(self.track.mark, int) else None
+            state = self.loader_iteration.source_state
+            total = state if isinstance(state, int) else None
             self.remainder = total or find_batch_size(batch) or -1
         else:
             self.remainder = -1
