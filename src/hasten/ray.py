@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hasten.errors import CheckpointError, LaunchError, PeerFailedError
-from hasten.launch.ray import VERSIONS, failures_of, lost_words
+from hasten.launch.cluster.ray import VERSIONS, failures_of, lost_words
 from hasten.optional import need
 from hasten.tracking.values import snapshot
 
