@@ -144,9 +144,7 @@ def _guarded(call: Callable[[], T], target: HubRepository, what: str, remedy: st
         return call()
     except HastenError:
         raise
-    except (
-        Exception
-    ) as error:  # the client raises errors of several packages; each becomes a HubError without the token
+    except Exception as error:  # errors of several packages; raised again without the token
         problem = HubError(_message(error, target, what, remedy))
     raise problem  # outside of the handler, so that the error has no context either
 
