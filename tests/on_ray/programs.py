@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -161,8 +162,7 @@ PROGRAMS: Final[tuple[Callable[[Path], dict[str, Any]], ...]] = (plain, killed, 
 
 
 if __name__ == "__main__":
-    import programs  # workers import the training loop by this name
-
-    where = Path(sys.argv[2])
-    chosen = next(one for one in programs.PROGRAMS if one.__name__ == sys.argv[1])
+    # workers import the training loop by the name of this file
+    programs, where = import_module("programs").PROGRAMS, Path(sys.argv[2])
+    chosen = next(one for one in programs if one.__name__ == sys.argv[1])
     (where / "result.json").write_text(json.dumps(chosen(where)))

@@ -67,7 +67,8 @@ def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
         gradients = []
         for samples in ranks:
             model.zero_grad()
-            nn.functional.mse_loss(model(data.inputs[samples]), data.labels[samples]).backward()
+            loss: Any = nn.functional.mse_loss(model(data.inputs[samples]), data.labels[samples])
+            loss.backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
         for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = torch.stack([part / len(ranks) for part in parts]).sum(0)

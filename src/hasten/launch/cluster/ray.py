@@ -282,7 +282,8 @@ def run_program(config: Mapping[str, Any]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise LaunchError(
-                f"the program ended with sys.exit({end.code!r}), which Ray would take for success. Its reason is in the output of this worker."
+                f"the program ended with exit code {end.code!r}, which Ray would take for success, so the run is ended as failed. Read its reason in the output "
+                "of this worker, and let the program return, or exit with 0, after its last step."
             ) from end
 
 
