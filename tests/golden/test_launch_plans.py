@@ -19,7 +19,8 @@ from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.errors import HastenError
 from hasten.launch.base import Host, LaunchRequest, Target
-from hasten.launch.job import Mpi, make_plan
+from hasten.launch.cluster.mpi import Mpi
+from hasten.launch.job import make_plan
 from hasten.runtime.tpu_hosts import TpuSlice
 
 FOLDER: Final = Path(__file__).with_name("launch_plans")

@@ -15,7 +15,7 @@ from hasten.config import files
 from hasten.config.effective import effective
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
-from hasten.launch.report import package_versions
+from hasten.launch.checkin import package_versions
 from hasten.launch.shape import read_allocation
 from hasten.optional import need
 from hasten.runtime import env as environment

@@ -24,10 +24,9 @@ from hasten.errors import ConfigError, LaunchError
 from hasten.launch import failure as verdict
 from hasten.launch import network
 from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc
-from hasten.launch.checkin import Report
+from hasten.launch.checkin import Report, make_report
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
-from hasten.launch.report import make_report
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
 from hasten.runtime import secret
