@@ -41,13 +41,14 @@ class KubernetesSettings(Section):
     token_secret: str | None = setting(
         None, "Secret whose key `token` is the job's HASTEN_TOKEN (default: the job's name with -token)"
     )
-    port: int = setting(29500, "port of the rendezvous on the first pod", minimum=1024, maximum=65535)
     grace_s: int | None = setting(
         None,
         "seconds that a pod may take to save and exit after SIGTERM (default: stop_grace_s + 30)",
         minimum=1,
     )
-    on_stall: Literal["restart", "fail"] = setting("restart", "what follows when a stalled run was ended (exit code 86)")
+    on_stall: Literal["restart", "fail"] = setting(
+        "restart", "what follows when a stalled run was ended (exit code 86)"
+    )
     max_restarts: int | None = setting(
         None, "restarts of all pods after a failure, not counting preemptions (default: 3)", minimum=0
     )
