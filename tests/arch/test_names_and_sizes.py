@@ -21,6 +21,7 @@ SMALL: Final = MappingProxyType(
         "cli/data_cmd.py": "one file for each command",
         "config/effective.py": "imports YAML, which workers do not need",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
+        "config/sections/kubernetes.py": "one file for each topic of settings",
         "config/sections/trust.py": "one file for each topic of settings",
         "lazy.py": "imported by every module of public names",
         "optim/fused.py": "one feature, used by preparing and by captured steps",

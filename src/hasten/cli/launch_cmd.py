@@ -32,7 +32,6 @@ ESSENTIAL: Final = frozenset(
             "tee",
         ),
         *("module", "no_python", "quiet", "submit", "submit_options", "dynamo_backend"),
-        *("kubernetes_kind", "kubernetes_apply", "kubernetes_image", "kubernetes_gpus", "kubernetes_volume"),
         *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size"),
     )
 )

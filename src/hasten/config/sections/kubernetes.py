@@ -24,7 +24,7 @@ class KubernetesSettings(Section):
     labels: Mapping[str, Any] = setting(factory=dict, help="labels of the job and its pods, such as a queue's name")
     node_selector: Mapping[str, Any] = setting(factory=dict, help="labels of the nodes on which pods may run")
     service_account: str | None = setting(None, "service account of the pods")
-    image_pull_secrets: tuple[str, ...] = setting((), "names of Secrets with the credentials of the image's registry")
+    pull_from: tuple[str, ...] = setting((), "names of Secrets with the credentials of the image's registry")
     cpu: str | None = setting(None, "CPUs of a pod, such as 8 or 500m")
     memory: str | None = setting(None, "memory of a pod, such as 64Gi")
     gpus: int | None = setting(None, "GPUs of a pod (default: one for each of its processes)", minimum=0)
@@ -38,7 +38,7 @@ class KubernetesSettings(Section):
     python: str = setting("python", "the image's Python")
     env: Mapping[str, Any] = setting(factory=dict, help="environment variables of the pods; not for credentials")
     env_from: tuple[str, ...] = setting((), "names of Secrets whose keys become environment variables of the pods")
-    token_secret: str | None = setting(
+    token_name: str | None = setting(
         None, "Secret whose key `token` is the job's HASTEN_TOKEN (default: the job's name with -token)"
     )
     grace_s: int | None = setting(

@@ -69,7 +69,8 @@ class LaunchConfig(Section):
         help="exit codes that the launcher replaces, such as 85=143 for schedulers that restart only codes above 127",
     )
     submit: Literal["slurm", "kubernetes"] | None = setting(
-        None, "write and submit a batch script for SLURM, or a manifest for Kubernetes"
+        None,
+        "write and submit a batch script for SLURM, or a manifest for Kubernetes (--help-all lists --kubernetes_…)",
     )
     submit_options: Mapping[str, Any] = setting(
         factory=dict, help="options of the batch script, such as partition and time"

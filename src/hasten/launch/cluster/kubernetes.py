@@ -7,6 +7,7 @@ from typing import Any, Final, assert_never
 
 import yaml
 
+from hasten.config.sections.kubernetes import KubernetesSettings
 from hasten.launch.base import LaunchPlan, LaunchRequest, PlannedFile, Proc
 from hasten.launch.cluster.pods import TOKEN_KEY, PodPlan, plan_pods, tag_text
 from hasten.launch.failure import PREEMPTED, STALLED
@@ -33,13 +34,14 @@ def plan_submit(request: LaunchRequest) -> LaunchPlan:
     Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
     """
     pods = plan_pods(request)
-    path = f"{pods.name}-{pods.settings.kind}.yaml"
+    asked: KubernetesSettings = pods.settings
+    path = f"{pods.name}-{asked.kind}.yaml"
     documents = manifests(pods)
     text = "---\n".join(_yaml(document) for document in documents)
     header = "".join(f"# {line}\n" for line in _header(pods, path))
     return LaunchPlan(
         launcher="kubernetes",
-        procs=(Proc(("kubectl", "apply", "-f", path)),) if pods.settings.apply else (),
+        procs=(Proc(("kubectl", "apply", "-f", path)),) if asked.apply else (),
         notes=_notes(pods, path),
         files=(PlannedFile(path, header + text, public=True),),
         supervision=supervision(request, JobShape(num_processes=pods.processes)),
@@ -67,7 +69,7 @@ def _yaml(document: JsonObject) -> str:
 
 def _header(pods: PodPlan, path: str) -> list[str]:
     lines = ["Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields."]
-    if pods.token_secret is not None:
+    if pods.token_name is not None:
         lines.append(f"Needs a Secret, created once: {_secret_command(pods)}")
     return [*lines, f"Submit: kubectl apply -f {path}"]
 
@@ -75,7 +77,7 @@ def _header(pods: PodPlan, path: str) -> list[str]:
 def _secret_command(pods: PodPlan) -> str:
     space = f" --namespace {pods.settings.namespace}" if pods.settings.namespace else ""
     return (
-        f'printf %s "$(openssl rand -hex 32)" | kubectl create secret generic {pods.token_secret}{space} '
+        f'printf %s "$(openssl rand -hex 32)" | kubectl create secret generic {pods.token_name}{space} '
         f"--from-file={TOKEN_KEY}=/dev/stdin"
     )
 
@@ -84,8 +86,8 @@ def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
     low, high = pods.min_pods, pods.max_pods
     count = f"{high} pod(s)" if low == high else f"{low} to {high} pods"
     notes = [f"{count} with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"]
-    if pods.token_secret is not None:
-        notes.append(f"the Secret {pods.token_secret} must exist: {_secret_command(pods)}")
+    if pods.token_name is not None:
+        notes.append(f"the Secret {pods.token_name} must exist: {_secret_command(pods)}")
     if pods.settings.volume is None:
         notes.append("no volume: checkpoints must be saved outside the pods (an object store), or they end with them")
     if pods.elastic and not pods.pod_restarts:
@@ -133,7 +135,7 @@ def _jobset(pods: PodPlan) -> JsonObject:
 
 def _training_runtime(pods: PodPlan) -> JsonObject:
     """Return the runtime of a TrainJob, which holds what a TrainJob itself cannot express: policies, volumes, the grace period."""
-    asked = pods.settings
+    asked: KubernetesSettings = pods.settings
     container: JsonObject = {"name": _JOB, "image": asked.image, **_env_from(pods), "volumeMounts": _mounts(pods)}
     if asked.working_dir is not None:
         container["workingDir"] = asked.working_dir
@@ -213,7 +215,7 @@ def _pytorchjob(pods: PodPlan) -> JsonObject:
 
 
 def _metadata(pods: PodPlan, more: JsonObject | None = None) -> JsonObject:
-    asked = pods.settings
+    asked: KubernetesSettings = pods.settings
     made: JsonObject = {"name": pods.name}
     if asked.namespace is not None:
         made["namespace"] = asked.namespace
@@ -250,14 +252,14 @@ def _failure_policy(pods: PodPlan) -> JsonObject:
 
 
 def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
-    asked = pods.settings
+    asked: KubernetesSettings = pods.settings
     spec: JsonObject = {"terminationGracePeriodSeconds": pods.grace_s}
     if asked.kind != "pytorchjob":  # there the operator sets it from the replica's policy
         spec["restartPolicy"] = "Never"
     if asked.service_account is not None:
         spec["serviceAccountName"] = asked.service_account
-    if asked.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in asked.image_pull_secrets]
+    if asked.pull_from:
+        spec["imagePullSecrets"] = [{"name": name} for name in asked.pull_from]
     if asked.node_selector:
         spec["nodeSelector"] = {key: tag_text(value) for key, value in asked.node_selector.items()}
     memory = {"medium": "Memory", **({"sizeLimit": asked.shared_memory} if asked.shared_memory else {})}
@@ -268,7 +270,7 @@ def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
 
 
 def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
-    asked = pods.settings
+    asked: KubernetesSettings = pods.settings
     made: JsonObject = {"name": name, "image": asked.image, "command": list(pods.command)}
     if asked.working_dir is not None:
         made["workingDir"] = asked.working_dir
@@ -283,8 +285,8 @@ def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
 def _env(pods: PodPlan) -> list[JsonObject]:
     """Return the variables of every kind: the token, by reference, and those of the settings."""
     made: list[JsonObject] = []
-    if pods.token_secret is not None:
-        key = {"name": pods.token_secret, "key": TOKEN_KEY}
+    if pods.token_name is not None:
+        key = {"name": pods.token_name, "key": TOKEN_KEY}
         made.append({"name": TOKEN, "valueFrom": {"secretKeyRef": key}})
     return [*made, *({"name": name, "value": tag_text(value)} for name, value in pods.settings.env.items())]
 
@@ -300,7 +302,7 @@ def _from_field(name: str, path: str) -> JsonObject:
 
 def _resources(pods: PodPlan) -> JsonObject:
     """Return requests equal to limits, so that a pod is the last to be evicted."""
-    asked = pods.settings
+    asked: KubernetesSettings = pods.settings
     amounts: JsonObject = {name: value for name, value in (("cpu", asked.cpu), ("memory", asked.memory)) if value}
     if pods.gpus:
         amounts[asked.gpu_resource] = str(pods.gpus)

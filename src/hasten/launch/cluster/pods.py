@@ -76,7 +76,7 @@ class PodPlan:
     """Restarts of all pods after a failure."""
     pod_restarts: int
     """Restarts of the processes inside the pods."""
-    token_secret: str | None
+    token_name: str | None
     """Secret with the job's token; None for a single pod, whose launcher makes one."""
 
     @property
@@ -114,7 +114,7 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
         grace_s=_grace_s(launch, asked),
         max_restarts=_max_restarts(asked),
         pod_restarts=launch.max_restarts,
-        token_secret=(asked.token_secret or f"{name}-token") if high > 1 or asked.token_secret else None,
+        token_name=(asked.token_name or f"{name}-token") if high > 1 or asked.token_name else None,
     )
 
 
@@ -134,7 +134,7 @@ def _refuse_foreign(launch: LaunchConfig) -> None:
     for name, why in decided.items():
         if getattr(launch, name) != getattr(plain, name):
             raise ConfigError(
-                f"{name}={getattr(launch, name)!r} cannot be honoured with --submit kubernetes: {why}. Remove {name}."
+                f"{name}={getattr(launch, name)!r} is not supported with --submit kubernetes: {why}. Remove {name}."
             )
     if launch.launcher not in ("auto", "torchrun"):
         raise ConfigError(
@@ -222,9 +222,9 @@ def _check_settings(asked: KubernetesSettings) -> None:
 def _check_objects(asked: KubernetesSettings) -> None:
     """Raise unless the names of other objects are valid."""
     named: list[tuple[str, str | None]] = [
-        *((name, getattr(asked, name)) for name in ("service_account", "volume", "token_secret")),
+        *((name, getattr(asked, name)) for name in ("service_account", "volume", "token_name")),
         *(("env_from", name) for name in asked.env_from),
-        *(("image_pull_secrets", name) for name in asked.image_pull_secrets),
+        *(("pull_from", name) for name in asked.pull_from),
     ]
     for setting, name in named:
         if name is not None and (len(name) > 253 or not _SUBDOMAIN.fullmatch(name)):
