@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, Literal, assert_never, cast
 
 from hasten.config import absent, handoff
-from hasten.config.effective import effective
+from hasten.config.files import effective
 from hasten.config.resolve import Resolved
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig

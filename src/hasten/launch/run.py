@@ -30,7 +30,7 @@ from hasten.launch.guard import SAVING, STOPPING, kill_groups
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
 from hasten.runtime import secret
-from hasten.runtime.last_words import ERROR_FILE
+from hasten.runtime.launcher_files import ERROR_FILE
 
 _MEMORY: Final = Path("/dev/shm")  # in-memory file system on Linux
 _LOCK: Final = "launcher"

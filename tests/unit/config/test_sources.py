@@ -10,6 +10,7 @@ import pytest
 from hasten.config import files, handoff
 from hasten.config.decode import Mismatch, decode
 from hasten.config.established import established_variables
+from hasten.config.files import parse
 from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
@@ -22,7 +23,6 @@ from hasten.config.sections.parallel import (
     ParallelismConfig,
 )
 from hasten.config.source import Marked, SettingEntry, SettingSource
-from hasten.config.yaml_text import parse
 from hasten.errors import ConfigError, ConfigFileError, ContradictionError, SettingValueError, UnknownSettingError
 
 
