@@ -20,6 +20,7 @@ SMALL: Final = MappingProxyType(
         "checkpoint/store/retention.py": "imports no torch; used by the writer and by the state of a run",
         "cli/data_cmd.py": "one file for each command",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
+        "config/sections/kubernetes.py": "one file for each topic of settings",
         "config/sections/trust.py": "one file for each topic of settings",
         "launch/links.py": "a file format shared by `hasten test` and `hasten plan`",
         "lazy.py": "imported by every module of public names",

@@ -280,10 +280,10 @@ class Accelerator:
             )
             if parts.numbers.then != "report":
                 self._preparer.on_model = self._numbers.follow
-                self._clock.before_update = self._numbers.before_update
+                self._clock.listening().before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self._prepared)
         if self._sentinel is not None:
-            self._clock.after_update = self._sentinel.updated
+            self._clock.listening().after_update = self._sentinel.updated
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
 
@@ -585,14 +585,15 @@ class Accelerator:
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
             weighed, parts = self._precision.scale(divided(weighed, parts)), 1
-        if clock.part is not None or clock.share is not None:
-            weight = clock.weight_of(weight)
+        weights = clock.weights
+        if weights.part is not None or weights.share is not None:
+            weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
         else:
-            with zero_if_weightless(loss, weight, self._clock.joined):
+            with zero_if_weightless(loss, weight, weights.joined):
                 self._strategy.backward(weighed, parts, **kwargs)
         if self._run_log is not None:
             self._run_log.backward_done(exchanged=self._clock.boundary)

@@ -57,11 +57,12 @@ class RayRun:
     module: bool = False
 
 
-def check_unused(launch: LaunchConfig) -> None:
-    """Raise for settings of Ray without `ray`. Raises: ConfigError."""
+def chosen(launch: LaunchConfig) -> bool:
+    """Return whether the plan is a run of Ray. Raises: ConfigError for settings of Ray without `ray`."""
     named = sorted(name for name in given(launch) if name.startswith("ray_"))
     if named and not launch.ray:
         raise ConfigError(f"{', '.join(named)} would have no effect without ray. Add --ray, or remove them.")
+    return launch.ray
 
 
 def plan(request: LaunchRequest, host: Host, folder: str) -> LaunchPlan:
