@@ -156,7 +156,8 @@ class Loader(DataLoader[Any]):
     def _pass(self, items: Iterator[Item], here: Position, num_rollbacks: int) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
-        active, phases, size = clock.loaders, clock.phases, self.parts.total_batch_size or 0
+        active, listener, size = clock.loaders, clock.listener, self.parts.total_batch_size or 0
+        phases = None if listener is None else listener.phases
         if phases is not None:
             phases.asked()
         for batch, padding, last, source_state in items:

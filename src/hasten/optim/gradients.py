@@ -185,7 +185,7 @@ class WindowCorrection(Protocol):
 
     @property
     def separate_gradients(self) -> object | None: ...
-    def merge_lanes(self, parameters: list[Tensor]) -> None: ...
+    def merge_gradients(self, parameters: list[Tensor]) -> None: ...
     def correction(self) -> float | Tensor | None: ...
 
 
@@ -245,7 +245,7 @@ class Unowned:
         parameters, clock = self.parameters(), self._clock
         factor: float | Tensor | None = None
         if clock.separate_gradients is not None and clock.pending:
-            clock.merge_lanes(parameters)
+            clock.merge_gradients(parameters)
         elif clock.pending:
             factor = clock.correction()
         scaler = self._precision.scaler
