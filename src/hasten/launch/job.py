@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
-from hasten.launch import slurm, torchrun, xla
+from hasten.launch import replicas, slurm, torchrun, xla
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc, Target, look
 from hasten.launch.run import complete, execute
 from hasten.launch.shape import JobShape, check_memory, decide, elsewhere, worker_argv
@@ -199,6 +199,8 @@ class Job:
 
     def run(self) -> int:
         """Run the job to completion and return its exit code."""
+        if starts_replicas(self.request.config):
+            return replicas.run(self.plan, self.request.config, self.host)
         return execute(self.plan, self.request.config, self.host)
 
 
@@ -231,7 +233,11 @@ def prepare(
         )
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     _check_script(target)
-    request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
+    config = resolved.config
+    if starts_replicas(config):
+        replicas.check(config)
+        config = replace(config, launch=replace(launch, num_processes=1, launcher="single"))
+    request = LaunchRequest(config, target, handoff.pack(resolved))
     plan = make_plan(
         request,
         host,
@@ -241,6 +247,11 @@ def prepare(
         tpu=xla.ask(request, host),
     )
     return Job(request, resolved, host, complete(plan, host.env))
+
+
+def starts_replicas(config: Config) -> bool:
+    """Return True if this launch starts replicas that may be lost, and is not itself one of them."""
+    return config.survive.replicas > 0 and config.survive.replica is None
 
 
 def _check_engine(config: Config) -> None:

@@ -85,6 +85,9 @@ class StepClock:
     """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
     """Called after an optimizer has used the gradients at a boundary."""
+    exchange: Callable[[Holder], bool] | None = None
+    """Called with an optimizer before its gradients are read or used at a boundary, possibly several times: averages them over replicas
+    that are not in `comm`. True skips the update, because the optimizer has received the state after it."""
     rates: Callable[[], Mapping[str, float]] | None = None
     """Returns tokens a second and MFU, while they are tracked."""
     unowned: Unowned | None = None
@@ -260,6 +263,11 @@ class StepClock:
             return window.factors[0]
         length = window.micro - window.missing
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
+
+    def weights(self) -> list[float] | None:
+        """Return the total weight of each loss of the current window on this rank; None for losses without weights."""
+        window = self._current
+        return [float(weight) for weight in window.weights] if window.weighted else None
 
     def force(self, boundary: bool) -> None:
         """Make the current micro-step a boundary or not, regardless of the count."""
