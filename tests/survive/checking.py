@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from training import Numbered, model_of
 
 from hasten import Accelerator
 from hasten.data.position import Position
 from hasten.survive.exchange import weighted_sum
 from hasten.survive.ledger_plan import positions
+from tests.survive.replica_program import Numbered, model_of
 
 Row = Mapping[str, Any]
 
@@ -71,12 +72,35 @@ def check_indices(folder: Path, updates: Sequence[Row], options: Mapping[str, An
             assert row["window"] == wanted
 
 
-def _indices(ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int) -> list[int]:
-    loader = DataLoader(Numbered(options["size"]), batch_size=options["batch"], shuffle=True)
+@lru_cache
+def _order(size: int, epoch: int, seed: int) -> list[int]:
+    """Return the indices of an epoch in the order in which hasten shuffles them."""
+    loader = DataLoader(Numbered(size), batch_size=1, shuffle=True)
     source: Any = Accelerator(cpu=True).prepare(loader).parts.source  # Any: the source of map-style data
-    seek = source.assignment.order.seek(Position(epoch=epoch, seed=seed))
-    found: list[int] = seek(np.array(positions(ranges), dtype=np.int64)).tolist()
+    found: list[int] = source.assignment.order.seek(Position(epoch=epoch, seed=seed))(np.arange(size)).tolist()
     return found
+
+
+def _indices(ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int) -> list[int]:
+    order = _order(options["size"], epoch, seed)
+    return [order[place] for place in positions(ranges)]
+
+
+def check_run(folder: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Check the samples and the weights of a finished run; return its updates."""
+    found = results(folder)
+    assert found, "a replica has reached the end"
+    ledger = next(iter(found.values()))["ledger"]
+    updates = chain(folder, ledger["lineage"])
+    check_account(updates, options["size"], options["epochs"])
+    check_indices(folder, updates, options, ledger["seed"])
+    wanted = reference(updates, options, ledger["seed"])
+    for result in found.values():
+        assert result["ledger"] == ledger
+        assert result["ledger"]["unused"] == {}
+        assert result["weights"] == wanted  # bit by bit
+        assert result["updates"] == len(updates)
+    return updates
 
 
 def reference(updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> list[Any]:
@@ -84,15 +108,13 @@ def reference(updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> 
     model = model_of(5 + int(updates[0]["first"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-    loader = DataLoader(Numbered(options["size"]), batch_size=options["batch"], shuffle=True)
-    source: Any = Accelerator(cpu=True).prepare(loader).parts.source  # Any: the source of map-style data
+    dataset = Numbered(options["size"])
     for update in updates:
-        seek = source.assignment.order.seek(Position(epoch=update["epoch"], seed=seed))
         parts: list[list[Tensor]] = []
         weights: list[tuple[float, float]] = []
         for name in update["contributors"]:
-            batches = [seek(np.array(positions(one[name]), dtype=np.int64)).tolist() for one in update["rounds"]]
-            parts.append(_gradients(model, source.engine.dataset, batches, options))
+            batches = [_indices(one[name], update["epoch"], options, seed) for one in update["rounds"]]
+            parts.append(_gradients(model, dataset, batches, options))
             real = sum(map(bool, batches))
             rows_ = float(sum(map(len, batches)))
             weights.append((rows_, rows_) if options["weighted"] else (float(len(batches)), float(real)))

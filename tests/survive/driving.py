@@ -35,7 +35,7 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def start(folder: Path, replicas: int, options: Mapping[str, Any], *flags: str) -> subprocess.Popen[str]:
     """Start the launcher with this many replicas."""
     command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", str(replicas), *flags]
-    command += [str(HERE / "training.py"), str(folder), json.dumps(options)]
+    command += [str(HERE / "replica_program.py"), str(folder), json.dumps(options)]
     out = (folder / "out.txt").open("w")
     return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
@@ -50,7 +50,9 @@ def finish(run: subprocess.Popen[str], folder: Path, timeout_s: float) -> str:
             run.wait(20)
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
-        raise AssertionError(f"the run did not end in {timeout_s:.0f} s:\n{(folder / 'out.txt').read_text()[-6000:]}") from None
+        raise AssertionError(
+            f"the run did not end in {timeout_s:.0f} s:\n{(folder / 'out.txt').read_text()[-6000:]}"
+        ) from None
     text = (folder / "out.txt").read_text()
     assert code == 0, text[-6000:]
     return text
@@ -71,11 +73,7 @@ def recent(folder: Path, seconds: float = 0.5) -> dict[str, int]:
     """Return the live replicas that have written within the last seconds."""
     now = time.time()
     paths = {(*path.stem.split("-")[1:],): path for path in folder.glob("replica-*.jsonl")}
-    return {
-        name: pid
-        for name, pid in live(folder).items()
-        if now - paths[(name, str(pid))].stat().st_mtime < seconds
-    }
+    return {name: pid for name, pid in live(folder).items() if now - paths[(name, str(pid))].stat().st_mtime < seconds}
 
 
 def wait_for(run: subprocess.Popen[str], folder: Path, number: int, timeout_s: float = 120.0) -> dict[str, int]:

@@ -95,7 +95,8 @@ def _lighthouse(config: Config) -> Iterator[str]:
         stderr=None if config.debug else subprocess.DEVNULL,
         start_new_session=True,
     )
-    assert child.stdin is not None and child.stdout is not None, "both are pipes"
+    assert child.stdin is not None, "it is a pipe"
+    assert child.stdout is not None, "it is a pipe"
     try:
         line = child.stdout.readline().decode().strip()
         if not line.isdigit():
@@ -182,7 +183,9 @@ class Crew:
         self._code, self._last = code, worker
         quick = worker.quick + 1 if code > 0 and time.monotonic() - worker.began < _QUICK_S else 0
         if quick >= _QUICK_FAILURES or self._restarts >= self.config.survive.max_restarts:
-            _say(f"replica {number} ended with {end_words(code)} and is not started again; {len(self.workers)} are left")
+            _say(
+                f"replica {number} ended with {end_words(code)} and is not started again; {len(self.workers)} are left"
+            )
             return
         self._restarts += 1
         _say(f"replica {number} ended with {end_words(code)}; it is started again, {len(self.workers)} continue")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ class ReplicaGroup:
         host, _, port = store.rpartition(":")
         try:
             self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
+            # Any: torch's stubs leave the collectives of this class out
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
         except RuntimeError as error:
             raise LostReplicaError(f"the group of {size} replicas could not be formed: {_short(error)}") from error
 
@@ -46,23 +47,13 @@ class ReplicaGroup:
 
         Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ.
         """
-        try:
-            return self._mean(parameters, weight, share, facts)
-        except RuntimeError as error:
-            if isinstance(error, StepError):
-                raise
-            raise LostReplicaError(_short(error)) from error
-
-    def _mean(
-        self, parameters: Sequence[Tensor], weight: float, share: float, facts: Sequence[float]
-    ) -> list[Tensor | None]:
         present = [parameter.grad is not None for parameter in parameters]
         header = torch.tensor([weight, share, *facts, *map(float, present)], dtype=torch.float64)
         headers = [torch.empty_like(header) for _ in range(self.size)]
-        asked = self._group.allgather([headers], [header])
+        asked = self._started("allgather", [headers], [header])
         buckets = list(_buckets(parameters))
         first = [self._send(flatten(one)) for one in buckets[:1]]
-        asked.wait()
+        _wait(asked)
         self._compare(headers, len(facts))
         total = sum(float(one[1]) for one in headers)
         factors = [float(one[0]) / total if total and float(one[1]) else 0.0 for one in headers]
@@ -72,8 +63,9 @@ class ReplicaGroup:
             sent = first[0] if number == 0 else self._send(flatten(bucket))
             reduced = self._receive(*sent, factors)
             sizes = [parameter.numel() for parameter in bucket]
+            reduced = reduced[: sum(sizes)]
             results += [
-                part.view(parameter.shape) for part, parameter in zip(reduced.split(sizes), bucket, strict=True)
+                part.view(parameter.shape) for part, parameter in zip(torch.split(reduced, sizes), bucket, strict=True)
             ]
         return [one if asked_for else None for one, asked_for in zip(results, wanted.tolist(), strict=True)]
 
@@ -86,29 +78,43 @@ class ReplicaGroup:
                     "conditions on the batch around step()."
                 )
 
+    def _started(self, collective: str, *arguments: object) -> dist.Work:
+        """Start a collective of the group."""
+        try:
+            work: dist.Work = getattr(self._group, collective)(*arguments)
+        except RuntimeError as error:  # the connection to a member is closed already
+            raise LostReplicaError(_short(error)) from error
+        return work
+
     def _send(self, flat: Tensor) -> tuple[dist.Work, Tensor, Tensor]:
         """Start to send the bucket; returns the work, the memory it fills, and the bucket, which must stay alive."""
         if flat.numel() <= _SMALL:
             found = torch.empty(self.size, flat.numel(), dtype=flat.dtype)
-            return self._group.allgather([list(found.unbind(0))], [flat]), found, flat
+            return self._started("allgather", [list(found.unbind(0))], [flat]), found, flat
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
         found = torch.empty(self.size, padded.numel() // self.size, dtype=flat.dtype)
-        return self._group.alltoall_base(found.view(-1), padded, [], []), found, padded
+        return self._started("alltoall_base", found.view(-1), padded, [], []), found, padded
 
     def _receive(self, work: dist.Work, found: Tensor, sent: Tensor, factors: list[float]) -> Tensor:
         """Return the weighted sum of the bucket over all replicas, in the order of ranks."""
-        work.wait()
+        _wait(work)
         total = weighted_sum(list(found.unbind(0)), factors)
         if total.numel() == sent.numel():
             return total
         whole = torch.empty(self.size, total.numel(), dtype=total.dtype)
-        self._group.allgather([list(whole.unbind(0))], [total]).wait()
+        _wait(self._started("allgather", [list(whole.unbind(0))], [total]))
         return whole.view(-1)
 
     def close(self) -> None:
         """Close the connections; replicas that wait for this one get an error at once."""
-        group, self._group = self._group, None  # type: ignore[assignment]  # closed by its destructor
-        del group
+        self._group = None  # its destructor closes them
+
+
+def _wait(work: dist.Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:  # torch has no class for lost connections and timeouts
+        raise LostReplicaError(_short(error)) from error
 
 
 def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float]) -> Tensor:

@@ -20,7 +20,9 @@ def main() -> None:
     """Serve with the options of the command line."""
     host, min_replicas, join_s, heartbeat_s = sys.argv[1:]
     torchft = need("torchft.coordination", VERSIONS, WHY)
-    with socket.create_server((host, 0)) as probe:  # torchft tells its address with the machine's name, not the port alone
+    with socket.create_server(
+        (host, 0)
+    ) as probe:  # torchft tells its address with the machine's name, not the port alone
         port = probe.getsockname()[1]
     server = torchft.LighthouseServer(
         bind=f"{host}:{port}",

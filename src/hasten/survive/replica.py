@@ -65,7 +65,8 @@ class Replica:
         clock: StepClock,
         token: bytes | None,
     ) -> None:
-        assert settings.lighthouse is not None and settings.replica is not None, "checked before"
+        assert settings.lighthouse is not None, "checked before"
+        assert settings.replica is not None, "checked before"
         self.name = settings.replica
         self.ledger = Ledger(0, 1)
         self.report = SurvivalReport()
@@ -341,9 +342,7 @@ class Replica:
         prepared = self._prepared
         for model, values in zip(prepared.models, state["models"], strict=True):
             self._unwrap(model).load_state_dict(values)
-        for optimizer, values, updates in zip(
-            prepared.optimizers, state["optimizers"], state["updates"], strict=True
-        ):
+        for optimizer, values, updates in zip(prepared.optimizers, state["optimizers"], state["updates"], strict=True):
             optimizer.optimizer.load_state_dict(values)
             optimizer.num_updates = optimizer.num_attempts = updates
         for scheduler, values in zip(prepared.schedulers, state["schedulers"], strict=True):

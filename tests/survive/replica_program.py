@@ -41,8 +41,7 @@ def model_of(seed: int = 5) -> nn.Module:
 def main() -> None:
     """Train with the options of the command line, as JSON."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options = {"size": 240, "batch": 4, "epochs": 3, "sleep": 0.0, "every": 1, "workers": 0, "weighted": False}
-    options |= json.loads(sys.argv[2])
+    options = json.loads(sys.argv[2])
     folder = Path(sys.argv[1])
     name = os.environ["HASTEN_SURVIVE_REPLICA"]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options["every"])
@@ -58,7 +57,7 @@ def main() -> None:
     assert replica is not None
     window: list[list[int]] = []
     first = ""
-    for epoch in range(options["epochs"]):
+    for _ in range(options["epochs"]):
         for x, y, index in loader:
             with accelerator.accumulate(model):
                 if replica.ledger.rounds and not replica.ledger.rounds[-1][name]:
