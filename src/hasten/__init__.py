@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hasten.config.sections.engines import MegatronLMPlugin as MegatronLMPlugin
     from hasten.config.sections.engines import XLAConfig as XLAConfig
     from hasten.config.sections.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from hasten.config.sections.launch import SurviveSettings as SurviveSettings
     from hasten.config.sections.loop import AORecipeKwargs as AORecipeKwargs
     from hasten.config.sections.loop import AutocastKwargs as AutocastKwargs
     from hasten.config.sections.loop import DataLoaderConfiguration as DataLoaderConfiguration
@@ -94,7 +93,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "MegatronLMPlugin": "hasten.config.sections.engines",
         "XLAConfig": "hasten.config.sections.engines",
         "InitProcessGroupKwargs": "hasten.config.sections.launch",
-        "SurviveSettings": "hasten.config.sections.launch",
         "AORecipeKwargs": "hasten.config.sections.loop",
         "AutocastKwargs": "hasten.config.sections.loop",
         "DataLoaderConfiguration": "hasten.config.sections.loop",

@@ -27,6 +27,7 @@ SMALL: Final = MappingProxyType(
         "progress/tqdm_bar.py": "a public name of its own",
         "trainer/trainer.py": "one optional package of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
+        "survive/lighthouse.py": "the program of a separate process",
         "runtime/last_words.py": "a file format shared by launcher and rank",
         "runtime/launcher_files.py": "a file format shared by launcher and rank",
         "runtime/links.py": "a file format shared by `hasten test` and `hasten plan`",

@@ -36,8 +36,8 @@ def start(folder: Path, replicas: int, options: Mapping[str, Any], *flags: str) 
     """Start the launcher with this many replicas."""
     command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", str(replicas), *flags]
     command += [str(HERE / "replica_program.py"), str(folder), json.dumps(options)]
-    out = (folder / "out.txt").open("w")
-    return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    with (folder / "out.txt").open("w") as out:
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def finish(run: subprocess.Popen[str], folder: Path, timeout_s: float) -> str:

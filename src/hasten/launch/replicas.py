@@ -116,7 +116,7 @@ def _lighthouse(config: Config) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class Worker:
+class ReplicaProcess:
     """The present process of one replica."""
 
     process: subprocess.Popen[bytes]
@@ -135,13 +135,13 @@ class Crew:
     folder: Path
     config: Config
     num_devices: int
-    workers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, ReplicaProcess] = field(default_factory=dict)
     stopped_by: int | None = None
     _since: float = 0.0
     _restarts: int = 0
     _finished: float | None = None
     _code: int = 0
-    _last: Worker | None = None
+    _last: ReplicaProcess | None = None
 
     def run(self) -> int:
         """Start all replicas, and lost ones again, until none is left to run."""
@@ -162,7 +162,7 @@ class Crew:
         if self.num_devices:
             variables["CUDA_VISIBLE_DEVICES"] = str(number % self.num_devices)
         process = subprocess.Popen(self.proc.argv, env=variables, start_new_session=True)
-        self.workers[number] = Worker(process, error_file, time.monotonic(), quick)
+        self.workers[number] = ReplicaProcess(process, error_file, time.monotonic(), quick)
 
     def _look(self) -> None:
         for number, worker in list(self.workers.items()):
@@ -179,7 +179,7 @@ class Crew:
             elif self._finished is None:
                 self._lost(number, worker, code)
 
-    def _lost(self, number: int, worker: Worker, code: int) -> None:
+    def _lost(self, number: int, worker: ReplicaProcess, code: int) -> None:
         self._code, self._last = code, worker
         quick = worker.quick + 1 if code > 0 and time.monotonic() - worker.began < _QUICK_S else 0
         if quick >= _QUICK_FAILURES or self._restarts >= self.config.survive.max_restarts:

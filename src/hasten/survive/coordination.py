@@ -72,6 +72,7 @@ class Coordinator:
         self._torchft = torchft
         self._requests: queue.SimpleQueue[tuple[Member, Answer] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._asked_at = time.monotonic()
         self._threads = [
             threading.Thread(target=self._beat, name="hasten-survive-heartbeat", daemon=True),
             threading.Thread(target=self._serve, name="hasten-survive-quorum", daemon=True),
@@ -91,6 +92,7 @@ class Coordinator:
     def ask(self) -> Answer:
         """Ask for the members of the next update; the answer comes when all live replicas have asked."""
         answer = Answer()
+        self._asked_at = time.monotonic()
         self._requests.put((self._card(), answer))
         return answer
 
@@ -104,6 +106,8 @@ class Coordinator:
         every = self._settings.heartbeat_timeout_s / _BEATS
         name = self._card().name
         while not self._closed.wait(every):
+            if time.monotonic() - self._asked_at > self._settings.hang_timeout_s:
+                continue  # the loop hangs: the others must not wait for this replica any longer
             try:
                 client.heartbeat(name, timedelta(seconds=self._settings.heartbeat_timeout_s))
             except Exception as error:  # the lighthouse may be away for a moment: the next heartbeat tells

@@ -38,7 +38,7 @@ FIRST: Final = "0"
 
 @dataclass(slots=True)
 class SurvivalReport:
-    """What happened to the replicas of this run, as seen by one of them."""
+    """Lost, returned and healed replicas of a run, as seen by one of them."""
 
     lost: list[tuple[int, str]] = field(default_factory=list)
     """(update, replica): replicas whose gradients are not in that update, though they had samples of it."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """What a replica has told the lighthouse about itself."""
+    """A replica as it is known to the lighthouse."""
 
     name: str
     step: int

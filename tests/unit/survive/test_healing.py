@@ -14,13 +14,14 @@ from hasten.survive.healing import HealingPort, NotHealedError
 
 def test_a_state_arrives_as_it_was_sent() -> None:
     source, port = (HealingPort("127.0.0.1", b"token") for _ in range(2))
-    state = {"weights": torch.arange(300_000.0), "step": 5, "names": ["a"]}
+    weights = torch.arange(300_000.0)
+    state = {"weights": weights, "step": 5, "names": ["a"]}
     content = healing.pack(state, check=True)
     thread = threading.Thread(target=healing.send, args=(content, port.address, b"token", 5.0))
     thread.start()
     found = port.receive(source.address, 5.0, 5.0)
     thread.join()
-    assert torch.equal(found["weights"], state["weights"])
+    assert torch.equal(found["weights"], weights)
     assert (found["step"], found["names"]) == (5, ["a"])
     source.close()
     port.close()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from hasten import Accelerator, SurviveSettings
+from hasten import Accelerator
 from hasten.config.resolve import resolve
+from hasten.config.sections.launch import SurviveSettings
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.launch import job
 from hasten.optional import available

@@ -38,6 +38,9 @@ class SurviveSettings(Section):
     heartbeat_timeout_s: float = setting(
         2.0, "seconds without a heartbeat after which a replica counts as lost", minimum=0.2
     )
+    hang_timeout_s: float = setting(
+        600.0, "seconds without an update, also by an evaluation, after which a replica counts as lost", minimum=1
+    )
     heal_timeout_s: float = setting(
         300.0, "seconds that a returning replica waits for the end of another's update", minimum=1
     )
