@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ from hasten.strategies.choose import choose
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch, Rollback
+from hasten.version import __version__
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
+    from hasten.state.publishing import Publishing, PushOptions
     from hasten.state.run_state import HookHandle, LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
@@ -226,6 +228,25 @@ class Accelerator:
         return made
 
     @cached_property
+    def _publishing(self) -> Publishing:
+        """Uploads of this run's models to the Hub."""
+        publishing = import_module("hasten.state.publishing")  # on first use
+        made: Publishing = publishing.Publishing(self.ctx.world, self.is_main_process, self._facts, self.project_dir)
+        return made
+
+    def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
+        """Return a description of the run for model cards."""
+        precision = self.config.mixed_precision
+        return {
+            "processes": self.num_processes,
+            "strategy": self.strategy,
+            "mixed_precision": precision,
+            "updates": self._clock.num_updates,
+            "hasten": __version__,
+            "torch": torch.__version__,
+        }
+
+    @cached_property
     def _retrying(self) -> Retrying:
         """The runner of `run_step`."""
         retrying = import_module("hasten.accelerator.retrying")  # on first use
@@ -284,10 +305,10 @@ class Accelerator:
             )
             if parts.numbers.then != "report":
                 self._preparer.on_model = self._numbers.follow
-                self._clock.before_update = self._numbers.before_update
+                self._clock.listening().before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self._prepared)
         if self._sentinel is not None:
-            self._clock.after_update = self._sentinel.updated
+            self._clock.listening().after_update = self._sentinel.updated
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
 
@@ -589,14 +610,15 @@ class Accelerator:
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
             weighed, parts = self._precision.scale(divided(weighed, parts)), 1
-        if clock.part is not None or clock.share is not None:
-            weight = clock.weight_of(weight)
+        weights = clock.weights
+        if weights.part is not None or weights.share is not None:
+            weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
         else:
-            with zero_if_weightless(loss, weight, self._clock.joined):
+            with zero_if_weightless(loss, weight, weights.joined):
                 self._strategy.backward(weighed, parts, **kwargs)
         if self._run_log is not None:
             self._run_log.backward_done(exchanged=self._clock.boundary)
@@ -929,9 +951,9 @@ class Accelerator:
         return self._tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Check the last losses, compare ranks, wait for background saves and close the trackers. Ranks: every rank.
+        """Check the last losses, compare ranks, wait for background saves and uploads, close the trackers. Ranks: every rank.
 
-        Raises: DivergenceError when ranks that must hold the same values do not.
+        Raises: DivergenceError when ranks that must hold the same values do not; HubError when a background upload failed.
         """
         if self._replica is not None:
             self._replica.finish()
@@ -946,6 +968,8 @@ class Accelerator:
         self._tracking.finish()
         if self._run_log is not None:
             self._run_log.close()
+        if "_publishing" in self.__dict__:
+            self._publishing.wait()
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
@@ -1074,11 +1098,39 @@ class Accelerator:
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
-        """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank."""
+        """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank.
+
+        `directory` may be a repository of the Hub, `hf://owner/name` or `hf://owner/name@revision`, which one process of each
+        machine downloads.
+        """
+        if str(directory).startswith("hf://"):
+            publishing = import_module("hasten.state.publishing")  # on first use
+            directory = publishing.download_together(self.ctx.world, str(directory), self.is_local_main_process)
         with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
             export = import_module("hasten.checkpoint.export")  # on first use
             report: LoadReport = export.load_weights(self._strategy.unwrap(model), directory, strict)
             return report
+
+    def push_to_hub(
+        self,
+        model: nn.Module,
+        repo_id: str,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+        **options: Unpack[PushOptions],
+    ) -> str | None:  # Any: numbers and strings
+        """Upload a prepared model with a model card; returns the commit's URL on the main process. Ranks: every rank.
+
+        With `blocking=False` the main process uploads in the background while all ranks train; an error of the upload is raised
+        at the next push or in `end_training()`. `metrics` appear in the card. Options: `token`, `private`, `revision`,
+        `commit_message`, `max_shard_size` and `tokenizer`. After an interruption, large files that have arrived are not sent again.
+        Raises: HubError, which never holds the token.
+        """
+        arguments.check_model(model, "push_to_hub(model)")
+        self._publishing.wait()
+        weights = self.get_state_dict(model)
+        return self._publishing.push_model(self.unwrap_model(model), weights, repo_id, metrics, blocking, options)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, atomically and on the main process only. Ranks: any."""

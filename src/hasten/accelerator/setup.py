@@ -33,6 +33,7 @@ from hasten.config.source import Path as SettingPath
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
+from hasten.optim.loss_weights import LossWeights
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.prepare_args import PreparedObjects
@@ -181,7 +182,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
-    clock = StepClock(every=accumulation.num_steps, comm=loss, sync_with_dataloader=accumulation.sync_with_dataloader)
+    clock = StepClock(accumulation.num_steps, LossWeights(loss), accumulation.sync_with_dataloader)
     precision = build_precision(
         config.mixed_precision,
         ctx.device,
@@ -200,9 +201,10 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
     first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
-    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy) if first else None
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy) if first else None
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
+        clock.listening().phases = run_log
         trackers.spent = run_log.logged
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal

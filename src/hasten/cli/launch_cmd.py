@@ -75,7 +75,7 @@ def _planned(job: Any, words: list[str]) -> Sequence[SettingEntry]:  # Any: from
     """Return the strategy planned for the script on this launch's processes, and print the reasons on stderr."""
     meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
     machines = 1 if meeting is None else meeting.max_machines
-    machine = import_module("hasten.cli.machine").examine()  # queries the driver, which only --auto needs
+    machine = import_module("hasten.tools.machine").examine()  # queries the driver, which only --auto needs
     planning = import_module("hasten.tools.plan.auto")  # imports torch
     on_cpu = job.request.config.cpu or machine.device == "cpu"
     name = "" if on_cpu else machine.device_name

@@ -26,7 +26,7 @@ from hasten.launch.worker import LAUNCHER_PID
 from hasten.optional import check_installed
 from hasten.runtime import env as environment
 from hasten.runtime import secret
-from hasten.runtime.last_words import ERROR_FILE
+from hasten.runtime.launcher_files import ERROR_FILE
 
 _LOCAL: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
@@ -43,6 +43,11 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"--replicas {replicas} starts all replicas on this machine, and num_machines={launch.num_machines} asks for several. Start a lighthouse of "
             "torchft, and on each machine `hasten launch` with --survive_lighthouse, --survive_replica and --replicas."
+        )
+    if launch.submit is not None or launch.launcher not in ("auto", "single"):
+        raise ConfigError(
+            f"--replicas {replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
+            "them. Leave both out, and put the command into the job's script."
         )
     if launch.num_processes not in (None, 1) or launch.processes_per_machine not in (None, 1):
         raise ConfigError(

@@ -245,7 +245,7 @@ class Replica:
     def _weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
         rounds, real = self.ledger.amounts(self.name)
-        weights = self._clock.weights()
+        weights = self._clock.window_weights()
         if weights is None:
             return (float(rounds), float(real)) if rounds else (1.0, 1.0)
         if len(weights) > 1:

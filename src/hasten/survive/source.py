@@ -15,7 +15,7 @@ from hasten.data.sampler import Lot
 from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
-from hasten.optim.window import LossPart
+from hasten.optim.loss_weights import LossPart
 from hasten.survive.ledger_plan import Ledger, Range, positions
 
 
@@ -96,12 +96,12 @@ class LedgerSource(OuterSource):
             while (ranges := replica.round(at.epoch)) is not None:
                 batch, last = ahead.take(ranges)
                 if not ranges:  # it only keeps this replica's loop in step with the others
-                    clock.part = LossPart(0.0)
+                    clock.weights.part = LossPart(0.0)
                 yield batch[0], batch[1], last, batch[3]
                 if not ranges:
-                    clock.part = None
+                    clock.weights.part = None
         finally:
-            clock.part = None
+            clock.weights.part = None
             ahead.close()
 
     def _seek(self, at: Position) -> Callable[[Indices], Indices]:

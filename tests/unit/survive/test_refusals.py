@@ -71,6 +71,7 @@ def test_a_replica_needs_a_name() -> None:
             ("--replicas", "2", "--num_processes", "4"),
             "num_processes=4 asks for more in each.*Leave --num_processes out",
         ),
+        (("--replicas", "2", "--submit", "slurm"), "submit=slurm.*Leave both out"),
         (("--replicas", "2", "--num_machines", "2"), "num_machines=2 asks for several.*--survive_lighthouse"),
         (("--replicas", "2", "--min_replicas", "3"), "more than --replicas 2.*Give at most 2"),
     ],
