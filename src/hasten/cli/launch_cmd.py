@@ -28,8 +28,6 @@ ESSENTIAL: Final = frozenset(
             "gpu_ids",
             "num_cpu_threads_per_process",
             "max_restarts",
-            "replicas",
-            "min_replicas",
             "log_dir",
             "tee",
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -101,11 +101,10 @@ def prepare(
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     if not in_image:
         _check_script(target)
-    config = resolved.config
-    if starts_replicas(config):
-        replicas.check(config)
-        config = replace(config, launch=replace(launch, num_processes=1, launcher="single"))
-    request = LaunchRequest(config, target, handoff.pack(resolved))
+    if starts_replicas(resolved.config):
+        replicas.check(resolved.config)
+        resolved = effective(env, config_file, [*settings, *replicas.ONE_PROCESS])
+    request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
     plan = make_plan(
         request,
         host,

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Final
 
 from hasten.config.root import Config
+from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
 from hasten.launch.base import Host, LaunchPlan, Proc
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
@@ -34,6 +35,11 @@ _QUICK_S: Final = 60.0
 _QUICK_FAILURES: Final = 3
 """Errors of a replica's own program, one after the other and each soon after its start, after which it is not started again."""
 _FINISHED: Final = "finished"
+ONE_PROCESS: Final = (
+    SettingEntry(("launch", "num_processes"), 1, SettingSource("code", "--replicas")),
+    SettingEntry(("launch", "launcher"), "single", SettingSource("code", "--replicas")),
+)
+"""Settings of the launch of one replica."""
 
 
 def check(config: Config) -> None:
