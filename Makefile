@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,14 @@ test-exhaustive: $(READY) # the first part of test-all
 test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, through a stand-in for CUDA's calls: minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'megatron-core>=0.16,<0.17'
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/dist/strategies/engines/megatron/test_megatron_laws.py
+
+# Its packages are in a folder of their own, on top of those of $(VENV): ray brings versions that others do not want.
+test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, with workers and machines that are lost: minutes
+	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > \
+		"$$(.ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
+	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train,tune]>=2.60,<2.61' 'optuna>=4.5'
+	PATH=$(CURDIR)/.ray/bin:$$PATH .ray/bin/python -m pytest -o faulthandler_timeout=0 tests/on_ray
 
 # XLA_WHEELS names a folder with the wheels of torch and torch_xla, if they are not to be downloaded.
 test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device and on four virtual ones: minutes
@@ -138,5 +146,5 @@ bench-ledger: $(READY) ## list every published number: its benchmark, commit and
 	@$(BIN)/python benchmarks/published.py
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) $(PARITY) .torch-oldest .torch-newest .torch-xla $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) .ray .torch-oldest .torch-newest .torch-xla $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ from hasten.config.masking import masked, masked_value
 from hasten.config.root import Config
 from hasten.runtime import env as environment
 
-LauncherName = Literal["single", "torchrun", "task", "slurm", "kubernetes", "mpi", "deepspeed", "xla"]
+LauncherName = Literal["single", "torchrun", "task", "slurm", "kubernetes", "mpi", "deepspeed", "xla", "ray"]
 MeetingKind = Literal["fixed", "c10d", "etcd", "etcd-v2"]
 
 

@@ -18,7 +18,7 @@ from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.launch import torchrun
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target, look
-from hasten.launch.cluster import deepspeed, kubernetes, mpi, slurm, xla
+from hasten.launch.cluster import deepspeed, kubernetes, mpi, ray, slurm, xla
 from hasten.launch.run import complete, execute
 from hasten.launch.shape import JobShape, decide
 from hasten.optional import check_installed
@@ -117,6 +117,8 @@ def _check_engine(config: Config) -> None:
     try:
         if strategy in _ENGINES and not elsewhere:
             check_installed(_ENGINES[strategy], why=f"strategy={strategy!r}")
+        if config.launch.ray:
+            check_installed("ray", ray.VERSIONS, why="--ray")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
 
@@ -171,6 +173,8 @@ def make_plan(
     Raises: ConfigError for settings that contradict each other or this machine.
     """
     config = request.config
+    if ray.chosen(config.launch):
+        return ray.plan(request, host, folder)
     match config.launch.submit:
         case "slurm":
             return slurm.plan_submit(request, host, flags, folder)

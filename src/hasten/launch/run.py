@@ -115,7 +115,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
-        case "mpi" | "deepspeed":
+        case "mpi" | "deepspeed" | "ray":
             proc = plan.procs[0]
             return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
         case "slurm":  # the batch script generates the token when the job starts

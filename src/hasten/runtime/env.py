@@ -12,6 +12,7 @@ from typing import Final
 
 from hasten.errors import ConfigError
 
+ASSIGNED_DEVICE: Final = "ACCELERATE_TORCH_DEVICE"
 CONFIG: Final = "HASTEN_CONFIG"
 DEBUG: Final = "HASTEN_DEBUG"
 DEBUG_ALIAS: Final = "ACCELERATE_DEBUG_MODE"
@@ -37,6 +38,11 @@ def config(env: Mapping[str, str]) -> str | None:
 def debug(env: Mapping[str, str]) -> bool:
     """Return whether debug mode is on: HASTEN_DEBUG, else ACCELERATE_DEBUG_MODE."""
     return flag(env, DEBUG if DEBUG in env else DEBUG_ALIAS)
+
+
+def assigned_device(env: Mapping[str, str]) -> str | None:
+    """Return the device that Ray Train has assigned to this worker (ACCELERATE_TORCH_DEVICE), such as cuda:1; None without it."""
+    return env.get(ASSIGNED_DEVICE) or None
 
 
 def home(env: Mapping[str, str]) -> Path:
