@@ -76,7 +76,8 @@ SCHEMAS := .kubernetes-schemas
 test-kubernetes: $(READY) ## check the manifests of `--submit kubernetes` against the schemas of Kubernetes, JobSet and Kubeflow
 	@test -e $(SCHEMAS)/.ready || { $(BIN)/python -m pip install --quiet --constraint constraints.txt --target $(SCHEMAS) \
 		kubernetes-validate kubeflow-trainer-api kubeflow-training && touch $(SCHEMAS)/.ready; }
-	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py
+	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py \
+		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py
 
 check: ## format, lint, types, layers, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit

@@ -26,7 +26,7 @@ from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in
+from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in, trainjob_status
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -200,6 +200,8 @@ class Accelerator:
         self._replica: Replica | None = None
         if parts.config.survive.lighthouse is not None:
             self._survive(parts)
+        own = context is None and parts.rehearsal is None
+        self._status = trainjob_status(self.ctx, self._clock, lambda: self._epochs) if own else None
         if parts.rehearsal is not None:
             parts.rehearsal.built(self)
 
@@ -895,6 +897,8 @@ class Accelerator:
         """
         if self._clock.rates is not None and isinstance(values, Mapping):
             values = {**self._clock.rates(), **values}
+        if self._status is not None and isinstance(values, Mapping):
+            self._status.log(values)
         self._tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -966,6 +970,8 @@ class Accelerator:
         if "_saving" in self.__dict__:
             self._saving.close()
         self._tracking.finish()
+        if self._status is not None:
+            self._status.close()
         if self._run_log is not None:
             self._run_log.close()
         if "_publishing" in self.__dict__:
@@ -985,7 +991,7 @@ class Accelerator:
             arguments.check_whole(options["total"], "progress(total)", least=0)
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
-            self._progress = build.ProgressMaker(self.ctx)
+            self._progress = build.ProgressMaker(self.ctx, self._status)
         return self._progress(iterable, **{"rates": self._clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
+    from hasten.progress.trainjob import TrainJobStatus
+    from hasten.state.epochs import EpochLoops
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
     from hasten.trust.divergence.divergence_check import DivergenceCheck
@@ -257,6 +259,28 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         folder=reports_in(config, "stalls"),
     )
     return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
+
+
+def trainjob_status(ctx: ProcessContext, clock: StepClock, loops: Callable[[], EpochLoops]) -> TrainJobStatus | None:
+    """Return the reporter of this run's progress to its TrainJob; None outside of one, and away from the main process."""
+    if ctx.rank != 0 or not env.trainjob(variables := env.snapshot()):
+        return None
+    trainjob = import_module("hasten.progress.trainjob")  # only a TrainJob needs it
+    endpoint = trainjob.StatusEndpoint.from_env(variables)
+    if endpoint is None:
+        return None
+    steps, epochs = weakref.ref(clock), weakref.ref(loops())  # the thread must not keep the Accelerator alive
+
+    def step() -> int | None:
+        found = steps()
+        return None if found is None else found.num_updates
+
+    def share() -> float | None:
+        found = epochs()
+        return None if found is None else found.share()
+
+    made: TrainJobStatus = trainjob.TrainJobStatus(endpoint, share, step)
+    return made
 
 
 def reports_in(config: Config, kind: str) -> Path:
