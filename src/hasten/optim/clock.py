@@ -96,6 +96,9 @@ class StepClock:
     """Callbacks of a step; None if there are none."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
+    exchange: Callable[[Holder], bool] | None = None
+    """Called with an optimizer before its gradients are read or used at a boundary, possibly several times: averages them over replicas
+    that are separate worlds. True skips the update, because the optimizer has received the state after it."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
@@ -275,6 +278,11 @@ class StepClock:
             return self.weights.correction(window)
         length = window.micro - window.missing
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
+
+    def window_weights(self) -> list[float] | None:
+        """Return the total weight of each loss of the current window on this rank; None for losses without weights."""
+        window = self._current
+        return [float(weight) for weight in window.weights] if window.weighted else None
 
     def force(self, boundary: bool) -> None:
         """Make the current micro-step a boundary or not, regardless of the count."""
