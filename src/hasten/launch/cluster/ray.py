@@ -207,8 +207,7 @@ def main() -> None:
     run = RayRun(**{**asked, "workers": tuple(asked["workers"])})
     program = sys.argv[2:]
     ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
-    quiet = {} if run.address else {"include_dashboard": False}
-    ray.init(address=run.address, **quiet)
+    ray.init(address=run.address)
     _say_waiting(run, ray.cluster_resources())
     variables = environment.snapshot()
     passed = {name: variables[name] for name in _PASSED if variables.get(name)}
