@@ -144,7 +144,10 @@ def dequantize_weights(model: nn.Module) -> nn.Module:
         for key, parameter in list(layer.named_parameters(recurse=False)):
             if is_torchao(parameter):
                 whole: Any = parameter.data  # Any: the classes of torchao share no public base
-                layer._parameters[key] = nn.Parameter(whole.dequantize(), requires_grad=False)
+                values = getattr(
+                    whole, "get_original_weight", whole.dequantize
+                )  # NF4Tensor's dequantize is another one
+                layer._parameters[key] = nn.Parameter(values(), requires_grad=False)
             elif is_quantized(parameter):
                 raise PrepareError(
                     f"{name}.{key} is a {type(parameter).__name__} of bitsandbytes, whose values depend on the inputs, so there is no "
