@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hasten.errors import PrepareError
 
@@ -34,7 +33,7 @@ class ByteLayout:
 def is_torchao(tensor: Tensor) -> bool:
     """Return True for a quantized tensor of torchao, which is made of plain tensors."""
     tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return type(tensor).__module__.partition(".")[0] == "torchao" and is_traceable_wrapper_subclass(tensor)
+    return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
 
 
 def is_four_bit(layer: nn.Module) -> bool:
@@ -188,9 +187,9 @@ def state_tensors(state: Any) -> Iterator[Tensor]:
 def restore_states_on_load(model: nn.Module) -> None:
     """Make loads of a state dict restore the scales of four-bit layers too, which bitsandbytes only saves."""
     for layer in model.modules():
-        if is_four_bit(layer) and not getattr(layer, "_hasten_restores_state", False):
+        if is_four_bit(layer) and not getattr(layer, "restores_quant_state", False):
             layer.register_load_state_dict_pre_hook(_restore_state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            layer._hasten_restores_state = True  # type: ignore[assignment]  # a mark, no module or tensor
+            layer.restores_quant_state = True  # type: ignore[assignment]  # a mark, no module or tensor
 
 
 def _restore_state(layer: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
