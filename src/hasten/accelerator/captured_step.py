@@ -247,8 +247,7 @@ class CapturedStep(Generic[P, R]):
         put_back = self._holding()
         before = [one.num_attempts for one in self._prepared.optimizers]
         clock, passes = self._clock, self._clock.num_passes
-        told = clock.before_update, clock.after_update, clock.marks
-        clock.before_update = clock.after_update = clock.marks = None
+        listener, clock.listener = clock.listener, None
         assert self._stream is not None, "steps were run before"
         numbers = self._numbers
         apart: AbstractContextManager[list[Tensor]] = nullcontext([]) if numbers is None else numbers.apart()
@@ -266,7 +265,7 @@ class CapturedStep(Generic[P, R]):
             self._refuse(f"the capture failed ({first})")
             return self._again(put_back, inputs)
         finally:
-            clock.before_update, clock.after_update, clock.marks = told
+            clock.listener = listener
         after = [one.num_attempts for one in self._prepared.optimizers]
         known = _Replayed(
             graph,

@@ -32,6 +32,8 @@ class Process:
         self.ctx = ctx or start_here(cpu)
         self._trigger = Flag(self.ctx.world)
         self._ordering: str | None = None
+        self.leads: Callable[[], bool] | None = None
+        """Returns whether this process is the main one of several worlds that run together; None for one world."""
 
     @property
     def num_processes(self) -> int:
@@ -56,12 +58,12 @@ class Process:
     @property
     def is_main_process(self) -> bool:
         """True if this is rank 0 of the world."""
-        return self.ctx.is_main
+        return self.ctx.is_main and (self.leads is None or self.leads())
 
     @property
     def is_local_main_process(self) -> bool:
         """True if this is rank 0 of its node."""
-        return self.ctx.is_local_main
+        return self.ctx.is_local_main and (self.leads is None or self.leads())
 
     @property
     def is_last_process(self) -> bool:
@@ -174,8 +176,10 @@ class Process:
 
 def start_here(cpu: bool = False) -> ProcessContext:
     """Return the context of this process, created from its environment variables."""
-    topology = Topology.from_env(env.snapshot())
-    return bootstrap.start(topology, choose_device(topology.local_rank, cpu))
+    variables = env.snapshot()
+    topology = Topology.from_env(variables)
+    device = choose_device(topology.local_rank, cpu, None if cpu else env.assigned_device(variables))
+    return bootstrap.start(topology, device)
 
 
 def bounds(length: int, index: int, shares: int) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from hasten.config.source import Path as SettingPath
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
+from hasten.optim.loss_weights import LossWeights
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.prepare_args import PreparedObjects
@@ -52,6 +53,8 @@ from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
+    from hasten.progress.trainjob import TrainJobStatus
+    from hasten.state.epochs import EpochLoops
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
     from hasten.trust.divergence.divergence_check import DivergenceCheck
@@ -172,11 +175,16 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
+    survives = config.survive.lighthouse is not None
+    if survives:
+        import_module("hasten.survive.build").check(config)  # only a run with such replicas needs it
     ctx = context or _context(config)
+    if survives:
+        import_module("hasten.survive.build").refuse_worlds(ctx, config.survive)  # the same
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
-    clock = StepClock(every=accumulation.num_steps, comm=loss, sync_with_dataloader=accumulation.sync_with_dataloader)
+    clock = StepClock(accumulation.num_steps, LossWeights(loss), accumulation.sync_with_dataloader)
     precision = build_precision(
         config.mixed_precision,
         ctx.device,
@@ -194,9 +202,11 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     watch = _watch(config, ctx, clock) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
-    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
+    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy) if first else None
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
+        clock.listening().phases = run_log
         trackers.spent = run_log.logged
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
@@ -249,6 +259,28 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         folder=reports_in(config, "stalls"),
     )
     return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
+
+
+def trainjob_status(ctx: ProcessContext, clock: StepClock, loops: Callable[[], EpochLoops]) -> TrainJobStatus | None:
+    """Return the reporter of this run's progress to its TrainJob; None outside of one, and away from the main process."""
+    if ctx.rank != 0 or not env.trainjob(variables := env.snapshot()):
+        return None
+    trainjob = import_module("hasten.progress.trainjob")  # only a TrainJob needs it
+    endpoint = trainjob.StatusEndpoint.from_env(variables)
+    if endpoint is None:
+        return None
+    steps, epochs = weakref.ref(clock), weakref.ref(loops())  # the thread must not keep the Accelerator alive
+
+    def step() -> int | None:
+        found = steps()
+        return None if found is None else found.num_updates
+
+    def share() -> float | None:
+        found = epochs()
+        return None if found is None else found.share()
+
+    made: TrainJobStatus = trainjob.TrainJobStatus(endpoint, share, step)
+    return made
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -305,13 +337,14 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     asked = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
     rank = ctx.topology.rank
+    is_main = rank == 0 and config.survive.replica in (None, "0")
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
             registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it
-            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
+            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
     return TrackerManager(
         trackers,
-        is_main=rank == 0,
+        is_main=is_main,
         rank=rank,
         directory=Path(folder) if folder else None,
         share=ctx.world.broadcast_object,

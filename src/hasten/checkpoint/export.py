@@ -23,7 +23,7 @@ from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
-from hasten.checkpoint.writer import Sizes, encode, hub_index, plan_component
+from hasten.checkpoint.writer import FileLayout, encode, hub_index, plan_component
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.modules.names import local_tensor, plain_name
 
@@ -89,7 +89,7 @@ def save_model(
     component = Component(tensors, None, "model", fmt)
     if component.sliced:
         raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
-    plans = plan_component("model", component, 0, (0,), Sizes(limit, limit))
+    plans = plan_component("model", component, 0, (0,), FileLayout(limit, limit))
     blobs = {plan.name: encode(component, plan)[0] for plan in plans}
     if len(plans) > 1:
         end = "safetensors" if safe_serialization else "bin"

@@ -16,9 +16,9 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
-from hasten.launch import torchrun
+from hasten.launch import replicas, torchrun
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target, look
-from hasten.launch.cluster import deepspeed, mpi, slurm, xla
+from hasten.launch.cluster import deepspeed, kubernetes, mpi, ray, slurm, xla
 from hasten.launch.run import complete, execute
 from hasten.launch.shape import JobShape, decide
 from hasten.optional import check_installed
@@ -64,8 +64,10 @@ class Job:
         return "\n".join([*table, bytes_title, *("    " + row for row in rows), ""])
 
     def run(self) -> int:
-        """Run the job to completion and return its exit code."""
-        return execute(self.plan, self.request.config, self.host)
+        """Run the job to completion and return its exit code, as `exit_codes` translates it."""
+        run = replicas.run if starts_replicas(self.request.config) else execute
+        code = run(self.plan, self.request.config, self.host)
+        return int(self.request.config.launch.exit_codes.get(str(code), code))
 
 
 def prepare(
@@ -88,15 +90,20 @@ def prepare(
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
-    if not resolved.config.launch.no_python:
-        _check_engine(resolved.config)
     launch = resolved.config.launch
+    in_image = launch.submit == "kubernetes"  # then script and packages are not those of this machine
+    if not launch.no_python and not in_image:
+        _check_engine(resolved.config)
     if not words:
         raise ConfigError(
             "no script was given, so there is nothing to start: `launch [settings] script.py`. See `launch --help`."
         )
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
-    _check_script(target)
+    if not in_image:
+        _check_script(target)
+    if starts_replicas(resolved.config):
+        replicas.check(resolved.config)
+        resolved = effective(env, config_file, [*settings, *replicas.ONE_PROCESS])
     request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
     plan = make_plan(
         request,
@@ -109,11 +116,18 @@ def prepare(
     return Job(request, resolved, host, complete(plan, host.env))
 
 
+def starts_replicas(config: Config) -> bool:
+    """Return True if this launch starts replicas that may be lost, and is not itself one of them."""
+    return config.survive.replicas > 0 and config.survive.replica is None
+
+
 def _check_engine(config: Config) -> None:
     strategy, elsewhere = config.strategy, config.launch.tpu and config.xla.tpu_use_cluster
     try:
         if strategy in _ENGINES and not elsewhere:
             check_installed(_ENGINES[strategy], why=f"strategy={strategy!r}")
+        if config.launch.ray:
+            check_installed("ray", ray.VERSIONS, why="--ray")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
 
@@ -168,8 +182,17 @@ def make_plan(
     Raises: ConfigError for settings that contradict each other or this machine.
     """
     config = request.config
-    if config.launch.submit == "slurm":
-        return slurm.plan_submit(request, host, flags, folder)
+    if ray.chosen(config.launch):
+        return ray.plan(request, host, folder)
+    match config.launch.submit:
+        case "slurm":
+            return slurm.plan_submit(request, host, flags, folder)
+        case "kubernetes":
+            return kubernetes.plan_submit(request)
+        case None:
+            pass
+        case unknown:
+            assert_never(unknown)
     if config.launch.tpu and config.xla.tpu_use_cluster:
         return xla.plan_pod(request, flags, tpu)
     if mpi.chosen(request):

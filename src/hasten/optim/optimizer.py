@@ -82,7 +82,7 @@ class SharedWindow:
         )
 
     def _rewind(self, parameters: Sequence[Tensor], clock: StepClock) -> None:
-        if clock.lanes is not None:
+        if clock.separate_gradients is not None:
             raise StepError(
                 "zero_grad() would have to clear the gradients of another optimizer's weighted loss and keep those of "
                 "the window's earlier micro-steps, which are spread over several weighted losses. Give this "
@@ -225,8 +225,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not clock.alone and clock.crowded:
                 self._mark()
             return None
-        if clock.marks is not None:
-            clock.marks.optimizer_begins()
+        listener = clock.listener
+        if listener is not None and listener.phases is not None:
+            listener.phases.optimizer_begins()
         if self._share.clears_late is not None:
             self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
@@ -234,7 +235,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         else:
             if clock.pending:
                 self.settle()
-            if clock.before_update is not None and clock.before_update(self):
+            if clock.exchange is not None and clock.exchange(self):
+                self._close(SKIPPED)
+                return None
+            if listener is not None and listener.before_update is not None and listener.before_update(self):
                 self._close(SKIPPED)
                 return None
             if self._scaled or self._engine is not None:
@@ -253,23 +257,25 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_attempts += 1
         self.num_updates += result.applied
         self.spent = True
-        if self._clock.unowned is not None:
-            self._clock.unowned.close(result.applied)
-        self._clock.used()
-        if self._clock.marks is not None and not result.applied:
-            self._clock.marks.skipped()
+        clock = self._clock
+        if clock.unowned is not None:
+            clock.unowned.close(result.applied)
+        clock.used()
         if result.applied:
             for follow in self.after_update:
                 follow()
+        elif clock.listener is not None and clock.listener.phases is not None:
+            clock.listener.phases.skipped()
 
     def replayed(self) -> None:
         """Count an update that a CUDA graph has made, including clearing the gradients."""
         clock = self._clock
         self.called_at = clock.num_updates
-        if clock.marks is not None:
-            clock.marks.optimizer_begins()
-        if clock.before_update is not None:
-            clock.before_update(self)
+        if (listener := clock.listener) is not None:
+            if listener.phases is not None:
+                listener.phases.optimizer_begins()
+            if listener.before_update is not None:
+                listener.before_update(self)
         self._close(APPLIED)
         self.spent = False
 
@@ -324,8 +330,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
         else:
             clear(set_to_none)
-        if (lanes := self._clock.lanes) is not None:
-            lanes.drop(self.parameters)
+        if (separate := self._clock.separate_gradients) is not None:
+            separate.drop(self.parameters)
 
     @property
     def scaled(self) -> bool:
@@ -360,7 +366,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def due(self) -> bool:
         """True if the gradients may need unscaling or normalising: the loss is scaled, or a correction is pending."""
-        return self._scaled or self._clock.pending
+        return self._scaled or self._clock.pending or self._clock.exchange is not None
 
     def settle(self) -> None:
         """Unscale and normalise the gradients before they are read or used; a second call does nothing.
@@ -371,14 +377,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         due = clock.pending and self._settled != clock.serial
         if due:
             self._settled = clock.serial
-        if due and clock.lanes is not None:
+        if due and clock.separate_gradients is not None:
             if self._engine is not None:
                 raise StepError(
                     "several weighted losses in each micro-step of a window have gradients of their own, which an engine adds "
                     "up at once; their means would be mixed. Add the losses before backward(), or set "
                     "gradient_accumulation_steps=1."
                 )
-            clock.merge_lanes(self.parameters)
+            clock.merge_gradients(self.parameters)
             due = False
         if self._scaled:
             self._precision.unscale(self.optimizer)
@@ -387,6 +393,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 multiply(self.optimizer.param_groups, factor)
             else:
                 self._engine.multiply_gradients(factor)
+        if clock.exchange is not None and clock.boundary:
+            clock.exchange(self)
 
     def _explain(self, error: Exception) -> None:
         """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
@@ -420,6 +428,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise StepError(
                 f"{name}.step(closure) cannot run under mixed_precision='fp16': the closure computes gradients inside "
                 "the step, where they can be neither unscaled nor skipped. Use 'bf16' or 'no'."
+            )
+        if self._clock.exchange is not None:
+            raise StepError(
+                f"{name}.step(closure) computes its gradients inside the step, where replicas that may be lost cannot exchange them (survive). Use an "
+                "optimizer without a closure, or run without survive."
             )
         if self._clock.every > 1:
             raise StepError(

@@ -1,25 +1,23 @@
-"""An accumulation window: its losses, their weights, and the correction factors of their gradients."""
+"""An accumulation window: its counters, its optimizers, and gradients that it holds separately."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hasten.errors import ConfigError, StepError
+from hasten.errors import StepError
 
 if TYPE_CHECKING:
-    from hasten.comm.base import Comm
+    pass
 
 
 class SeparateGradients:
-    """Separate gradients for each loss of a micro-step; those of the current lane are in the parameters' .grad."""
+    """Separate gradients for each loss of a micro-step; those of the current loss are in the parameters' .grad."""
 
     __slots__ = ("_current", "_kept")
 
@@ -27,14 +25,14 @@ class SeparateGradients:
         self._current = 0
         self._kept: dict[int, dict[Tensor, Tensor]] = {}
 
-    def switch(self, lane: int, parameters: Iterable[Tensor]) -> None:
-        """Make the next backward add to the gradients of this lane.
+    def switch(self, loss_index: int, parameters: Iterable[Tensor]) -> None:
+        """Make the next backward add to the gradients of this loss.
 
         Raises: StepError when the gradients so far are not in the parameters.
         """
-        if lane == self._current:
+        if loss_index == self._current:
             return
-        here, there = self._kept.setdefault(self._current, {}), self._kept.setdefault(lane, {})
+        here, there = self._kept.setdefault(self._current, {}), self._kept.setdefault(loss_index, {})
         parameters = list(dict.fromkeys(parameters))
         if not any(self._kept.values()) and not any(p.grad is not None for p in parameters):
             raise StepError(
@@ -48,28 +46,32 @@ class SeparateGradients:
                 # A view is in memory that the next reduction may overwrite.
                 here[parameter] = grad.clone() if grad._is_view() else grad
             parameter.grad = there.pop(parameter, None)
-        self._current = lane
+        self._current = loss_index
 
     @torch.no_grad()
     def merge(self, parameters: Iterable[Tensor], factors: Mapping[int, float | Tensor]) -> None:
-        """Set the parameters' .grad to the sum of all lanes, each multiplied by its factor.
+        """Set the parameters' .grad to the sum over all losses, each multiplied by its factor.
 
-        Raises: StepError for a lane without a factor.
+        Raises: StepError for a loss without a factor.
         """
         for parameter in parameters:
             held = [(self._current, parameter.grad)]
-            held += [(lane, kept.pop(parameter, None)) for lane, kept in self._kept.items() if lane != self._current]
+            held += [
+                (loss_index, kept.pop(parameter, None))
+                for loss_index, kept in self._kept.items()
+                if loss_index != self._current
+            ]
             total: Tensor | None = None
-            for lane, grad in held:
+            for loss_index, grad in held:
                 if grad is None:
                     continue
-                if lane not in factors:
+                if loss_index not in factors:
                     raise StepError(
-                        f"the window ends without loss number {lane + 1} of its micro-steps, whose gradients are "
+                        f"the window ends without loss number {loss_index + 1} of its micro-steps, whose gradients are "
                         "neither weighed nor synchronised. Call backward() equally often in every micro-step of a "
                         "window, with weight=0 for a loss that does not count."
                     )
-                factor = factors[lane]
+                factor = factors[loss_index]
                 part = grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
                 total = part if total is None else total.add_(part)
             parameter.grad = total
@@ -81,7 +83,7 @@ class SeparateGradients:
                 kept.pop(parameter, None)
 
     def refuse_leftovers(self, parameters: Iterable[Tensor]) -> None:
-        """Raise StepError when a parameter still has gradients in a lane that is not current."""
+        """Raise StepError when a parameter still has gradients of a loss that is not current."""
         wanted = set(parameters)
         if any(parameter in wanted for kept in self._kept.values() for parameter in kept):
             raise StepError(
@@ -151,7 +153,7 @@ class Window:
     """Total weight of the first, second, ... loss of the micro-steps, on this rank."""
     factors: dict[int, float | Tensor] = field(default_factory=dict)
     """Corrections of these losses, once the ranks have agreed on them."""
-    lanes: SeparateGradients | None = None
+    separate_gradients: SeparateGradients | None = None
     """Gradients of the second and further weighted losses, separate until the window's end."""
 
     def copy(self) -> Window:
@@ -188,92 +190,6 @@ def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, 
         return {key: window for key, window, _ in kept}
 
     return put_back
-
-
-def checked_weight(weight: Number) -> Number:
-    """Return the weight as a number or an exact scalar tensor. Raises: ConfigError for an invalid count."""
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ConfigError(
-                f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
-                f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
-            )
-        weight = _as_scalar(weight.detach().reshape(()), weight.device)
-    elif not _is_count(weight):
-        raise ConfigError(
-            f"backward(weight={weight!r}) is not a count; it would turn the mean into something else. "
-            f"Pass the number of tokens or samples the loss was averaged over."
-        )
-    return weight
-
-
-def times(loss: Tensor, factor: Number) -> Tensor:
-    """Return the loss multiplied by a factor, in the dtype of the loss, or in float32 if that is wider."""
-    if isinstance(factor, Tensor):
-        factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
-    return loss * factor
-
-
-def _is_count(weight: object) -> bool:
-    return isinstance(weight, Real) and float(weight) >= 0 and math.isfinite(weight)
-
-
-def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:
-    """Compute the correction factors of these losses from their weights on all ranks."""
-    if not places:
-        return
-    assert unit is not None, "a weighted window has a unit"
-    totals, ranks = [window.weights[place] for place in places], 1
-    if comm is not None and comm.size > 1:
-        ranks = comm.size
-        totals = list(comm.all_reduce(torch.stack([_as_scalar(w, comm.device) for w in totals])))
-    scale = ranks * unit * window.every
-    for place, total in zip(places, totals, strict=True):
-        if isinstance(total, Tensor):  # a loss of weight zero has zero gradients: leave them
-            window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
-        else:
-            window.factors[place] = scale / total if total else 1.0
-
-
-def agree_on_unit(weight: Number, comm: Comm | None) -> float:
-    """Return the power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
-    first = float(weight)
-    if comm is not None and comm.size > 1:
-        first = float(comm.all_reduce(torch.tensor(first, device=comm.device), "max"))
-    return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
-
-
-def _as_scalar(value: Number, device: torch.device) -> Tensor:
-    """Return `value` as a one-element tensor on `device`, in a dtype that counts exactly."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.as_tensor(value, dtype=dtype, device=device)
-
-
-@dataclass(slots=True)
-class LossPart:
-    """One part of a batch that is run in several passes; a pass with a share of zero does not count."""
-
-    share: float
-    """Number of its rows divided by those of the batch."""
-    weight: Number | None = None
-    """The weight given to its loss."""
-
-    def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
-        """Return the loss and the weight to add to the window.
-
-        Raises: StepError for a second weighted loss.
-        """
-        if weight is None:
-            return loss * self.share, None
-        if window.turn > 0:
-            raise StepError(
-                "run_step() got a second backward(weight=...) in one micro-step. Each weighted loss is divided by its own total "
-                "weight, which is known only when all parts of the batch have run. Add the losses before backward(), or call "
-                "backward() without a weight."
-            )
-        weight = weight * (self.share > 0)
-        self.weight = weight
-        return loss, weight
 
 
 def divided(loss: Tensor, parts: int) -> Tensor:

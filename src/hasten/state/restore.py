@@ -104,6 +104,7 @@ class RestorePlan:
         parts = self.parts
         previous.add("random generators", parts.randomness.holding())
         previous.save_attributes(parts.clock)
+        previous.save_attributes(parts.clock.weights)
         if parts.clock.unowned is not None:
             previous.save_attributes(parts.clock.unowned, tensors=False)
         for optimizer in parts.objects.optimizers:
@@ -120,7 +121,7 @@ class RestorePlan:
             previous.save_attributes(parts.precision.scaler)
         for thing, _ in self.stateful:
             if isinstance(thing, Loader):  # an iteration in progress continues; after load_state_dict it would not
-                previous.save_attributes(thing.parts.track)
+                previous.save_attributes(thing.parts.iteration)
             elif thing is not parts.precision:
                 previous.save_stateful(thing)
         self._save_tensors(previous)

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from hasten.config.base import Section, setting, settings
+from hasten.config.sections.kubernetes import KubernetesSettings
 
 Rendezvous = Literal["static", "c10d", "etcd", "etcd-v2"]
 
@@ -17,6 +18,35 @@ class InitProcessGroupKwargs(Section):
     init_method: str | None = setting(None, "URL of the rendezvous (default: environment)")
     timeout: timedelta | None = setting(None, "timeout of a collective during training")
     init_timeout: timedelta | None = setting(None, "timeout for all processes to join at the start")
+
+
+@settings
+class SurviveSettings(Section):
+    """Replicas of which some may be lost while the run continues; coordinated by torchft's lighthouse.
+
+    `hasten launch --replicas N` sets everything. Without that launcher, give `lighthouse`, `replica` and `replicas` on each replica.
+    """
+
+    replicas: int = setting(
+        0, "processes that hold a replica of the model each, and may be lost (0: none)", minimum=0, flag="replicas"
+    )
+    min_replicas: int = setting(
+        1, "replicas below which the run waits for others to return", minimum=1, flag="min_replicas"
+    )
+    lighthouse: str | None = setting(None, "host:port of torchft's lighthouse (default: the launcher starts one)")
+    replica: str | None = setting(None, "name of this replica, unlike those of the others (default: by the launcher)")
+    timeout_s: float = setting(10.0, "seconds after which a replica that does not answer counts as lost", minimum=0.5)
+    heartbeat_timeout_s: float = setting(
+        2.0, "seconds without a heartbeat after which a replica counts as lost", minimum=0.2
+    )
+    hang_timeout_s: float = setting(
+        600.0, "seconds without an update, also by an evaluation, after which a replica counts as lost", minimum=1
+    )
+    heal_timeout_s: float = setting(
+        300.0, "seconds that a returning replica waits for the end of another's update", minimum=1
+    )
+    max_restarts: int = setting(1000, "restarts of lost replicas by the launcher, over the whole run", minimum=0)
+    folder: str | None = setting(None, "folder in which the launcher notes the end of the run", path=True)
 
 
 @settings
@@ -63,7 +93,23 @@ class LaunchConfig(Section):
     )
     mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines", path=True)
     mpirun_ccl: int | None = setting(None, "oneCCL worker threads under mpirun", minimum=0)
-    submit: Literal["slurm"] | None = setting(None, "write and submit a batch script")
+    exit_codes: Mapping[str, Any] = setting(
+        factory=dict,
+        help="exit codes that the launcher replaces, such as 85=143 for schedulers that restart only codes above 127",
+    )
+    submit: Literal["slurm", "kubernetes"] | None = setting(
+        None,
+        "write and submit a batch script for SLURM, or a manifest for Kubernetes (--help-all lists --kubernetes_…)",
+    )
     submit_options: Mapping[str, Any] = setting(
         factory=dict, help="options of the batch script, such as partition and time"
     )
+    ray: bool = setting(False, "run the script on the workers of a Ray cluster, through Ray Train")
+    ray_workers: str | None = setting(None, "elastic number of Ray workers, min:max (instead of num_processes)")
+    ray_address: str | None = setting(
+        None, "address of the Ray cluster (default: RAY_ADDRESS, a cluster on this machine, or a new one)"
+    )
+    ray_resources: Mapping[str, Any] = setting(factory=dict, help="resources of each Ray worker, such as CPU=2,GPU=1")
+    ray_storage: str | None = setting(None, "folder or URL of the Ray run's state and checkpoints, for all machines")
+    ray_name: str | None = setting(None, "name of the run in Ray's storage; the same name continues the run")
+    kubernetes: KubernetesSettings = setting(factory=KubernetesSettings, help="Kubernetes", prefix="kubernetes_")

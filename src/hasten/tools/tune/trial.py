@@ -114,15 +114,15 @@ class ScriptTrial(AcceleratorHooks):
         self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
         if accelerator._numbers is not None:
             accelerator._numbers.on_loss = self.loss
-        clock = components(accelerator).clock
-        before = clock.after_update
+        listener = components(accelerator).clock.listening()
+        before = listener.after_update
 
         def updated() -> None:
             if before is not None:
                 before()
             self.updated()
 
-        clock.after_update = updated
+        listener.after_update = updated
 
     def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
         """Prepare the script's objects, modified for this trial."""
@@ -222,6 +222,16 @@ def _resident() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
+def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
+    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
+    if trust == "off":
+        return {"stall": "off", "divergence": "off", "numbers": "report"}
+    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
+    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
+        return {**fields, "numbers": "report"}
+    return trust
+
+
 def main(argv: list[str]) -> int:
     """Run `spec.json script.py [arguments]` and write the measurements."""
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
@@ -250,13 +260,3 @@ def facade_rank() -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
-    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
-    if trust == "off":
-        return {"stall": "off", "divergence": "off", "numbers": "report"}
-    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
-    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
-        return {**fields, "numbers": "report"}
-    return trust
