@@ -24,8 +24,8 @@ from hasten.data.dispatch import (
     StreamReader,
 )
 from hasten.data.foreign import ForeignSplit, has_fixed_shard_order, is_hub_stream, length_of, plainly
-from hasten.data.loader import Loader, LoaderParts, MakeMove, Move, plain_move
-from hasten.data.position import LoaderIteration, Position
+from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move, plain_move
+from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding

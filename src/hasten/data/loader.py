@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hasten.data.batch_plan import derive_seed
-from hasten.data.position import BatchRange, LoaderIteration, Position, decode, encode
+from hasten.data.position import BatchRange, Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
@@ -38,6 +38,43 @@ _FORWARDED: Final = frozenset(
         "worker_init_fn",
     }
 )
+
+
+@dataclass(slots=True)
+class LoaderIteration:
+    """The pass over a loader that runs or comes next, shared by the loader's skipping copies.
+
+    The loop's position is `start` and the number of batches since; a `Position` is computed from them only when it is
+    saved, because that takes longer than to count a batch.
+    """
+
+    start: Position
+    steps: int = 0
+    """Number of batches returned to the user since `start`."""
+    source_state: Any = None  # Any: each source has another
+    """State of the source after the latest of these batches."""
+    fresh: bool = True
+    """True if the next iteration starts at `start`; False once an iteration has started there."""
+    left_out: set[BatchRange] = field(default_factory=set)
+    """Batches that are read and not returned."""
+
+    def upcoming(self) -> Position:
+        """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
+        return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
+
+    def enter(self, at: Position) -> None:
+        """Record that an iteration starts at `at`."""
+        self.start, self.steps, self.source_state, self.fresh = at, 0, None, False
+
+    def place(self, at: Position) -> None:
+        """Make the next iteration start at `at`."""
+        self.enter(at)
+        self.fresh = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
+        if not (self.fresh and self.start.epoch == epoch):
+            self.place(self.start.begin(epoch))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
@@ -49,43 +49,6 @@ class Position:
     def begin(self, epoch: int) -> Position:
         """Return the start of `epoch`."""
         return Position(epoch=epoch, seed=self.seed)
-
-
-@dataclass(slots=True)
-class LoaderIteration:
-    """The pass over a loader that runs or comes next, shared by the loader's skipping copies.
-
-    The loop's position is `start` and the number of batches since; a `Position` is computed from them only when it is
-    saved, because that takes longer than to count a batch.
-    """
-
-    start: Position
-    steps: int = 0
-    """Number of batches returned to the user since `start`."""
-    source_state: Any = None  # Any: each source has another
-    """State of the source after the latest of these batches."""
-    fresh: bool = True
-    """True if the next iteration starts at `start`; False once an iteration has started there."""
-    left_out: set[BatchRange] = field(default_factory=set)
-    """Batches that are read and not returned."""
-
-    def upcoming(self) -> Position:
-        """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
-        return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
-
-    def enter(self, at: Position) -> None:
-        """Record that an iteration starts at `at`."""
-        self.start, self.steps, self.source_state, self.fresh = at, 0, None, False
-
-    def place(self, at: Position) -> None:
-        """Make the next iteration start at `at`."""
-        self.enter(at)
-        self.fresh = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
-        if not (self.fresh and self.start.epoch == epoch):
-            self.place(self.start.begin(epoch))
 
 
 def _is_count(value: object) -> bool:

@@ -7,6 +7,7 @@ import ctypes
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -106,12 +107,12 @@ def _installed() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
 
 
+@dataclass(eq=False)
 class RandomStates:
     """Reader and keeper of the CPU random states of this process."""
 
-    def __init__(self) -> None:
-        self._outside: NumpyGenerator | None = None
-        self._unused: list[NumpyGenerator] = []
+    _outside: NumpyGenerator | None = None
+    _unused: list[NumpyGenerator] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_outside": None, "_unused": []}  # generators of another process are not installed in this one

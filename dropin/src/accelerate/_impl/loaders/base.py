@@ -19,8 +19,8 @@ from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.random import synchronize_rng_states
-from hasten.data.loader import Loader, LoaderParts, Move, forward_epoch
-from hasten.data.position import LoaderIteration, Position
+from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move, forward_epoch
+from hasten.data.position import Position
 from hasten.data.source import BatchSource, Item
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
