@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
+from hasten.errors import CheckpointError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -99,3 +100,47 @@ def test_training_equals_plain_torch_and_resumes_exactly(
     accelerator.load_state(tmp_path / "state")
     again = train(accelerator, net, optimizer, range(2, STEPS))
     assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
+
+
+def eight_bit(net: nn.Module) -> Any:
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(net.parameters(), lr=0.01, min_8bit_size=1024)
+
+
+def torchao_eight_bit(net: nn.Module) -> Any:
+    return pytest.importorskip("torchao.optim").AdamW8bit(net.parameters(), lr=0.01)
+
+
+@ranks(1, 2, timeout_s=300)
+def test_adam_of_bitsandbytes_in_eight_bits(ctx: ProcessContext, tmp_path: Path) -> None:
+    expected = plain(eight_bit)
+    strategy = "ddp" if ctx.world.size > 1 else "none"
+    accelerator, net, optimizer = prepared(eight_bit, strategy)
+    train(accelerator, net, optimizer, range(2))
+    accelerator.save_state(tmp_path / "state")
+    found = train(accelerator, net, optimizer, range(2, STEPS))
+    for one, other in zip(found, expected, strict=True):
+        # a gradient that rounds otherwise may fall on the next of 256 values
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if ctx.world.size > 1 else 0.0)
+    accelerator, net, optimizer = prepared(eight_bit, strategy)
+    accelerator.load_state(tmp_path / "state")
+    again = train(accelerator, net, optimizer, range(2, STEPS))
+    assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
+    if ctx.world.size > 1:
+        accelerator, net, optimizer = prepared(eight_bit, "fsdp")
+        accelerator.backward(loss_of(net, 0))
+        with pytest.raises(StepError, match=r"AdamW8bit cannot update sharded parameters.*strategy='ddp'"):
+            optimizer.step()
+
+
+@ranks(1, 2, timeout_s=300)
+@pytest.mark.filterwarnings("ignore")  # of torchao's import
+def test_adam_of_torchao_in_eight_bits(ctx: ProcessContext, tmp_path: Path) -> None:
+    """Sharded training equals one process; its state cannot be saved, which is said."""
+    with torch.compiler.set_stance("force_eager"):
+        expected = plain(torchao_eight_bit)
+        accelerator, net, optimizer = prepared(torchao_eight_bit, "fsdp")
+        found = train(accelerator, net, optimizer, range(STEPS))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
+        with pytest.raises(CheckpointError, match=r"OptimState8bit.*would lose it; use an optimizer"):
+            accelerator.save_state(tmp_path / "state")
