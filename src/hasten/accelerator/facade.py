@@ -26,7 +26,7 @@ from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in
+from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in, serves_metrics
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -37,6 +37,7 @@ from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    MetricsSettings,
     PerformanceSettings,
     ProfileKwargs,
     ProjectConfiguration,
@@ -65,6 +66,7 @@ from hasten.trust.numbers.numbers import NumbersWatch, Rollback
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
+    from hasten.accelerator.operations import RankMetrics
     from hasten.accelerator.retrying import Retrying, Split
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
@@ -118,6 +120,7 @@ class Accelerator:
         performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
         trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
         tracking: Settings of trackers that `log_with` does not hold.
+        metrics: Metrics for operations: a port for Prometheus, an endpoint of OTLP.
         kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
@@ -154,6 +157,7 @@ class Accelerator:
         performance: PerformanceSettings | Fields | str | None = None,
         trust: TrustSettings | Fields | str | None = None,
         tracking: TrackingConfig | Fields | None = None,
+        metrics: MetricsSettings | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
@@ -191,6 +195,9 @@ class Accelerator:
         if parts.watch is not None:
             parts.watch(self)
         self._watch_values(parts)
+        self._metrics: RankMetrics | None = None
+        if parts.run_log is not None and parts.rehearsal is None and serves_metrics(parts.config):
+            self._metrics = import_module("hasten.accelerator.operations").start(self, parts.run_log)  # if asked for
         if parts.rehearsal is not None:
             parts.rehearsal.built(self)
 
@@ -216,6 +223,7 @@ class Accelerator:
             notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+        made.on_saved = None if self._run_log is None else self._run_log.saved
         return made
 
     @cached_property
@@ -568,6 +576,8 @@ class Accelerator:
             weight = clock.weight_of(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
+        if self._metrics is not None:
+            self._metrics.sampled.see("loss", loss)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
         else:
@@ -607,6 +617,8 @@ class Accelerator:
         loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, amounts[-1])
+        if self._metrics is not None:
+            self._metrics.sampled.see("loss", loss)
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
@@ -679,7 +691,10 @@ class Accelerator:
             return None
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        return self._strategy.clip_norm(chosen, max_norm, norm_type)
+        norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
+        if self._metrics is not None:
+            self._metrics.sampled.see("grad_norm", norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
@@ -914,6 +929,8 @@ class Accelerator:
         self._tracking.finish()
         if self._run_log is not None:
             self._run_log.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
@@ -954,7 +971,7 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved"):
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
             return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
@@ -975,11 +992,14 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded") as event:
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded", self._step) as event:
             reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
             if event is not None:
                 event.nothing_done = not reports and not must_exist
         return reports
+
+    def _step(self) -> int:
+        return self._saving.step
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.

@@ -206,6 +206,7 @@ class Loader(DataLoader[Any]):
         """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
         cursors, marks, size = clock.cursors, clock.marks, self.parts.total_batch_size or 0
+        passes = 0
         if marks is not None:
             marks.asked()
         for batch, padding, last, mark in items:
@@ -220,6 +221,7 @@ class Loader(DataLoader[Any]):
             cursor.at_end, cursor.given = last, batch
             if marks is not None:
                 marks.got(size)
+                passes = clock.num_passes
             yield batch
             if cursors.go_back is not None:
                 cursors.go_back(cursor)
@@ -228,7 +230,7 @@ class Loader(DataLoader[Any]):
             if cursors.before_next is not None:
                 cursors.before_next(cursor)
             if marks is not None:
-                marks.asked()
+                marks.asked(clock.num_passes == passes)
         if track.start is here:
             track.place(here.begin(here.epoch + 1))
 

@@ -8,11 +8,13 @@ from datetime import timedelta
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.tracking.goodput import Goodput
 from hasten.tracking.run_folder import Curve, LoggedImage, RunFolder
 from hasten.tracking.run_log import PARTS, LoggedRank
 
@@ -190,6 +192,31 @@ def spread(run: RunFolder) -> list[list[str]]:
         shares = [f"{float(steps[part].astype(np.float64).sum()) / total:.1%}" for part in PARTS]
         rows.append([str(rank), str(len(steps)), *cells, *shares])
     return rows
+
+
+_MEANINGS: Final = MappingProxyType(
+    {
+        "useful": "steps whose updates are part of the final state",
+        "startup": "from the start of a process to its first request for a batch, with loading",
+        "data": "waiting for batches of training",
+        "checkpoint": "saving and loading during training",
+        "evaluation": "batches that no backward pass used",
+        "stall": "ranks waiting for each other, as the watchdog reported",
+        "restart": "from the last record of a process to the start of the next, with the unfinished step",
+        "replayed": "steps after the checkpoint that a later load restored",
+        "other": "after the last step, and not measured",
+    }
+)
+
+
+def causes(found: Goodput) -> list[list[str]]:
+    """Return a row per cause of the wall time: its name, time, share and meaning; causes that took no time are left out."""
+    wall = max(found.wall_s, 1e-9)
+    return [
+        [cause, duration(seconds / 60), f"{seconds / wall:.1%}", _MEANINGS[cause]]
+        for cause, seconds in found.seconds.items()
+        if seconds > 0 or cause == "useful"
+    ]
 
 
 def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
