@@ -48,7 +48,7 @@ def _training(reading: RankReading) -> list[MetricFamily]:
         MetricFamily("hasten_info", "gauge", "Facts about the rank.", [Sample(1.0, reading.facts)]),
         _one("hasten_step", "gauge", "Updates of the run, including those before a resume.", reading.step),
         _one("hasten_updates_total", "counter", "Updates of this process, applied and skipped.", reading.updates),
-        _one("hasten_samples_total", "counter", "Samples of all batches, over all ranks.", reading.samples),
+        _one("hasten_samples_total", "counter", "Samples of all batches of training, over all ranks.", reading.samples),
         _one("hasten_loss", "gauge", "Last known loss given to backward() on this rank.", reading.loss),
         _one("hasten_grad_norm", "gauge", "Last known norm that clip_grad_norm_() returned.", reading.grad_norm),
         _one(
@@ -98,8 +98,8 @@ def _operations(reading: RankReading) -> list[MetricFamily]:
             "s",
         ),
         MetricFamily(
-            "hasten_time_seconds_total",
-            "counter",
+            "hasten_time_seconds",
+            "gauge",
             "Wall time of the run by cause, including earlier starts in the same project_dir.",
             [Sample(seconds, {"cause": cause}) for cause, seconds in reading.seconds.items()],
             "s",

@@ -17,8 +17,19 @@ from numpy.typing import NDArray
 
 from hasten.tracking.run_log import USEFUL, LoggedRank, RunLog, read_run_log
 
-CAUSES: Final = ("useful", "startup", "data", "checkpoint", "evaluation", "stall", "restart", "replayed", "other")
-"""Parts of the wall time; all but the first are losses."""
+CAUSES: Final = (
+    "useful",
+    "startup",
+    "data",
+    "checkpoint",
+    "evaluation",
+    "stall",
+    "restart",
+    "replayed",
+    "running",
+    "other",
+)
+"""Parts of the wall time; all but the first are losses. `running` is the phase of a live process that has not ended."""
 _IN_STEPS: Final = ("data", "checkpoint", "evaluation", "stall")
 
 
@@ -175,7 +186,7 @@ class LiveGoodput:
             seconds[part] += spent[part]
         known = (log.startup_s or 0.0) + useful + sum(spent[part] for part in _IN_STEPS)
         if log.startup_s is not None:
-            seconds["other"] += max(time.time() - log.process_began_s - known, 0.0)
+            seconds["running"] += max(time.time() - log.process_began_s - known, 0.0)
         return Goodput(seconds)
 
     def _before(self, log: RunLog) -> Goodput:

@@ -35,7 +35,8 @@ PARTS: Final = (
 )
 USEFUL: Final = ("forward", "backward", "communication", "optimizer", "logging", "other")
 """Phases of a useful step."""
-USEFUL_OR_DATA: Final = (*USEFUL, "data")
+STEP_PARTS: Final = ("data", *USEFUL)
+"""Phases of a training step; the others of `PARTS` interrupt steps."""
 _FIRST_PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
 """Phases of older logs, which do not list them."""
 _RECORD: Final = struct.Struct(f"<d{len(PARTS) + 2}f")
@@ -84,7 +85,8 @@ class RunLog:
         self.spent = dict.fromkeys(PARTS, 0.0)
         """Seconds in each phase since the first request for a batch; a phase is added when it ends."""
         self.samples = 0
-        """Samples of all batches, over all ranks."""
+        """Samples of all batches of training, over all ranks."""
+        self._in_batch = 0
         self._recorded = (0.0,) * len(PARTS)
         self._recorded_samples = 0
         self._waited_s = 0.0
@@ -136,6 +138,8 @@ class RunLog:
                 self._waited_s = 0.0
             else:
                 now = self._take("other")
+                self.samples += self._in_batch
+            self._in_batch = 0
             if self._updated:
                 self._commit(now)
             return
@@ -147,7 +151,7 @@ class RunLog:
         before = self.spent["data"]
         self._take("data")
         self._waited_s = self.spent["data"] - before
-        self.samples += num_samples
+        self._in_batch = num_samples
 
     def backward_begins(self) -> None:
         """Mark the start of backward, which ends the forward pass and the loss."""
@@ -219,7 +223,7 @@ class RunLog:
     def _commit(self, now: float) -> None:
         while self._stalls:  # the stall happened inside one phase of this step, the longest
             seconds, spent = self._stalls.popleft(), self.spent
-            longest = max(USEFUL_OR_DATA, key=lambda part: spent[part] - self._recorded[PARTS.index(part)])
+            longest = max(STEP_PARTS, key=lambda part: spent[part] - self._recorded[PARTS.index(part)])
             moved = min(seconds, spent[longest] - self._recorded[PARTS.index(longest)])
             spent[longest] -= moved
             spent["stall"] += moved
@@ -289,6 +293,7 @@ class RunLog:
         """Write pending records and the end event, if a training has started."""
         if self._begun:
             if self._updated:
+                self.samples, self._in_batch = self.samples + self._in_batch, 0
                 self._commit(time.perf_counter())
             rest = zip(PARTS, self.spent.values(), self._recorded, strict=True)
             self.event("ended", rest={part: round(now - before, 4) for part, now, before in rest if now > before})
