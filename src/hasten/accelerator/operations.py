@@ -80,8 +80,8 @@ class RankMetrics:
             "version": __version__,
             "strategy": accelerator.strategy,
             "script": Path(sys.argv[0]).name,
-            "world_size": str(ctx.world.size),
         }
+        self._world_size = ctx.world.size
         self._restarts = ctx.topology.restart_count
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
         if ctx.device.type != "cpu":
@@ -133,6 +133,7 @@ class RankMetrics:
         known = self.sampled.known
         return RankReading(
             facts=self._facts,
+            world_size=self._world_size,
             uptime_s=max(now - log.process_began_s, 0.0),
             step=max((one.num_updates for one in optimizers), default=0),
             updates=clock.num_updates,

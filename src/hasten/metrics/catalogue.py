@@ -13,7 +13,8 @@ class RankReading:
     """Numbers of one rank at one moment. None is a number that is not known."""
 
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the info metric: version, strategy, script, world_size."""
+    """Labels of the info metric: version, strategy, script."""
+    world_size: int = 1
     uptime_s: float
     step: int
     updates: int
@@ -46,6 +47,7 @@ def families(reading: RankReading) -> list[MetricFamily]:
 def _training(reading: RankReading) -> list[MetricFamily]:
     return [
         MetricFamily("hasten_info", "gauge", "Facts about the rank.", [Sample(1.0, reading.facts)]),
+        _one("hasten_world_size", "gauge", "Number of ranks of the job.", reading.world_size),
         _one("hasten_step", "gauge", "Updates of the run, including those before a resume.", reading.step),
         _one("hasten_updates_total", "counter", "Updates of this process, applied and skipped.", reading.updates),
         _one("hasten_samples_total", "counter", "Samples of all batches of training, over all ranks.", reading.samples),

@@ -59,8 +59,9 @@ def row_of(scrape: Scrape) -> RankRow | None:
             row = RankRow(labels.get("job", ""), int(labels["rank"]), labels.get("machine", ""))
         match sample.name.removeprefix("hasten_"):
             case "info":
-                size = labels.get("world_size", "")
-                row.world_size = int(size) if size.isdigit() else 0
+                continue
+            case "world_size":
+                row.world_size = int(sample.value)
             case "memory_bytes":
                 row.memory[labels.get("kind", "")] = sample.value
             case "time_seconds":

@@ -98,8 +98,8 @@ def account(logs: Sequence[LoggedRank]) -> Goodput:
 def _start(log: LoggedRank) -> _Start:
     times = [float(event["time"]) for event in log.events if "time" in event]
     last = float(log.steps["time"][-1]) if len(log.steps) else 0.0
-    began = float(log.started.get("process_began") or log.started["time"])
-    return _Start(log, began, max([*times, last]))
+    began = float(log.started.get("process_began", log.started["time"]))
+    return _Start(log, began, max([*times, last, began + float(log.started.get("startup_s") or 0.0)]))
 
 
 def _in_start(start: _Start) -> dict[str, float]:
