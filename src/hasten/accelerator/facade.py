@@ -182,6 +182,7 @@ class Accelerator:
         self._precision = parts.precision
         self._tracking = parts.tracking
         self._run_log = parts.run_log
+        self._phases = parts.run_log if parts.run_log is not None and parts.run_log.tells_phases else None
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
         self._rehearsal = parts.rehearsal
@@ -566,8 +567,8 @@ class Accelerator:
         self._clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        if self._run_log is not None:
-            self._run_log.backward_begins()
+        if self._phases is not None:
+            self._phases.backward_begins()
         clock = self._clock
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
@@ -583,8 +584,8 @@ class Accelerator:
         else:
             with zero_if_weightless(loss, weight, self._clock.joined):
                 self._strategy.backward(weighed, parts, **kwargs)
-        if self._run_log is not None:
-            self._run_log.backward_done(exchanged=self._clock.boundary)
+        if self._phases is not None:
+            self._phases.backward_done(exchanged=self._clock.boundary)
 
     def forward_backward(
         self,

@@ -114,9 +114,17 @@ class RunLog:
 
     # -- phases of a step ------------------------------------------------------------------------------------------
     def _take(self, part: str) -> float:
-        """Add the time since the last mark to a phase, without collectives and logging; returns the current time."""
-        now, collected = time.perf_counter(), self._collectives_s()
+        """Add the time since the last mark to a phase, without collectives and logging; returns the current time.
+
+        Without a folder, useful phases are not told apart.
+        """
+        now = time.perf_counter()
         spent = self.spent
+        if self._folder is None:
+            spent[part] += now - self._last_s
+            self._last_s = now
+            return now
+        collected = self._collectives_s()
         waited = collected - self._collected_s
         spent["communication"] += waited
         passed = now - self._last_s - waited - self._aside_s
@@ -168,17 +176,19 @@ class RunLog:
 
     def optimizer_begins(self) -> None:
         """Mark the start of an update; the time since backward, such as clipping, counts as other."""
-        self._take("other")
+        if self._folder is not None:
+            self._take("other")
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self.updated_s = self._take("optimizer")
+        self.updated_s = time.perf_counter() if self._folder is None else self._take("optimizer")
         self._updated = True
 
     def logged(self, seconds: float) -> None:
         """Add the duration of a logging call, which is subtracted from the current phase."""
-        self.spent["logging"] += seconds
-        self._aside_s += seconds
+        if self._folder is not None:
+            self.spent["logging"] += seconds
+            self._aside_s += seconds
 
     def skipped(self) -> None:
         """Record that the update was skipped."""
@@ -214,6 +224,11 @@ class RunLog:
                 file.write(msgspec.json.encode(event) + b"\n")
         except OSError as error:
             self.broken = str(error)
+
+    @property
+    def tells_phases(self) -> bool:
+        """True if forward, backward and optimizer are timed separately; otherwise their marks are not needed."""
+        return self._folder is not None
 
     @property
     def useful_s(self) -> float:

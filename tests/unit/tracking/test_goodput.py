@@ -173,8 +173,8 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
         assert live.seconds[cause] == pytest.approx(found.seconds[cause], abs=0.1), cause
 
 
-def test_a_stall_moves_from_the_phase_it_happened_in() -> None:
-    log = RunLog(None, 0, dict, lambda: None)
+def test_a_stall_moves_from_the_phase_it_happened_in(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, dict, lambda: None)
     log.asked()
     log.got(1)
     log.backward_begins()

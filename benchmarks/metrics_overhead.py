@@ -1,0 +1,168 @@
+"""What metrics for operations cost a training step: the same loop with and without them, interleaved.
+
+    python benchmarks/metrics_overhead.py
+
+Processor time of the training thread, so that a busy machine does not change it: blocks of steps of two Accelerators in one process
+alternate, and the median of the differences is divided by a step of 5 ms. The calls that metrics add to a step are timed without the step
+as well: within a step of torch's the difference is near the noise of a busy machine. The scrape is timed by itself: it runs in another thread, and
+shares the interpreter with the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import urllib.request
+from typing import Any
+
+import torch
+from recording import record
+from torch.utils.data import DataLoader, TensorDataset
+
+from hasten import Accelerator
+from hasten.accelerator.operations import SampledScalars
+from hasten.tracking.run_log import RunLog
+
+STEP_US = 5000.0
+SCRAPE_EVERY_S = 15.0
+
+
+class Loop:
+    """A small training, run in blocks of steps."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, trust="off", **settings)
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(8, 8)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+        data: Any = DataLoader(TensorDataset(torch.randn(1 << 14, 8)), batch_size=8)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, data)
+        self.left = 0
+
+    def block(self, steps: int) -> float:
+        """Run some steps; returns the microseconds of processor time of one."""
+        if self.left < steps:
+            self.batches, self.left = iter(self.loader), len(self.loader) - 1
+            next(self.batches)
+        batches, self.left = self.batches, self.left - steps
+        began = time.thread_time()
+        for _ in range(steps):
+            (x,) = next(batches)
+            self.accelerator.backward(self.model(x).square().mean())
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return (time.thread_time() - began) / steps * 1e6
+
+
+def added(steps: int, rounds: int, **common: Any) -> dict[str, float]:
+    """Return the microseconds of a step without and with metrics, and the median difference of neighbouring blocks."""
+    plain, served = Loop(**common), Loop(**common, metrics={"port": 0})
+    for loop in (plain, served):
+        loop.block(steps)
+    pairs = []
+    for number in range(rounds):
+        order = (plain, served) if number % 2 else (served, plain)
+        took = {id(loop): loop.block(steps) for loop in order}
+        pairs.append((took[id(plain)], took[id(served)]))
+    low, difference, high = statistics.quantiles((after - before for before, after in pairs), n=4)
+    found = {
+        "without": statistics.median(before for before, _ in pairs),
+        "with": statistics.median(after for _, after in pairs),
+        "added": difference,
+        "added, lower quartile": low,
+        "added, upper quartile": high,
+        "share of 5 ms": difference / STEP_US,
+    }
+    for loop in (plain, served):
+        loop.accelerator.end_training()
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def calls(number: int, rounds: int) -> dict[str, float]:
+    """Return the microseconds of the calls that metrics add to a step, without the step."""
+    log, seen, loss = RunLog(None, 0, dict, lambda: None), SampledScalars(torch.device("cpu")), torch.tensor(1.0)
+    log.asked()
+    took = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        for _ in range(number):
+            log.got(8)
+            seen.see("loss", loss)
+            seen.see("grad_norm", loss)
+            log.optimizer_begins()
+            log.optimizer_done()
+            log.asked(False)
+        took.append((time.thread_time() - began) / number * 1e6)
+    median = statistics.median(took)
+    return {"added": round(median, 3), "share of 5 ms": round(median / STEP_US, 6)}
+
+
+def scraping(rounds: int) -> dict[str, float]:
+    """Return the microseconds of processor time that a scrape takes from the process, with its request."""
+    loop = Loop(metrics={"port": 0})
+    loop.block(100)
+    metrics = loop.accelerator._metrics
+    assert metrics is not None
+    assert metrics.server is not None
+    url = f"http://127.0.0.1:{metrics.server.port}/metrics"
+    began = time.thread_time()
+    for _ in range(rounds):
+        metrics.text()
+    text = (time.thread_time() - began) / rounds * 1e6
+    whole = []
+    for _ in range(rounds):
+        before = time.process_time() - time.thread_time()  # of all threads but this one, the client
+        with urllib.request.urlopen(url) as answer:
+            answer.read()
+        whole.append(time.process_time() - time.thread_time() - before)
+    loop.accelerator.end_training()
+    request = statistics.median(whole) * 1e6
+    return {"text": round(text, 1), "request": round(request, 1), "share": round(request / (SCRAPE_EVERY_S * 1e6), 8)}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=401)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {
+            "without project_dir": added(given.steps, given.rounds),
+            "with project_dir": added(given.steps, given.rounds, project_dir=folder),
+            "calls": calls(2000, 31),
+            "scrape": scraping(200),
+        }
+    lines = [
+        "| run | step without, µs | step with metrics, µs | added, µs (quartiles) | share of a 5 ms step |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("without project_dir", "with project_dir"):
+        row = found[name]
+        lines.append(
+            f"| {name} | {row['without']:.1f} | {row['with']:.1f} | {row['added']:.1f} ({row['added, lower quartile']:.1f} to "
+            f"{row['added, upper quartile']:.1f}) | {row['share of 5 ms']:.3%} |"
+        )
+    alone = found["calls"]
+    lines.append(f"| the added calls alone | | | {alone['added']:.2f} | {alone['share of 5 ms']:.3%} |")
+    scrape = found["scrape"]
+    lines.append(
+        f"\nA scrape takes {scrape['request']:.0f} µs of the process ({scrape['text']:.0f} µs to read and render), {scrape['share']:.4%} of the time "
+        f"at one scrape every {SCRAPE_EVERY_S:.0f} s."
+    )
+    page = "\n".join(lines)
+    print(page)
+    record(
+        "metrics_overhead",
+        f"{given.steps} steps, {given.rounds} rounds",
+        found,
+        page,
+        {"torch": str(torch.__version__)},
+    )
+
+
+if __name__ == "__main__":
+    main()
