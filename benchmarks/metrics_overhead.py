@@ -3,7 +3,8 @@
     python benchmarks/metrics_overhead.py
 
 Processor time of the training thread, so that a busy machine does not change it: blocks of steps of two Accelerators in one process
-alternate, and the median of the differences is divided by a step of 5 ms. The calls that metrics add to a step are timed without the step
+alternate, and the median of the differences is divided by a step of 5 ms. What happens once a second is measured by itself and added by its
+share of a second: on a busy machine a step takes longer by the clock, and would contain more of it. The calls that metrics add to a step are timed without the step
 as well: within a step of torch's the difference is near the noise of a busy machine. The scrape is timed by itself: it runs in another thread, and
 shares the interpreter with the training.
 """
@@ -40,26 +41,40 @@ class Loop:
         data: Any = DataLoader(TensorDataset(torch.randn(1 << 14, 8)), batch_size=8)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, data)
         self.left = 0
+        self.matrix = torch.randn(256, 256) / 16
+
+    def work(self) -> None:
+        """Compute for about five milliseconds, as a step's kernels do: what follows finds the caches of the processor cold."""
+        product = self.matrix
+        for _ in range(8):
+            product = product @ self.matrix
 
     def block(self, steps: int) -> float:
-        """Run some steps; returns the microseconds of processor time of one."""
+        """Run some steps; returns the microseconds of processor time of one, without its work."""
         if self.left < steps:
             self.batches, self.left = iter(self.loader), len(self.loader) - 1
             next(self.batches)
-        batches, self.left = self.batches, self.left - steps
+        batches, self.left, work = self.batches, self.left - steps, 0.0
         began = time.thread_time()
         for _ in range(steps):
             (x,) = next(batches)
+            before = time.thread_time()
+            self.work()
+            work += time.thread_time() - before
             self.accelerator.backward(self.model(x).square().mean())
             self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return (time.thread_time() - began) / steps * 1e6
+        return (time.thread_time() - began - work) / steps * 1e6
 
 
-def added(steps: int, rounds: int, **common: Any) -> dict[str, float]:
+def added(steps: int, rounds: int, second_us: float, **common: Any) -> dict[str, float]:
     """Return the microseconds of a step without and with metrics, and the median difference of neighbouring blocks."""
     plain, served = Loop(**common), Loop(**common, metrics={"port": 0})
+    metrics = served.accelerator._metrics
+    assert metrics is not None
+    never = time.monotonic() + 1e9
+    metrics.sampled._due.update(loss=never, grad_norm=never)
     for loop in (plain, served):
         loop.block(steps)
     pairs = []
@@ -68,17 +83,34 @@ def added(steps: int, rounds: int, **common: Any) -> dict[str, float]:
         took = {id(loop): loop.block(steps) for loop in order}
         pairs.append((took[id(plain)], took[id(served)]))
     low, difference, high = statistics.quantiles((after - before for before, after in pairs), n=4)
+    share = (difference + second_us * STEP_US / 1e6) / STEP_US
     found = {
         "without": statistics.median(before for before, _ in pairs),
         "with": statistics.median(after for _, after in pairs),
         "added": difference,
         "added, lower quartile": low,
         "added, upper quartile": high,
-        "share of 5 ms": difference / STEP_US,
+        "share of 5 ms": share,
     }
     for loop in (plain, served):
         loop.accelerator.end_training()
     return {name: round(value, 6) for name, value in found.items()}
+
+
+def once_a_second(rounds: int) -> float:
+    """Return the microseconds of what happens once a second: both values are sampled, and the times are noted."""
+    log, seen, loss = RunLog(None, 0, dict, lambda: None), SampledScalars(torch.device("cpu")), torch.tensor(1.0)
+    log.asked()
+    took = []
+    for _ in range(rounds):
+        torch.randn(1 << 20).sum()  # as cold as within a step
+        seen._due.clear()
+        began = time.thread_time()
+        seen.see("loss", loss)
+        seen.see("grad_norm", loss)
+        log._commit(time.perf_counter() + 10.0)
+        took.append((time.thread_time() - began) * 1e6)
+    return statistics.median(took)
 
 
 def calls(number: int, rounds: int) -> dict[str, float]:
@@ -129,11 +161,13 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=401)
     given = options.parse_args()
     torch.set_num_threads(1)
+    second_us = once_a_second(101)
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = {
-            "without project_dir": added(given.steps, given.rounds),
-            "with project_dir": added(given.steps, given.rounds, project_dir=folder),
+            "without project_dir": added(given.steps, given.rounds, second_us),
+            "with project_dir": added(given.steps, given.rounds, second_us, project_dir=folder),
             "calls": calls(2000, 31),
+            "once a second": round(second_us, 1),
             "scrape": scraping(200),
         }
     lines = [
@@ -150,7 +184,7 @@ def main() -> None:
     lines.append(f"| the added calls alone | | | {alone['added']:.2f} | {alone['share of 5 ms']:.3%} |")
     scrape = found["scrape"]
     lines.append(
-        f"\nA scrape takes {scrape['request']:.0f} µs of the process ({scrape['text']:.0f} µs to read and render), {scrape['share']:.4%} of the time "
+        f"\nOnce a second: {second_us:.0f} µs, added to the share. A scrape takes {scrape['request']:.0f} µs of the process ({scrape['text']:.0f} µs to read and render), {scrape['share']:.4%} of the time "
         f"at one scrape every {SCRAPE_EVERY_S:.0f} s."
     )
     page = "\n".join(lines)

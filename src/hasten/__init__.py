@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from hasten.config.sections.loop import FP8Config as FP8Config
     from hasten.config.sections.loop import GradientAccumulationPlugin as GradientAccumulationPlugin
     from hasten.config.sections.loop import GradScalerKwargs as GradScalerKwargs
-    from hasten.config.sections.loop import MetricsSettings as MetricsSettings
     from hasten.config.sections.loop import PerformanceSettings as PerformanceSettings
     from hasten.config.sections.loop import ProfileKwargs as ProfileKwargs
     from hasten.config.sections.loop import ProjectConfiguration as ProjectConfiguration
@@ -100,7 +99,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "FP8Config": "hasten.config.sections.loop",
         "GradScalerKwargs": "hasten.config.sections.loop",
         "GradientAccumulationPlugin": "hasten.config.sections.loop",
-        "MetricsSettings": "hasten.config.sections.loop",
         "PerformanceSettings": "hasten.config.sections.loop",
         "ProfileKwargs": "hasten.config.sections.loop",
         "ProjectConfiguration": "hasten.config.sections.loop",

@@ -1,6 +1,6 @@
 """Metrics of one Accelerator: its components are read by the threads that serve and post metrics, when these ask.
 
-The training thread only stores the newest loss and gradient norm, four times a second at most; no thread waits for a device.
+The training thread only stores the newest loss and gradient norm, once a second at most; no thread waits for a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from hasten.metrics.catalogue import RankReading, families
 from hasten.metrics.exposition import MetricFamily, render
 from hasten.metrics.otlp import OtlpPusher
 from hasten.metrics.server import MetricsServer, access_of
+from hasten.optim.clock import StepClock
+from hasten.prepare_args import PreparedObjects
 from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import LateScalars
 from hasten.runtime.context import ProcessContext
@@ -32,10 +34,7 @@ from hasten.tracking.goodput import LiveGoodput
 from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.version import __version__
 
-if TYPE_CHECKING:
-    from hasten.accelerator.facade import Accelerator
-
-_EVERY_S: Final = 0.25
+_EVERY_S: Final = 1.0
 
 
 class SampledScalars:
@@ -51,7 +50,7 @@ class SampledScalars:
         self._lazy = kind_of(device).lazy
 
     def see(self, name: str, value: object) -> None:
-        """Store the value if the last one of this name is a quarter of a second old."""
+        """Store the value if the last one of this name is a second old."""
         now = time.monotonic()
         if now < self._due.get(name, 0.0):
             return
@@ -68,10 +67,24 @@ class SampledScalars:
         self.known = {one: number for one, number in found.items() if isinstance(number, float)}
 
 
+class MetricsOwner(Protocol):
+    """The components of an Accelerator that metrics are read from."""
+
+    config: Config
+    ctx: ProcessContext
+    _clock: StepClock
+    _prepared: PreparedObjects
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy."""
+        ...
+
+
 class RankMetrics:
     """Reader of an Accelerator's components, and the threads that serve and post the readings."""
 
-    def __init__(self, accelerator: Accelerator, run_log: RunLog) -> None:
+    def __init__(self, accelerator: MetricsOwner, run_log: RunLog) -> None:
         config, ctx = accelerator.config, accelerator.ctx
         self.sampled = SampledScalars(ctx.device)
         self._owner = weakref.ref(accelerator)  # the threads must not keep the Accelerator alive
@@ -171,7 +184,7 @@ def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
     return {"job": config.metrics.job or named or "hasten", "rank": str(ctx.rank), "machine": socket.gethostname()}
 
 
-def start(accelerator: Accelerator, run_log: RunLog) -> RankMetrics:
+def start(accelerator: MetricsOwner, run_log: RunLog) -> RankMetrics:
     """Start the metrics of an Accelerator; they stop with it, at `end_training()`, or at exit. Ranks: every rank."""
     made = RankMetrics(accelerator, run_log)
     made.start(accelerator.config, accelerator.ctx)

@@ -45,7 +45,7 @@ class Scrape:
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class ScrapeCredentials:
     """Proof of identity towards metrics servers, and TLS settings."""
 
     token: str | None = None
@@ -88,10 +88,10 @@ def _in_file(path: Path) -> list[str]:
     return [str(name) for name in names]
 
 
-def credentials(token: str | None, ca: str | None, cert: str | None, key: str | None) -> Credentials:
+def credentials(token: str | None, ca: str | None, cert: str | None, key: str | None) -> ScrapeCredentials:
     """Return the credentials; with a CA or a certificate, requests use TLS. Raises: ConfigError for unreadable files."""
     if ca is None and cert is None:
-        return Credentials(token)
+        return ScrapeCredentials(token)
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
@@ -100,16 +100,16 @@ def credentials(token: str | None, ca: str | None, cert: str | None, key: str | 
         raise ConfigError(
             f"the certificates cannot be loaded ({error}; --ca={ca}, --cert={cert}, --key={key}), so no server could be verified; give PEM files."
         ) from error
-    return Credentials(token, context)
+    return ScrapeCredentials(token, context)
 
 
-def scrape_all(targets: Sequence[ScrapeTarget], proof: Credentials) -> list[Scrape]:
+def scrape_all(targets: Sequence[ScrapeTarget], proof: ScrapeCredentials) -> list[Scrape]:
     """Return the answers of all targets, in order; one that does not answer has an error."""
     with ThreadPoolExecutor(min(len(targets), _AT_ONCE)) as pool:
         return list(pool.map(lambda target: scrape(target, proof), targets))
 
 
-def scrape(target: ScrapeTarget, proof: Credentials) -> Scrape:
+def scrape(target: ScrapeTarget, proof: ScrapeCredentials) -> Scrape:
     """Return the answer of one target."""
     at = time.monotonic()
     try:
@@ -122,7 +122,7 @@ def scrape(target: ScrapeTarget, proof: Credentials) -> Scrape:
         return Scrape(target, at, error=f"{type(error).__name__}: {error}")
 
 
-def _get(target: ScrapeTarget, proof: Credentials) -> tuple[int, bytes]:
+def _get(target: ScrapeTarget, proof: ScrapeCredentials) -> tuple[int, bytes]:
     if proof.tls is None:
         link = http.client.HTTPConnection(target.host, target.port, timeout=_PATIENCE_S)
     else:

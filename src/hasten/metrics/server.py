@@ -162,9 +162,7 @@ class _MetricsRequest(BaseHTTPRequestHandler):
             return
         try:
             text = self.server.text()
-        except (
-            Exception
-        ) as error:  # of any kind: a scrape must not affect the training, and the scraper sees the failure
+        except Exception as error:  # of any kind: a scrape must not affect the training
             log.warning("the metrics could not be read: %s: %s", type(error).__name__, error)
             self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, "the metrics could not be read\n")
             return

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from hasten.metrics.scrape import Credentials, Scrape, ScrapeTarget, scrape_all
+from hasten.metrics.scrape import Scrape, ScrapeCredentials, ScrapeTarget, scrape_all
 
 _AGE: Final = 30.0
 """Seconds over which the rate of steps is computed."""
@@ -182,7 +182,9 @@ def _summary(rows: Sequence[RankRow]) -> str:
     return "; ".join([*first, *(f"{number} {name}" for name, number in counts.items())])
 
 
-def look(targets: Sequence[ScrapeTarget], proof: Credentials, rates: StepRates) -> tuple[list[RankRow], list[Scrape]]:
+def look(
+    targets: Sequence[ScrapeTarget], proof: ScrapeCredentials, rates: StepRates
+) -> tuple[list[RankRow], list[Scrape]]:
     """Return the rows of all ranks that answered, and the other answers."""
     rows, silent = [], []
     for scrape in scrape_all(targets, proof):
@@ -195,7 +197,9 @@ def look(targets: Sequence[ScrapeTarget], proof: Credentials, rates: StepRates) 
     return rows, silent
 
 
-def once(targets: Sequence[ScrapeTarget], proof: Credentials, interval_s: float) -> tuple[list[RankRow], list[Scrape]]:
+def once(
+    targets: Sequence[ScrapeTarget], proof: ScrapeCredentials, interval_s: float
+) -> tuple[list[RankRow], list[Scrape]]:
     """Return two looks' result: rates need two."""
     rates = StepRates()
     look(targets, proof, rates)
@@ -203,7 +207,7 @@ def once(targets: Sequence[ScrapeTarget], proof: Credentials, interval_s: float)
     return look(targets, proof, rates)
 
 
-def follow(console: Console, targets: Sequence[ScrapeTarget], proof: Credentials, interval_s: float) -> None:
+def follow(console: Console, targets: Sequence[ScrapeTarget], proof: ScrapeCredentials, interval_s: float) -> None:
     """Redraw the tables until the user presses Ctrl-C. Ranks that end are shown as targets without metrics."""
     rates = StepRates()
     with Live(console=console, auto_refresh=False) as live:

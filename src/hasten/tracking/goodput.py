@@ -52,7 +52,7 @@ class Goodput:
 
 
 @dataclass(slots=True)
-class _Start:
+class _RunStart:
     """One start of the program on one rank."""
 
     log: LoggedRank
@@ -95,14 +95,14 @@ def account(logs: Sequence[LoggedRank]) -> Goodput:
     return Goodput(seconds)
 
 
-def _start(log: LoggedRank) -> _Start:
+def _start(log: LoggedRank) -> _RunStart:
     times = [float(event["time"]) for event in log.events if "time" in event]
     last = float(log.steps["time"][-1]) if len(log.steps) else 0.0
     began = float(log.started.get("process_began", log.started["time"]))
-    return _Start(log, began, max([*times, last, began + float(log.started.get("startup_s") or 0.0)]))
+    return _RunStart(log, began, max([*times, last, began + float(log.started.get("startup_s") or 0.0)]))
 
 
-def _in_start(start: _Start) -> dict[str, float]:
+def _in_start(start: _RunStart) -> dict[str, float]:
     """Return the seconds of one start that were neither useful nor unknown, by cause."""
     steps, startup = start.log.steps, start.log.started.get("startup_s")
     if startup is None:  # written by an earlier version
@@ -120,7 +120,7 @@ def _in_start(start: _Start) -> dict[str, float]:
     return found
 
 
-def _void(starts: Sequence[_Start], index: int) -> None:
+def _void(starts: Sequence[_RunStart], index: int) -> None:
     """Mark the steps that the loads of one start have made void; a start that loads nothing makes all earlier steps void."""
     events = starts[index].log.events
     loads = [event for event in events if event.get("event") == "loaded" and "step" in event]
@@ -144,7 +144,7 @@ def _void(starts: Sequence[_Start], index: int) -> None:
             _void_after(starts[: index + 1], int(load["step"]), float(load["time"]))
 
 
-def _void_after(starts: Sequence[_Start], step: int, before_s: float) -> None:
+def _void_after(starts: Sequence[_RunStart], step: int, before_s: float) -> None:
     """Mark the steps after update number `step` as void: a copy in memory has no event of its save."""
     valid = 0
     for start in starts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hasten import MetricsSettings
+from hasten.config.sections.loop import MetricsSettings
 from hasten.errors import ConfigError
 from hasten.metrics.exposition import MetricFamily, Sample
 from hasten.metrics.otlp import OtlpPusher, address_of

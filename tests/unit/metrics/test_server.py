@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten import MetricsSettings
+from hasten.config.sections.loop import MetricsSettings
 from hasten.errors import ConfigError
 from hasten.metrics import scrape, server
 from hasten.metrics.exposition import parse
@@ -120,7 +120,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
             pair = (None, None) if cert is None else (at(f"{cert}.pem"), at(f"{cert}.key"))
             assert scrape.scrape(target, scrape.credentials(None, at("ca.pem"), *pair)).error
         assert scrape.scrape(target, scrape.credentials(None, at("other.pem"), None, None)).error, "another server"
-        assert scrape.scrape(target, scrape.Credentials()).error, "without TLS"
+        assert scrape.scrape(target, scrape.ScrapeCredentials()).error, "without TLS"
     access_of(MetricsSettings(host="0.0.0.0", tls_cert=at("server.pem"), tls_key=at("server.key"), tls_client_ca=at("ca.pem")))  # fmt: skip
     with pytest.raises(ConfigError, match=r"Set metrics\.token_file"):  # TLS alone does not authenticate clients
         access_of(MetricsSettings(host="0.0.0.0", tls_cert=at("server.pem"), tls_key=at("server.key")))
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_used_when_it_is_free(
         assert "set metrics.port to a free one" in caplog.text
     try:
         for _ in range(100):
-            if made.port is not None:
+            if made._server is not None:
                 break
             time.sleep(0.05)
         assert get(port) == (200, TEXT)
