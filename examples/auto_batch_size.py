@@ -28,7 +28,7 @@ def main() -> None:
     # keep_global_batch: half the batch means twice the accumulation, so the result does not depend on the memory
     @find_executable_batch_size(starting_batch_size=args.batch_size, accelerator=accelerator, keep_global_batch=True)
     def train_with(batch_size: int) -> float:
-        accelerator.free_memory()  # forget what a failed attempt has left behind
+        accelerator.free_memory()  # free the objects of a failed attempt
         set_seed(0)
         steps = accelerator.gradient_accumulation_steps
         accelerator.print(f"trying {batch_size} samples a step, {steps} step(s) an update")

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Many blocks on top of each other."""
+    """A stack of blocks."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A character model that learns to write Python from the standard library's own sources: accumulation and bf16.
+"""A character model that learns to write Python from the standard library's sources: accumulation and bf16.
 
 python examples/char_lm.py
 hasten launch --num_processes 2 examples/char_lm.py --steps 500

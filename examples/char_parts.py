@@ -1,4 +1,4 @@
-"""What the examples of one axis each share: a transformer block, the share of parameters on a process, and the report of losses."""
+"""Code shared by the examples of one axis each: a transformer block, the share of parameters on a process, and the report of losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hasten import Accelerator
 
 
 class Block(nn.Module):
-    """Attention and a perceptron; `-1` heads in a view, because a process may see only its share of them."""
+    """Attention and a perceptron; `-1` heads in a view, because a process may hold only some of them."""
 
     def __init__(self, width: int, head_dim: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Report:
         self.losses: list[float] = []
 
     def add(self, loss: Tensor) -> None:
-        """Take the loss of one step."""
+        """Record the loss of one step."""
         self.losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
         if len(self.losses) % 20 == 1:
             step = len(self.losses) - 1

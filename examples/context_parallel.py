@@ -19,7 +19,7 @@ from hasten import Accelerator, ParallelismConfig, TorchContextParallelConfig, s
 
 
 class Writer(nn.Module):
-    """A character model that is told which positions it sees, because a process sees a part of them."""
+    """A character model that receives its positions, because a process holds a part of each sequence."""
 
     def __init__(self, width: int, depth: int, context: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cross-validation: one model per fold, one tracked run per fold, and the folds vote on the test set at the end.
+"""Cross-validation: one model per fold, one tracked run per fold, and the mean of their probabilities on the test set.
 
 hasten launch --cpu --num_processes 2 examples/cross_validation.py
 """
@@ -34,7 +34,7 @@ def main() -> None:
     scores, votes, truth = [], torch.zeros(len(test_set), 10), torch.empty(0)
     for fold, (kept, held) in enumerate(splits, 1):
         set_seed(fold)
-        accelerator.init_trackers(f"fold{fold}", config=vars(args))  # ends the run of the fold before
+        accelerator.init_trackers(f"fold{fold}", config=vars(args))  # ends the run of the previous fold
         score, model = train_fold(accelerator, train_set, list(kept), list(held), args.epochs)
         scores.append(score)
         probabilities, truth = predict(accelerator, model, test)

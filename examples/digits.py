@@ -26,10 +26,10 @@ INK, SOFT, ACCENT = "#1b3a4b", "#9db4c0", "#c8553d"
 
 
 def main() -> None:
-    """Train, evaluate after each epoch, and leave metrics, a plot and the model in the output folder."""
+    """Train, evaluate after each epoch, and write metrics, a plot and the model to the output folder."""
     args = read_arguments()
     set_seed(args.seed)
-    accelerator = Accelerator(log_with="jsonl", project_dir=args.out)  # 1 of 3: know the processes and the device
+    accelerator = Accelerator(log_with="jsonl", project_dir=args.out)  # 1 of 3: detect the processes and the device
 
     train_set, test_set = digits()
     train = DataLoader(train_set, batch_size=32, shuffle=True)
@@ -38,7 +38,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     steps = args.epochs * -(-len(train) // accelerator.num_processes)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
-    # 2 of 3: spread model and data over the processes
+    # 2 of 3: distribute model and data over the processes
     model, optimizer, train, test, scheduler = accelerator.prepare(model, optimizer, train, test, scheduler)
 
     accelerator.init_trackers("metrics", config=vars(args))
@@ -137,7 +137,7 @@ def draw(file: Path, losses: list[float], scores: list[float]) -> None:
 def close(
     accelerator: Accelerator, args: argparse.Namespace, losses: list[float], scores: list[float], seconds: float
 ) -> None:
-    """Print what came out and where it lies."""
+    """Print the results and the paths of the files."""
     table = Table(title="hasten · digits", title_justify="left", show_header=False)
     table.add_column(style="dim")
     table.add_column()

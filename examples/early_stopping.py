@@ -1,4 +1,4 @@
-"""Stop early, on every process at once: the one that sees no more progress raises a trigger, all of them check it.
+"""Stop early, on every process at once: the one that finds no more progress sets a trigger, which all of them check.
 
 hasten launch --cpu --num_processes 2 examples/early_stopping.py
 """
@@ -22,7 +22,7 @@ class Patience:
         self.allowed, self.best, self.in_vain = allowed, float("-inf"), 0
 
     def exhausted(self, score: float) -> bool:
-        """Take a score; return whether it is time to stop."""
+        """Record a score; return whether to stop."""
         self.in_vain = 0 if score > self.best else self.in_vain + 1
         self.best = max(self.best, score)
         return self.in_vain >= self.allowed
@@ -53,7 +53,7 @@ def main() -> None:
             optimizer.step()
         score = evaluate(accelerator, model, test)
         accelerator.print(f"epoch {epoch + 1}: {score:.2%} of held-out digits")
-        # any process may raise the trigger, for any reason of its own; here the main one judges for all
+        # any process may set the trigger; here the main process decides for all
         if accelerator.is_main_process and patience.exhausted(score):
             accelerator.set_trigger()
         if accelerator.check_trigger():

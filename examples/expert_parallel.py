@@ -1,4 +1,4 @@
-"""Divide the experts of a mixture among processes: tokens travel to the process that holds the experts chosen for them.
+"""Divide the experts of a mixture among processes: tokens are sent to the process that holds the experts chosen for them.
 
 hasten launch --num_processes 2 examples/expert_parallel.py
 hasten launch --cpu --num_processes 4 examples/expert_parallel.py --ep_size 2 --steps 20 --width 32
@@ -28,7 +28,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(number, width, 4 * width) * (4 * width) ** -0.5)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of what the chosen experts make of each token."""
+        """Return the weighted sum of the chosen experts' outputs for each token."""
         out = torch.zeros_like(hidden)
         for expert in chosen.unique().tolist():
             tokens, place = torch.where(chosen == expert)

@@ -54,7 +54,7 @@ def main() -> None:
         first = first or last
         if step % 20 == 0:
             accelerator.print(f"step {step}: loss {last:.3f} (a guess among {ALPHABET} letters is 4.852)")
-    accelerator.save_model(model, args.out / "model")  # gathered to whole weights on the way
+    accelerator.save_model(model, args.out / "model")  # unsharded while they are written
     accelerator.print(f"loss {first:.3f} -> {last:.3f}; whole weights are in {args.out / 'model'}")
     accelerator.end_training()
 

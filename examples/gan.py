@@ -32,7 +32,7 @@ def main() -> None:
     paint = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     judge = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     data = DataLoader(TensorDataset(spots(args.samples)), batch_size=args.batch_size, shuffle=True, drop_last=True)
-    # one call prepares both pairs; each optimizer stays with its own model
+    # one call prepares both pairs; each optimizer is bound to its model
     generator, discriminator, paint, judge, data = accelerator.prepare(generator, discriminator, paint, judge, data)
 
     for epoch in range(1, args.epochs + 1):

@@ -38,14 +38,16 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         with Image.open(self.files[index]) as picture:
             pixels = torch.from_numpy(np.array(picture.convert("RGB").resize((self.size, self.size))))
-        image = (pixels.permute(2, 0, 1).float() - 127.0) / 128.0  # what the backbone was trained with
+        image = (
+            pixels.permute(2, 0, 1).float() - 127.0
+        ) / 128.0  # the normalisation that the backbone was trained with
         if self.flip and torch.rand(()) < 0.5:
             image = image.flip(2)
         return image, self.labels.index(label_of(self.files[index]))
 
 
 class Classifier(nn.Module):
-    """A backbone that knows pictures, and a head that knows nothing yet."""
+    """A pretrained backbone and an untrained head."""
 
     def __init__(self, num_labels: int) -> None:
         super().__init__()
@@ -61,12 +63,12 @@ class Classifier(nn.Module):
         return scores
 
     def freeze(self, frozen: bool) -> None:
-        """Keep the backbone as it is, or let it learn."""
+        """Freeze or unfreeze the backbone."""
         self.backbone.requires_grad_(not frozen)
         self.frozen = frozen
 
     def train(self, mode: bool = True) -> Classifier:
-        """Switch to training; a frozen backbone keeps the statistics it came with."""
+        """Switch to training; a frozen backbone keeps its pretrained statistics."""
         super().train(mode)
         self.backbone.train(mode and not self.frozen)
         return self
@@ -106,7 +108,7 @@ def fit(
     accelerator: Accelerator, model: nn.Module, trained: Iterable[nn.Parameter],
     loader: DataLoader[tuple[Tensor, int]], epochs: int, lr: float, phase: str,
 ) -> None:  # fmt: skip
-    """Train `trained` for some epochs; every phase prepares model and optimizer anew, because what learns has changed."""
+    """Train `trained` for some epochs; every phase prepares model and optimizer anew, because other parameters are trained."""
     optimizer = torch.optim.AdamW(trained, lr=lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=epochs * len(loader) + 1)
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)

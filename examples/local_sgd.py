@@ -1,4 +1,4 @@
-"""Local SGD: processes train on their own and average their weights every few steps, for slow networks.
+"""Local SGD: processes train independently and average their weights every few steps, for slow networks.
 
 hasten launch --cpu --num_processes 2 examples/local_sgd.py --local_sgd_steps 8
 """

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def draw(label: str, size: int, chance: random.Random) -> Image.Image:
-    """Return one shape of random place, size, turn and color on a random ground."""
+    """Return one shape of random position, size, rotation and color on a random background."""
     ground, ink = (tuple(chance.randrange(256) for _ in range(3)) for _ in range(2))
     picture = Image.new("RGB", (size, size), ground)
     radius = size * chance.uniform(0.2, 0.4)

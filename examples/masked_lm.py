@@ -1,4 +1,4 @@
-"""Train a BERT to fill in masked characters of Python's own sources, with the Trainer and a collator of one's own.
+"""Train a BERT to fill in masked characters of Python's sources, with the Trainer and a custom collator.
 
 python examples/masked_lm.py
 hasten launch --num_processes 2 examples/masked_lm.py
@@ -24,7 +24,7 @@ SHARE = 0.15
 
 
 def main() -> None:
-    """Train, and tell how well the model fills in what is missing in text it has not seen."""
+    """Train, and print how well the model fills in hidden characters of unseen text."""
     args = read_arguments()
     set_seed(args.seed)
     rows = read_rows(args.megabytes, args.context)

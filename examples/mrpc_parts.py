@@ -1,4 +1,4 @@
-"""What both MRPC scripts share: sentence pairs, a BERT, scores. Nothing in here knows how many processes there are."""
+"""Code shared by both MRPC scripts: sentence pairs, a BERT, scores. It does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is reported on the test pairs."""
+    """Scores on the test pairs."""
 
     accuracy: float
     f1: float
@@ -67,7 +67,7 @@ def read_pairs(data: str, part: str) -> list[Pair]:
 
 
 def model_folder(name: str) -> str:
-    """Return where the weights are: an installed package's own folder, or the name itself."""
+    """Return the location of the weights: a folder of an installed package, or the name itself."""
     plain = name.isidentifier() and importlib.util.find_spec(name)
     folder = Path(plain.origin).parent / "model" if plain and plain.origin else None
     return str(folder) if folder and folder.is_dir() else name
@@ -95,7 +95,7 @@ def load(args: argparse.Namespace) -> tuple[nn.Module, DataLoader[Batch], DataLo
 def evaluate(
     model: nn.Module, loader: DataLoader[Batch], device: torch.device, gather: Callable[[Any], Any] = lambda x: x
 ) -> Scores:
-    """Return accuracy and F1 over all pairs; `gather` brings the answers of all processes together."""
+    """Return accuracy and F1 over all pairs; `gather` collects the predictions of all processes."""
     model.eval()
     answers, truths = [], []
     for batch in loader:

@@ -26,7 +26,7 @@ def scores(found: EvalPrediction) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train, evaluate after each epoch, and end with the best model; started again, it goes on where it stopped."""
+    """Train, evaluate after each epoch, and end with the best model; a restarted run resumes from its newest checkpoint."""
     args = read_arguments()
     torch.manual_seed(args.seed)
     name = model_folder(args.model)

@@ -1,7 +1,7 @@
-"""Save often, stop anywhere, go on at the very next batch: the loss curve is the one of a run that never stopped.
+"""Save often, stop anywhere, resume at the next batch: the loss curve equals that of an uninterrupted run.
 
 hasten launch --cpu --num_processes 2 examples/resume.py --stop_after 20        as if the machine went away
-hasten launch --cpu --num_processes 2 examples/resume.py                        goes on after step 20
+hasten launch --cpu --num_processes 2 examples/resume.py                        resumes after step 20
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hasten import Accelerator, ProjectConfiguration, set_seed
 
 def main() -> None:
     """Train with a checkpoint every few steps, from the newest one if there is one."""
-    parser = argparse.ArgumentParser(description="Train, stop, go on.")
+    parser = argparse.ArgumentParser(description="Train, stop, resume.")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--save_every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--stop_after", type=int, help="leave without a word after this many steps")
@@ -40,7 +40,7 @@ def main() -> None:
     if accelerator.load_state(must_exist=False):  # from the newest complete checkpoint, if there is one
         accelerator.print(f"going on after step {optimizer.num_updates} in epoch {train.epoch + 1}")
 
-    for _ in accelerator.epochs(args.epochs):  # from the epoch of the checkpoint; the loader goes on at its next batch
+    for _ in accelerator.epochs(args.epochs):  # from the epoch of the checkpoint; the loader resumes at its next batch
         model.train()
         for images, labels in train:
             optimizer.zero_grad()
@@ -50,10 +50,10 @@ def main() -> None:
             schedule.step()
             step = optimizer.num_updates  # of the whole run
             accelerator.log({"loss": loss}, step=step)
-            told_to_stop = accelerator.preempted  # by SIGTERM, on any process
-            if step % args.save_every == 0 or told_to_stop:
+            stopping = accelerator.preempted  # by SIGTERM, on any process
+            if step % args.save_every == 0 or stopping:
                 accelerator.save_state()
-            if step == args.stop_after or told_to_stop:
+            if step == args.stop_after or stopping:
                 accelerator.print(f"stopped after step {step}")
                 accelerator.end_training()
                 return

@@ -24,7 +24,7 @@ PAD, END, FIRST = 0, 1, 2  # a byte b is the token FIRST + b
 
 
 class Pair(NamedTuple):
-    """The code of a function and what its docstring says first."""
+    """The code of a function and the first line of its docstring."""
 
     code: str
     summary: str

@@ -5,7 +5,6 @@ Run `python docs/screens/launch.py` from the root of the repository; the last sc
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,7 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 HERE = Path(__file__).parent
-MACHINES = HERE.parents[1] / "tests" / "dist" / "launch" / "test_launch_machines.py"
+ROOT = HERE.parents[1]
+ZYGOTE = ROOT / "tests" / "support" / "launch_zygote.py"
 HASTEN = [sys.executable, "-m", "hasten.cli.main"]
 
 TRAIN = """\
@@ -49,7 +49,7 @@ def save(name: str, text: str, title: str) -> None:
 
 
 def shell(folder: str, *commands: str) -> str:
-    """The commands and what they print."""
+    """Return the commands and their output."""
     env = {**os.environ, "HASTEN_HOME": folder, "HF_HOME": folder, "OMP_NUM_THREADS": "1"}
     told = ""
     for command in commands:
@@ -60,7 +60,7 @@ def shell(folder: str, *commands: str) -> str:
 
 
 def on_one_machine(folder: str) -> None:
-    """Launches that need nothing but this machine."""
+    """Capture launches on this machine."""
     (Path(folder) / "train.py").write_text(TRAIN)
     (Path(folder) / "killed.py").write_text(KILLED)
     two = "hasten launch --cpu --num_processes 2"
@@ -72,18 +72,12 @@ def on_one_machine(folder: str) -> None:
 
 
 def on_three_machines(folder: str) -> None:
-    """Launches on network namespaces, with the hosts that the tests use."""
-    spec = importlib.util.spec_from_file_location("launch_machines", MACHINES)
-    assert spec is not None
-    assert spec.loader is not None
-    tests = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = tests
-    spec.loader.exec_module(tests)
-    pipe = subprocess.PIPE
-    env = {**os.environ, "HASTEN_HOME": folder, "HF_HOME": folder, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    zygote = subprocess.Popen([sys.executable, str(tests.ZYGOTE)], stdin=pipe, stdout=pipe, text=True, env=env)
-    with tests.machines(zygote, 3) as hosts:
-        script = tests.write(Path(folder), "print('rank', rank, 'of', world)")
+    """Capture launches on three network namespaces, as in the tests."""
+    from tests.support.machines import machines, warm_launcher
+
+    script = "script.py"
+    Path(folder, script).write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    with warm_launcher(ZYGOTE, Path(folder)) as zygote, machines(zygote, 3) as hosts:
         same = "--num_machines=3 --main_process_ip=10.77.0.1 --main_process_port=29517"
         told = []
         for flags in (("--processes_per_machine=1", "--processes_per_machine=2", "--processes_per_machine=1"), ("--machine_rank=0", "--machine_rank=1", "--machine_rank=1"), ("", "", "--mixed_precision=bf16")):  # fmt: skip
@@ -94,9 +88,6 @@ def on_three_machines(folder: str) -> None:
                 f"{host.name}$ hasten launch {same} {flag} {script}\n{text.rstrip()}"
                 for host, flag, (_, text) in zip(hosts, flags, ends, strict=True)
             ))  # fmt: skip
-    assert zygote.stdin is not None
-    zygote.stdin.close()
-    zygote.wait()
     for name, text, title in zip(
         ("launch-machines", "launch-wrong-rank", "launch-mismatch"),
         told,
@@ -107,6 +98,7 @@ def on_three_machines(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for tests.support
     with tempfile.TemporaryDirectory() as home:
         on_one_machine(home)
         on_three_machines(home)

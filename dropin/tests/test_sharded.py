@@ -22,7 +22,7 @@ from accelerate.commands import config, merge
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.fsdp_utils import merge_fsdp_weights
 from hasten.cli.launch_cmd import make_parser
-from hasten.config.effective import effective
+from hasten.config.files import effective
 from hasten.errors import ConfigError
 from hasten.launch.job import prepare
 

@@ -31,6 +31,7 @@
     │   ├── CheckpointBusyError           another process is writing to the same folder
     │   ├── CheckpointVersionError        written by a version this one cannot read
     │   └── HookError                     a hook of save_state or load_state raised
+    ├── HubError                          an upload to the Hub, or a download from it, failed
     ├── RanksFailedError                  a function run in the pool of test workers failed on some ranks
     └── TrackerError                      an experiment tracker is unknown or cannot start
 
@@ -237,6 +238,10 @@ class CheckpointBusyError(CheckpointError):
         self.host = host
         self.pid = pid
         self.since_s = since_s
+
+
+class HubError(HastenError):
+    """Error for an upload to the Hub, or a download from it, that failed; its text never holds a token."""
 
 
 class TrackerError(HastenError):

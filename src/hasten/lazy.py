@@ -20,9 +20,10 @@ def exports(
         if name in modules:
             return import_module(f"{face}.{name}")
         if (module := table.get(name)) is None:
-            raise AttributeError(
-                f"module {face!r} has no attribute {name!r}; public names are listed in {face}.__all__"
-            )
+            others = [] if name.startswith("_") else [f"{face}.{one}" for one in modules]
+            home = next((one for one in others if name in getattr(import_module(one), "__all__", ())), None)
+            hint = f"it is in {home}" if home else f"public names are listed in {face}.__all__"
+            raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
         value: object = getattr(import_module(module), name)
         setattr(sys.modules[face], name, value)
         return value

@@ -16,6 +16,7 @@ _EXTRAS = (  # import name -> extra of hasten that installs it
     ("megatron", "megatron"),
     ("torchao", "fp8"),
     ("fsspec", "remote"),
+    ("ray", "ray"),
     ("torchdata", "data"),
     ("plotly", "report"),
     ("matplotlib", "report"),

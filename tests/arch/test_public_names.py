@@ -128,6 +128,8 @@ def test_public_modules_are_attributes_without_an_import_of_their_own() -> None:
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Acelerator'; public names are listed in hasten.__all__"):
         _ = hasten.Acelerator  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'dispatch_model'; it is in hasten.bigmodel$"):
+        _ = hasten.dispatch_model  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"module 'hasten.trainer' has no attribute 'Treiner'"):
         _ = hasten.trainer.Treiner  # type: ignore[attr-defined]
 

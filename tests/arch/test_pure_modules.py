@@ -24,7 +24,9 @@ PURE_FILES: Final = MappingProxyType(
         "optional": "imported by everything",
         "runtime.affinity": "a rank's cores, from /sys and its local rank",
         "strategies.engines.megatron.families": "sizes of a model, read from its Hub configuration",
+        "tools.machine": "the machine, described for the commands that need no torch",
         "tools.matrix": "starts and compares runs; each run imports torch in its own process",
+        "tools.wizard": "questions of `hasten config`, which needs no torch",
         "trainer.arguments": "a Trainer's settings",
         "trainer.state": "a Trainer's counters and requests",
     }
@@ -34,9 +36,9 @@ NEEDS_TORCH: Final = MappingProxyType(
         "launch.elastic.agent": "runs torch's elastic agent, in the process that supervises workers; plans do not import it",
         "launch.elastic.handler": "torch's elastic rendezvous over a store of ours, imported by launch.elastic.agent alone",
         "launch.elastic.torch_agent": "the seam to torch's elastic agent, imported by launch.elastic.agent alone",
-        "launch.rendezvous": "part of the agent: the meeting of a job's hosts",
+        "launch.elastic.rendezvous": "part of the agent: the meeting of a job's hosts",
         "launch.selfcheck": "the program of `hasten test`, launched like any training script; imported by no module",
-        "launch.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by no module",
+        "launch.cluster.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by no module",
     }
 )
 LAZY: Final = "hasten.lazy"

@@ -1,6 +1,6 @@
 """A warm launcher for tests: torch is loaded once, then each command becomes `hasten launch` in a fork, if asked on its own host.
 
-Reads one JSON object per line: {namespace, host, folder, argv, output, variables?}; answers with the fork's pid. The fork's output goes to
+Reads one JSON object per line: {namespace, host, folder, argv, output, variables?, hosts_file?}; answers with the fork's pid. The fork's output goes to
 the file `output`, its exit code to `output`.code.
 """
 
@@ -16,7 +16,7 @@ import hasten.launch.elastic.agent  # noqa: F401 - what makes it warm
 from hasten.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from any folder
-from tests.support.machines import enter
+from tests.support.machines import enter, name_hosts
 
 del sys.path[0]
 
@@ -31,6 +31,8 @@ def run(order: dict[str, str], argv: list[str], variables: dict[str, str]) -> in
     os.chdir(order["folder"])
     if order["namespace"]:
         enter(f"/run/netns/{order['namespace']}", order["host"])
+    if order.get("hosts_file"):
+        name_hosts(order["hosts_file"])
     os.environ.update(variables)
     return main(argv)
 

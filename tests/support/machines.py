@@ -21,6 +21,9 @@ from hasten.runtime import env as environment
 
 _CLONE_NEWNET: Final = 0x40000000
 _CLONE_NEWUTS: Final = 0x04000000
+_CLONE_NEWNS: Final = 0x00020000
+_MS_BIND: Final = 0x1000
+_MS_PRIVATE: Final = 0x44000  # and recursive
 
 Zygote = subprocess.Popen[str]
 """Warm process that forks `hasten launch` for every line of its input."""
@@ -55,6 +58,15 @@ def enter(network: str, name: str = "") -> None:
     os.close(descriptor)
     if name:
         socket.sethostname(name)
+
+
+def name_hosts(file: str) -> None:
+    """Give this process and its children a separate /etc/hosts, in place of a cluster's DNS."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "cannot separate the mounts")
+    if libc.mount(file.encode(), b"/etc/hosts", None, _MS_BIND, None):
+        raise OSError(ctypes.get_errno(), "cannot mount the hosts file")
 
 
 @dataclass(slots=True)
@@ -136,6 +148,8 @@ class NamespaceMachine:
     output: Path = Path()
     launcher: int = 0
     """The process that runs `hasten launch` on this host."""
+    hosts_file: str = ""
+    """File that the launcher sees as /etc/hosts, if not the system's."""
 
     @property
     def name(self) -> str:
@@ -157,6 +171,7 @@ class NamespaceMachine:
         self.output = folder / f"{self.name}-{time.monotonic_ns()}"
         argv = ["launch", "--cpu", *words]
         names = {"namespace": self.namespace, "host": self.name, "folder": str(folder), "output": str(self.output)}
+        names["hosts_file"] = self.hosts_file
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None
         self.zygote.stdin.write(json.dumps({**names, "argv": argv, "variables": variables}) + "\n")

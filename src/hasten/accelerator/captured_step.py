@@ -1,28 +1,131 @@
 """capture_step(): a training step that runs as one CUDA graph where possible, and as the plain function elsewhere.
 
-Each replay of a captured step makes the same calls on the device, but its Python code does not run again. This module therefore
-updates the Accelerator's counters on the host (updates, losses to check, passes of a step) after each replay.
+`StepGraph` is one captured graph for inputs of one shape; it depends only on torch. Each replay makes the same calls on the device, but the
+step's Python code does not run again. `CapturedStep` therefore updates the Accelerator's counters on the host (updates, losses to check,
+passes of a step) after each replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import update_wrapper
 from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten import trees
 from hasten.optim import fused
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.optim.step_graph import StepGraph
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.logs import get_logger
 from hasten.strategies.compiling import is_settling
+from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch
+
+
+class StepGraph:
+    """Captured work of `function(*inputs)`: forward, backward and updates of `optimizers`, which must be fused.
+
+    A graph holds addresses and constants. Learning rates are read anew at every replay; any other change of the
+    optimizers' options, or tensors at other addresses, make it stale.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],  # Any: the result of the user's step
+        inputs: Tree,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._inputs = [tensor.clone() for tensor in trees.tensors(inputs)]
+        self._rates = [_Rate(group) for optimizer in optimizers for group in optimizer.param_groups]
+        self._graph = torch.cuda.CUDAGraph()
+        static = trees.replace_tensors(inputs, self._inputs)
+        with (
+            _capturable(self._rates),
+            # thread_local: a loader's threads may call CUDA meanwhile
+            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            returned = function(*static)
+        self._returned = trees.map_tensors(Tensor.detach, returned)
+        self._outputs = trees.tensors(self._returned)
+        self._places = self._addresses()
+        self._options = [rate.options() for rate in self._rates]
+
+    @property
+    def stale(self) -> bool:
+        """True if options or addresses have changed since the capture."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return (
+            len(self._rates) != len(groups)
+            or any(rate.group is not group for rate, group in zip(self._rates, groups, strict=True))
+            or self._options != [rate.options() for rate in self._rates]
+            or self._places != self._addresses()
+        )
+
+    def replay(self, inputs: Tree) -> Tree:
+        """Run the step on other inputs of the same shapes; return its result in new tensors."""
+        for own, given in zip(self._inputs, trees.tensors(inputs), strict=True):
+            own.copy_(given, non_blocking=True)
+        for rate in self._rates:
+            rate.follow()
+        self._graph.replay()
+        fresh = [tensor.clone() for tensor in self._outputs]
+        return trees.replace_tensors(self._returned, fresh) if fresh else self._returned
+
+    def _addresses(self) -> list[int]:
+        """Return the addresses of all tensors that a step reads and writes besides its inputs."""
+        held = [tensor.data_ptr() for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                held += [value.data_ptr() for value in state.values() if isinstance(value, Tensor)]
+        return held
+
+
+class _Rate:
+    """Learning rate of a group: a number for the user and schedulers, a tensor on the device for the graph."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+        device = group["params"][0].device
+        self._last = float(group["lr"])
+        self.tensor = torch.full((), self._last, dtype=torch.float32, device=device)
+
+    def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
+        """Return the options that are constants in a graph, and the number of parameters."""
+        kept = {name: value for name, value in self.group.items() if name not in ("lr", "params", "initial_lr")}
+        return {**kept, "params": len(self.group["params"])}
+
+    def follow(self) -> None:
+        """Copy the group's current learning rate to the tensor."""
+        now = float(self.group["lr"])
+        if now != self._last:
+            self._last = now
+            self.tensor.fill_(now)
+
+
+@contextmanager
+def _capturable(rates: Sequence[_Rate]) -> Iterator[None]:
+    """Context manager in which optimizers can be captured: they read learning rates from the device."""
+    before = [(rate.group["lr"], rate.group.get("capturable")) for rate in rates]
+    for rate in rates:
+        rate.group["lr"] = rate.tensor
+        if "capturable" in rate.group:
+            rate.group["capturable"] = True
+    try:
+        yield
+    finally:
+        for rate, (lr, capturable) in zip(rates, before, strict=True):
+            rate.group["lr"] = lr
+            if "capturable" in rate.group:
+                rate.group["capturable"] = capturable
+
 
 log = get_logger(__name__)
 
@@ -144,8 +247,7 @@ class CapturedStep(Generic[P, R]):
         put_back = self._holding()
         before = [one.num_attempts for one in self._prepared.optimizers]
         clock, passes = self._clock, self._clock.num_passes
-        told = clock.before_update, clock.after_update, clock.marks
-        clock.before_update = clock.after_update = clock.marks = None
+        listener, clock.listener = clock.listener, None
         assert self._stream is not None, "steps were run before"
         numbers = self._numbers
         apart: AbstractContextManager[list[Tensor]] = nullcontext([]) if numbers is None else numbers.apart()
@@ -163,7 +265,7 @@ class CapturedStep(Generic[P, R]):
             self._refuse(f"the capture failed ({first})")
             return self._again(put_back, inputs)
         finally:
-            clock.before_update, clock.after_update, clock.marks = told
+            clock.listener = listener
         after = [one.num_attempts for one in self._prepared.optimizers]
         known = _Replayed(
             graph,

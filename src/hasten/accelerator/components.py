@@ -11,6 +11,7 @@ from hasten.accelerator.planning_hooks import AcceleratorHooks
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.prepare_args import PreparedObjects
+from hasten.state.publishing import Publishing
 from hasten.state.saving import Saving
 from hasten.strategies.base import Strategy
 from hasten.tracking.manager import TrackerManager
@@ -38,6 +39,11 @@ class Components:
     def saving(self) -> Saving:
         """Saving and loading of checkpoints."""
         return self._accelerator._saving
+
+    @property
+    def publishing(self) -> Publishing:
+        """Uploads of models to the Hub."""
+        return self._accelerator._publishing
 
     @property
     def strategy(self) -> Strategy:

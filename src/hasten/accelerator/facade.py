@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,14 @@ from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in, serves_metrics
+from hasten.accelerator.setup import (
+    AcceleratorObjects,
+    EventRecorder,
+    build,
+    reports_in,
+    serves_metrics,
+    trainjob_status,
+)
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -63,6 +70,7 @@ from hasten.strategies.choose import choose
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch, Rollback
+from hasten.version import __version__
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
@@ -73,6 +81,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
+    from hasten.state.publishing import Publishing, PushOptions
     from hasten.state.run_state import HookHandle, LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
@@ -199,6 +208,8 @@ class Accelerator:
         self._metrics: RankMetrics | None = None
         if parts.run_log is not None and parts.rehearsal is None and serves_metrics(parts.config):
             self._metrics = import_module("hasten.accelerator.operations").start(self, parts.run_log)  # if asked for
+        own = context is None and parts.rehearsal is None
+        self._status = trainjob_status(self.ctx, self._clock, lambda: self._epochs) if own else None
         if parts.rehearsal is not None:
             parts.rehearsal.built(self)
 
@@ -226,6 +237,25 @@ class Accelerator:
         )
         made.on_saved = None if self._run_log is None else self._run_log.saved
         return made
+
+    @cached_property
+    def _publishing(self) -> Publishing:
+        """Uploads of this run's models to the Hub."""
+        publishing = import_module("hasten.state.publishing")  # on first use
+        made: Publishing = publishing.Publishing(self.ctx.world, self.is_main_process, self._facts, self.project_dir)
+        return made
+
+    def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
+        """Return a description of the run for model cards."""
+        precision = self.config.mixed_precision
+        return {
+            "processes": self.num_processes,
+            "strategy": self.strategy,
+            "mixed_precision": precision,
+            "updates": self._clock.num_updates,
+            "hasten": __version__,
+            "torch": torch.__version__,
+        }
 
     @cached_property
     def _retrying(self) -> Retrying:
@@ -268,10 +298,10 @@ class Accelerator:
             )
             if parts.numbers.then != "report":
                 self._preparer.on_model = self._numbers.follow
-                self._clock.before_update = self._numbers.before_update
+                self._clock.listening().before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self._prepared)
         if self._sentinel is not None:
-            self._clock.after_update = self._sentinel.updated
+            self._clock.listening().after_update = self._sentinel.updated
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
 
@@ -573,8 +603,9 @@ class Accelerator:
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
             weighed, parts = self._precision.scale(divided(weighed, parts)), 1
-        if clock.part is not None or clock.share is not None:
-            weight = clock.weight_of(weight)
+        weights = clock.weights
+        if weights.part is not None or weights.share is not None:
+            weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
         if self._metrics is not None:
@@ -582,7 +613,7 @@ class Accelerator:
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
         else:
-            with zero_if_weightless(loss, weight, self._clock.joined):
+            with zero_if_weightless(loss, weight, weights.joined):
                 self._strategy.backward(weighed, parts, **kwargs)
         if self._phases is not None:
             self._phases.backward_done(exchanged=self._clock.boundary)
@@ -859,6 +890,8 @@ class Accelerator:
         """
         if self._clock.rates is not None and isinstance(values, Mapping):
             values = {**self._clock.rates(), **values}
+        if self._status is not None and isinstance(values, Mapping):
+            self._status.log(values)
         self._tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -915,9 +948,9 @@ class Accelerator:
         return self._tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Check the last losses, compare ranks, wait for background saves and close the trackers. Ranks: every rank.
+        """Check the last losses, compare ranks, wait for background saves and uploads, close the trackers. Ranks: every rank.
 
-        Raises: DivergenceError when ranks that must hold the same values do not.
+        Raises: DivergenceError when ranks that must hold the same values do not; HubError when a background upload failed.
         """
         if self._throughput is not None:
             self._throughput.close()
@@ -928,10 +961,14 @@ class Accelerator:
         if "_saving" in self.__dict__:
             self._saving.close()
         self._tracking.finish()
+        if self._status is not None:
+            self._status.close()
         if self._run_log is not None:
             self._run_log.close()
         if self._metrics is not None:
             self._metrics.close()
+        if "_publishing" in self.__dict__:
+            self._publishing.wait()
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
@@ -947,7 +984,7 @@ class Accelerator:
             arguments.check_whole(options["total"], "progress(total)", least=0)
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
-            self._progress = build.ProgressMaker(self.ctx)
+            self._progress = build.ProgressMaker(self.ctx, self._status)
         return self._progress(iterable, **{"rates": self._clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -1060,11 +1097,39 @@ class Accelerator:
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
-        """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank."""
+        """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank.
+
+        `directory` may be a repository of the Hub, `hf://owner/name` or `hf://owner/name@revision`, which one process of each
+        machine downloads.
+        """
+        if str(directory).startswith("hf://"):
+            publishing = import_module("hasten.state.publishing")  # on first use
+            directory = publishing.download_together(self.ctx.world, str(directory), self.is_local_main_process)
         with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
             export = import_module("hasten.checkpoint.export")  # on first use
             report: LoadReport = export.load_weights(self._strategy.unwrap(model), directory, strict)
             return report
+
+    def push_to_hub(
+        self,
+        model: nn.Module,
+        repo_id: str,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+        **options: Unpack[PushOptions],
+    ) -> str | None:  # Any: numbers and strings
+        """Upload a prepared model with a model card; returns the commit's URL on the main process. Ranks: every rank.
+
+        With `blocking=False` the main process uploads in the background while all ranks train; an error of the upload is raised
+        at the next push or in `end_training()`. `metrics` appear in the card. Options: `token`, `private`, `revision`,
+        `commit_message`, `max_shard_size` and `tokenizer`. After an interruption, large files that have arrived are not sent again.
+        Raises: HubError, which never holds the token.
+        """
+        arguments.check_model(model, "push_to_hub(model)")
+        self._publishing.wait()
+        weights = self.get_state_dict(model)
+        return self._publishing.push_model(self.unwrap_model(model), weights, repo_id, metrics, blocking, options)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, atomically and on the main process only. Ranks: any."""

@@ -174,8 +174,10 @@ class Process:
 
 def start_here(cpu: bool = False) -> ProcessContext:
     """Return the context of this process, created from its environment variables."""
-    topology = Topology.from_env(env.snapshot())
-    return bootstrap.start(topology, choose_device(topology.local_rank, cpu))
+    variables = env.snapshot()
+    topology = Topology.from_env(variables)
+    device = choose_device(topology.local_rank, cpu, None if cpu else env.assigned_device(variables))
+    return bootstrap.start(topology, device)
 
 
 def bounds(length: int, index: int, shares: int) -> tuple[int, int]:

@@ -252,13 +252,13 @@ class _Step:
                     for part in self._parts:
                         quiet.enter_context(part.quiet(index == count - 1))
                     self._pass(micro, done)
-                if alive and stop > start and clock.part is not None:
-                    weight = clock.part.weight
-                    done.weights.append(clock.part.share if weight is None else weight)
+                if alive and stop > start and clock.weights.part is not None:
+                    weight = clock.weights.part.weight
+                    done.weights.append(clock.weights.part.share if weight is None else weight)
                 elif alive and done.values:
                     done.values.pop()  # this pass only took part in the collectives of other ranks
         finally:
-            clock.part = None
+            clock.weights.part = None
         return done
 
     def _micro(self, start: int, stop: int) -> Tree:

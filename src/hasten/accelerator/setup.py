@@ -33,6 +33,7 @@ from hasten.config.source import Path as SettingPath
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
+from hasten.optim.loss_weights import LossWeights
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.prepare_args import PreparedObjects
@@ -52,6 +53,8 @@ from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
+    from hasten.progress.trainjob import TrainJobStatus
+    from hasten.state.epochs import EpochLoops
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
     from hasten.trust.divergence.divergence_check import DivergenceCheck
@@ -190,7 +193,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
-    clock = StepClock(every=accumulation.num_steps, comm=loss, sync_with_dataloader=accumulation.sync_with_dataloader)
+    clock = StepClock(accumulation.num_steps, LossWeights(loss), accumulation.sync_with_dataloader)
     precision = build_precision(
         config.mixed_precision,
         ctx.device,
@@ -205,12 +208,13 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     numbers = _numbers(config, strategy, precision)
     # the caller that passes a context watches it
     own = context is None or resolved.source("trust.stall").kind == "code"
-    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy, serves_metrics(config))
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, serves_metrics(config))
     watch = _watch(config, ctx, clock, run_log) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
+        clock.listening().phases = run_log
         trackers.spent = run_log.logged
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
@@ -277,6 +281,28 @@ def _watch(
         noted=noted,
     )
     return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
+
+
+def trainjob_status(ctx: ProcessContext, clock: StepClock, loops: Callable[[], EpochLoops]) -> TrainJobStatus | None:
+    """Return the reporter of this run's progress to its TrainJob; None outside of one, and away from the main process."""
+    if ctx.rank != 0 or not env.trainjob(variables := env.snapshot()):
+        return None
+    trainjob = import_module("hasten.progress.trainjob")  # only a TrainJob needs it
+    endpoint = trainjob.StatusEndpoint.from_env(variables)
+    if endpoint is None:
+        return None
+    steps, epochs = weakref.ref(clock), weakref.ref(loops())  # the thread must not keep the Accelerator alive
+
+    def step() -> int | None:
+        found = steps()
+        return None if found is None else found.num_updates
+
+    def share() -> float | None:
+        found = epochs()
+        return None if found is None else found.share()
+
+    made: TrainJobStatus = trainjob.TrainJobStatus(endpoint, share, step)
+    return made
 
 
 def reports_in(config: Config, kind: str) -> Path:

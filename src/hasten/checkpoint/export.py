@@ -23,10 +23,9 @@ from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
-from hasten.checkpoint.writer import Sizes, encode, hub_index, plan_component
+from hasten.checkpoint.writer import FileLayout, encode, hub_index, plan_component
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.modules.names import local_tensor, plain_name
-from hasten.optional import need
 
 _UNITS = (
     *(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
@@ -90,7 +89,7 @@ def save_model(
     component = Component(tensors, None, "model", fmt)
     if component.sliced:
         raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
-    plans = plan_component("model", component, 0, (0,), Sizes(limit, limit))
+    plans = plan_component("model", component, 0, (0,), FileLayout(limit, limit))
     blobs = {plan.name: encode(component, plan)[0] for plan in plans}
     if len(plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
@@ -278,20 +277,6 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
         for name in blobs:
             disk.rename(folder / (token + name), folder / name)
         disk.sync_folder(folder)
-
-
-def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
-    """Upload a folder to the Hub, creating the repository if it is new.
-
-    Ranks: main only.
-    """
-    root = Path(folder)
-    if not root.is_dir():
-        raise ConfigError(f"{folder} is not a folder; save the model there before pushing it.")
-    api = need("huggingface_hub", why="pushing to the Hub").HfApi(token=options.pop("token", None))
-    api.create_repo(repo_id, exist_ok=True, private=options.pop("private", None))
-    ignore = [".hasten-*", *options.pop("ignore_patterns", [])]
-    return api.upload_folder(folder_path=str(root), repo_id=repo_id, ignore_patterns=ignore, **options)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -55,22 +55,26 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Size limits above which a component is split into several files."""
+class FileLayout:
+    """Size limits above which a component is split into several files, and the components in hidden files."""
 
     single: int = SINGLE_FILE_BYTES
     shard: int = SHARD_BYTES
+    hidden: frozenset[str] = frozenset()
+    """Kinds of components whose files have names that start with a dot."""
 
 
 def plan_component(
-    name: str, component: Component, rank: int, ranks: Sequence[int], sizes: Sizes | None = None
+    name: str, component: Component, rank: int, ranks: Sequence[int], layout: FileLayout | None = None
 ) -> list[FilePlan]:
     """Return the files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
 
     For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
-    kind, fmt = component.kind, component.format
+    kind, fmt, limits = component.kind, component.format, layout or FileLayout()
     stem = f"pytorch_{name}" if kind == "model" and fmt == "torch" else name
+    if kind in limits.hidden:
+        stem = f".{stem}"
     end = ".safetensors" if fmt == "safetensors" else ".pt" if kind == "scaler" else ".bin"
     if component.per_rank:
         # a number after the name of a scheduler or object is its index: scheduler_1 is the second scheduler
@@ -78,7 +82,6 @@ def plan_component(
         return [FilePlan(f"{stem}_{which}{end}", name, rank, tuple(component.tensors), fmt, True)]
     if component.sliced:
         return _plan_slices(name, component, rank, ranks)
-    limits = sizes or Sizes()
     if component.num_bytes <= limits.single:
         return [FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)]
     if component.data is not None and fmt == "torch":  # nested state cannot be split; flat tensors can
@@ -236,7 +239,7 @@ def prepare(
     tree: StateTree,
     group: DiskGroup,
     comm: Comm,
-    sizes: Sizes | None = None,
+    layout: FileLayout | None = None,
     announce: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> PreparedSave:
     """Plan this rank's files and compute their layout; no byte is copied yet.
@@ -251,7 +254,7 @@ def prepare(
             _compare(tree, together)
         planned: dict[str, FilePlan] = {}
         for name, component in tree.components.items():
-            files = plan_component(name, component, rank, group.ranks, sizes)
+            files = plan_component(name, component, rank, group.ranks, layout)
             save.components[name] = ComponentRecord(
                 kind=component.kind, format=component.format, per_rank=component.per_rank
             )

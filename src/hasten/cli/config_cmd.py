@@ -19,11 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hasten.cli.flags import SettingsParser
-from hasten.cli.machine import MachineFacts, examine, recommended_precision
 from hasten.config import files
 from hasten.config.decode import encode
-from hasten.config.effective import effective
-from hasten.config.files import default_path, write
+from hasten.config.files import default_path, effective, write
 from hasten.config.masking import masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
@@ -31,6 +29,7 @@ from hasten.config.schema import SETTABLE, FieldInfo
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ConfigError
 from hasten.runtime import env as environment
+from hasten.tools.machine import MachineFacts, examine, recommended_precision
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ def ask(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     env = environment.snapshot()
     path = Path(given.config_file) if given.config_file else files.default_path(env)
-    wizard = import_module("hasten.cli.wizard")  # only the wizard imports questionary
+    wizard = import_module("hasten.tools.wizard")  # only the wizard imports questionary
     code: int = wizard.run(examine(), path)
     return code
 

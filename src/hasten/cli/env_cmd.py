@@ -10,15 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hasten.cli.machine import examine
 from hasten.config import files
-from hasten.config.effective import effective
+from hasten.config.files import effective
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
-from hasten.launch.report import package_versions
+from hasten.launch.checkin import package_versions
 from hasten.launch.shape import read_allocation
 from hasten.optional import need
 from hasten.runtime import env as environment
+from hasten.tools.machine import examine
 from hasten.version import __version__
 
 _VARIABLES: Final = re.compile(

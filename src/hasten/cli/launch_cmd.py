@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hasten.cli.flags import SettingsParser
 from hasten.config.source import SettingEntry
-from hasten.errors import HastenError
+from hasten.errors import ConfigError, HastenError
 
 DESCRIPTION: Final = (
     "Start a script on all devices of this machine, or of several machines. On several machines run the same command on each, with the "
@@ -56,6 +56,11 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
 def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
+    if given.auto and job.plan.launcher == "kubernetes":
+        raise ConfigError(
+            "--auto plans for the devices of this machine, which say nothing about those of the pods. Run it without --submit on a machine "
+            "with the pods' GPUs, and give the strategy that it prints."
+        )
     if given.auto:
         settings = [*given.settings, *_planned(job, words)]
         job = job_module.prepare(words, settings=settings, config_file=given.config_file, typed=typed)
@@ -73,7 +78,7 @@ def _planned(job: Any, words: list[str]) -> Sequence[SettingEntry]:  # Any: from
     """Return the strategy planned for the script on this launch's processes, and print the reasons on stderr."""
     meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
     machines = 1 if meeting is None else meeting.max_machines
-    machine = import_module("hasten.cli.machine").examine()  # queries the driver, which only --auto needs
+    machine = import_module("hasten.tools.machine").examine()  # queries the driver, which only --auto needs
     planning = import_module("hasten.tools.plan.auto")  # imports torch
     on_cpu = job.request.config.cpu or machine.device == "cpu"
     name = "" if on_cpu else machine.device_name

@@ -17,7 +17,7 @@ from rich.table import Table
 from hasten.cli.flags import CommandParser, split_at_dashes, whole
 from hasten.config import files
 from hasten.errors import ConfigError
-from hasten.runtime import links
+from hasten.launch import links
 from hasten.runtime.bytes_plan import size
 from hasten.tools.plan import hardware, report
 from hasten.tools.plan.search import LayoutPlan, PlanRequest, search

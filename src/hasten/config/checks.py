@@ -201,6 +201,18 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
         yield SettingValueError(f"{entry.place}: expected a number or min:max, such as 1:2.")
 
 
+def submission(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Check that kubectl is used for Kubernetes only, and that exit codes are numbers which a process can return."""
+    launch = config.launch
+    if launch.kubernetes.apply and launch.submit != "kubernetes":
+        apply, submit = at(config, entries, "launch.kubernetes.apply"), at(config, entries, "launch.submit")
+        yield contradiction(apply, submit, "only a manifest of Kubernetes is applied", "set submit: kubernetes")
+    codes = [*launch.exit_codes, *launch.exit_codes.values()]
+    if not all(str(code).isdecimal() and 0 < int(code) < 256 for code in codes):
+        entry = at(config, entries, "launch.exit_codes")
+        yield SettingValueError(f"{entry.place}: exit codes are numbers from 1 to 255; write pairs such as 85=143.")
+
+
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the sizes of the mesh divide the number of processes."""
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
@@ -348,7 +360,7 @@ def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
 RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
     {
         "fp8": (precision,),
-        "launch": (processes, devices, nnodes_range),
+        "launch": (processes, devices, nnodes_range, submission),
         "parallelism": (mesh, strategy_and_mesh),
         "fsdp": (fsdp,),
         "deepspeed": (deepspeed,),

@@ -1,6 +1,7 @@
 """Entries of settings from each source: a file's tree, the environment, arguments in code."""
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Final
 from hasten.config.base import Section, fit, given, kind_of
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, section_at
+from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, VARIABLE_PREFIX, section_at
 from hasten.config.sections.launch import InitProcessGroupKwargs
 from hasten.config.sections.loop import (
     AORecipeKwargs,
@@ -24,7 +25,7 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.config.sections.trust import TrustSettings
 from hasten.config.source import Marked, Path, SettingEntry, SettingSource, dotted, shown
-from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.errors import ConfigError, ContradictionError, HastenWarning, SettingValueError, UnknownSettingError
 
 ARGUMENTS: Final = MappingProxyType[str, Path](
     {
@@ -52,6 +53,15 @@ SHORT: Final = MappingProxyType[Path, tuple[str, ...]](
 
 IN_CODE: Final = frozenset({"metrics", "performance", "tracking", "trust", "xla"})
 """Sections whose arguments of the Accelerator have the schema's names."""
+
+OTHER_VARIABLES: Final = frozenset(
+    VARIABLE_PREFIX + name
+    for name in (
+        *("CONFIG", "DEBUG", "HOME", "LOG_LEVEL", "TOKEN"),
+        *("LAUNCHER_PID", "MEMORY_FOLDER", "PARENT_PID", "VERDICT_FILE"),  # set by the launcher
+    )
+)
+"""Variables of hasten that are not settings."""
 
 HANDLERS: Final = MappingProxyType[type[Section], Path](
     {
@@ -214,13 +224,13 @@ def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:
 
 
 def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
-    """Return the entries of hasten's environment variables, HASTEN_<FLAG>.
+    """Return the entries of hasten's environment variables, HASTEN_<FLAG>; warn of unknown ones, unless the launcher has.
 
     Raises: UnknownSettingError for a variable that is almost spelled like one of hasten's.
     """
     entries = []
     for name, value in env.items():
-        if not name.startswith("HASTEN_") or not value.strip():
+        if not name.startswith(VARIABLE_PREFIX) or not value.strip():
             continue  # an empty variable counts as unset
         if info := BY_VARIABLE.get(name):
             entries.append(SettingEntry(info.path, value, SettingSource("environment", name), text=True))
@@ -229,7 +239,20 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
             raise UnknownSettingError(
                 f"environment {name}={value}: unknown variable, which would have no effect; did you mean {near[0]}?"
             )
+        elif name not in OTHER_VARIABLES and "TEST" not in name and "HASTEN_CONFIG" not in env:
+            warnings.warn(_unknown_variable(name), HastenWarning, stacklevel=2)
     return entries
+
+
+def _unknown_variable(name: str) -> str:
+    """Return the warning about a variable that hasten does not read, with the nearest one that it does."""
+    known, end = [*BY_VARIABLE, *sorted(OTHER_VARIABLES)], name.removeprefix(VARIABLE_PREFIX)
+    near = [one for one in known if one.endswith("_" + end)]  # settings that have moved into a section
+    if not near:
+        found = get_close_matches(end, [one.removeprefix(VARIABLE_PREFIX) for one in known], n=1, cutoff=0.6)
+        near = [VARIABLE_PREFIX + one for one in found]
+    hint = f"did you mean {near[0]}? Otherwise unset it." if near else "unset it, or see docs/config.md for the names."
+    return f"environment {name}: hasten reads no variable of this name, so it has no effect; {hint}"
 
 
 def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:

@@ -205,7 +205,8 @@ class Loader(DataLoader[Any]):
     def _pass(self, items: Iterator[Item], here: Position, times: int) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
-        cursors, marks, size = clock.cursors, clock.marks, self.parts.total_batch_size or 0
+        cursors, listener, size = clock.cursors, clock.listener, self.parts.total_batch_size or 0
+        marks = None if listener is None else listener.phases
         passes = 0
         if marks is not None:
             marks.asked()

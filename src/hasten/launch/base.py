@@ -18,7 +18,7 @@ from hasten.config.masking import masked, masked_value
 from hasten.config.root import Config
 from hasten.runtime import env as environment
 
-LauncherName = Literal["single", "torchrun", "task", "slurm", "mpi", "deepspeed", "xla"]
+LauncherName = Literal["single", "torchrun", "task", "slurm", "kubernetes", "mpi", "deepspeed", "xla", "ray"]
 MeetingKind = Literal["fixed", "c10d", "etcd", "etcd-v2"]
 
 
@@ -99,6 +99,8 @@ class PlannedFile:
     path: str
     text: str
     executable: bool = False
+    public: bool = False
+    """True if the text was checked to hold no credentials, so that it is shown as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class LaunchPlan:
         if self.launcher == "torchrun":
             lines.append("restarts: " + str(self.supervision.max_restarts))
         for planned in self.files:
-            lines += [f"file {planned.path}:", *("    " + row for row in masked(planned.text).splitlines())]
+            text = planned.text if planned.public else masked(planned.text)
+            lines += [f"file {planned.path}:", *("    " + row for row in text.splitlines())]
         index = 0
         for proc in self.procs:
             last = index + proc.count - 1
@@ -190,7 +193,7 @@ def look() -> Host:
     """Return the current state of this machine."""
     env = environment.snapshot()
     device, count, name = _find_devices(env)
-    programs = ("srun", "sbatch", "mpirun", "mpiexec", "deepspeed", "gcloud")
+    programs = ("srun", "sbatch", "kubectl", "mpirun", "mpiexec", "deepspeed", "gcloud")
     return Host(
         name=socket.gethostname(),
         cores=usable_cores(),

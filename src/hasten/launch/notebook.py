@@ -22,7 +22,7 @@ import cloudpickle
 
 from hasten.errors import LaunchError
 from hasten.launch import failure as verdict
-from hasten.launch.report import CELL, SOURCE
+from hasten.launch.checkin import CELL, SOURCE
 from hasten.launch.run import PARENT_PID
 from hasten.runtime import env as environment
 from hasten.runtime.topology import Topology

@@ -24,14 +24,13 @@ from hasten.errors import ConfigError, LaunchError
 from hasten.launch import failure as verdict
 from hasten.launch import network
 from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc
-from hasten.launch.checkin import Report
+from hasten.launch.checkin import Report, make_report
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
-from hasten.launch.report import make_report
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
 from hasten.runtime import secret
-from hasten.runtime.last_words import ERROR_FILE
+from hasten.runtime.launcher_files import ERROR_FILE
 
 _MEMORY: Final = Path("/dev/shm")  # in-memory file system on Linux
 _LOCK: Final = "launcher"
@@ -106,11 +105,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
     """
     if parent := host.env.get(PARENT_PID):
         die_with(int(parent))
-    if plan.launcher == "slurm" and "sbatch" not in host.programs:
-        raise LaunchError(
-            "sbatch was not found on PATH, so the job cannot be submitted, and its script was not written. Run the command where SLURM is "
-            "installed, or add --dry-run to see the script."
-        )
+    _check_submitter(plan, host)
     for planned in plan.files:
         _write(planned)
     match plan.launcher:
@@ -120,13 +115,37 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
-        case "mpi" | "deepspeed":
+        case "mpi" | "deepspeed" | "ray":
             proc = plan.procs[0]
             return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
         case "slurm":  # the batch script generates the token when the job starts
             return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
+        case "kubernetes":
+            return _submit_manifest(plan, config)
         case other:
             assert_never(other)
+
+
+def _check_submitter(plan: LaunchPlan, host: Host) -> None:
+    """Raise if the command that submits the job is missing; nothing has been written yet."""
+    if plan.launcher == "slurm" and "sbatch" not in host.programs:
+        raise LaunchError(
+            "sbatch was not found on PATH, so the job cannot be submitted, and its script was not written. Run the command where SLURM is "
+            "installed, or add --dry-run to see the script."
+        )
+    if plan.launcher == "kubernetes" and plan.procs and "kubectl" not in host.programs:
+        raise LaunchError(
+            "kubectl was not found on PATH, so the job cannot be submitted, and its manifest was not written. Run the command where "
+            "kubectl is installed, or leave --apply out to write the manifest only."
+        )
+
+
+def _submit_manifest(plan: LaunchPlan, config: Config) -> int:
+    """Submit the written manifest with kubectl, if that was asked for; say what was done and what is left to do."""
+    say(f"wrote {plan.files[0].path}")
+    for note in plan.notes if not config.launch.quiet else ():
+        say(f"note: {note}")
+    return _run_foreign(plan.procs[0], config.launch.stop_grace_s) if plan.procs else 0
 
 
 def _write(planned: PlannedFile) -> None:

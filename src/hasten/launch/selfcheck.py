@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten.accelerator.facade import Accelerator
 from hasten.comm.ops import gather_object
-from hasten.runtime.links import Links
+from hasten.launch.links import Links
 from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import BATCH
 

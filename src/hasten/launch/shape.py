@@ -14,7 +14,7 @@ from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError, TopologyError
 from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.runtime.env import CONFIG
-from hasten.runtime.topology import DEFAULT_PORT, Topology
+from hasten.runtime.topology import DEFAULT_PORT, Topology, jobset_host
 
 _LEAST_PROCESS_BYTES: Final = 64 * 1024**2
 """Lower bound for the memory of a process: a Python process that has imported torch uses more."""
@@ -264,7 +264,7 @@ def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
     if "PET_NNODES" not in env:
         return None
     low, high = split_range(env["PET_NNODES"], "PET_NNODES")
-    rank = env.get("PET_NODE_RANK", "")
+    rank = env.get("PET_NODE_RANK") or env.get("JOB_COMPLETION_INDEX", "")
     per = env.get("PET_NPROC_PER_NODE", "")
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
     address = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR") or endpoint.rpartition(":")[0] or None
@@ -284,7 +284,8 @@ def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
 
 def _pods(env: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of one command per pod: RANK of WORLD_SIZE (or NODE_RANK of NNODES), without LOCAL_RANK."""
-    if "LOCAL_RANK" in env or not env.get("MASTER_ADDR"):
+    address = env.get("MASTER_ADDR") or jobset_host(env)
+    if "LOCAL_RANK" in env or not address:
         return None
     for rank_name, size_name in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE"), ("JOB_COMPLETION_INDEX", "NNODES")):
         rank, size = env.get(rank_name, ""), env.get(size_name, "")
@@ -300,7 +301,7 @@ def _pods(env: Mapping[str, str]) -> Allocation | None:
                 num_machines=int(size),
                 min_machines=int(size),
                 machine_rank=int(rank),
-                address=env["MASTER_ADDR"],
+                address=address,
                 port=int(port) if port.isdecimal() else DEFAULT_PORT,
             )
     return None

@@ -70,7 +70,7 @@ def _meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: list[st
     timeout_s = _seconds(options.pop("join_timeout", None) or options.pop("timeout", None))
     kind = _kind(launch, shape, notes)
     address, port = _endpoint(launch, shape)
-    run_id = launch.rdzv_id or host.env.get("SLURM_JOB_ID") or "hasten"
+    run_id = launch.rdzv_id or host.env.get("SLURM_JOB_ID") or host.env.get("JOBSET_NAME") or "hasten"
     if shape.min_machines != shape.max_machines and launch.max_restarts == 0:
         notes.append("max_restarts=0: losing a machine ends the job; set --max_restarts to continue with the others")
     if not launch.same_network and shape.max_machines > 1:

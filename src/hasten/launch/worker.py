@@ -25,8 +25,8 @@ from hasten.errors import HastenError
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.guard import SAVING
 from hasten.runtime import env as environment
-from hasten.runtime import last_words
-from hasten.runtime.last_words import ERROR_FILE
+from hasten.runtime import launcher_files as last_words
+from hasten.runtime.launcher_files import ERROR_FILE
 
 LAUNCHER_PID: Final = "HASTEN_LAUNCHER_PID"
 
@@ -101,7 +101,7 @@ def write_error(path: Path, error: BaseException, trace: TracebackType | None) -
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
     # An error that all ranks raise together has a `__cause__` only on the ranks that failed themselves.
     echo = isinstance(error, HastenError) and error.agreed and error.__cause__ is None
-    last_words.write(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text, echo=echo)
+    last_words.write_error(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text, echo=echo)
 
 
 def _enable_faulthandler() -> None:

@@ -1,34 +1,20 @@
-"""The step clock: finds the micro-step that ends an accumulation window, and weighs the losses in the window."""
+"""The step clock: counts micro-steps and finds the one that ends its accumulation window; callbacks of a step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from hasten.config.sections.loop import MAX_MICRO_STEPS
 from hasten.errors import ConfigError, StepError
 from hasten.optim.gradients import Unowned
-from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor, StepObserver, StepPhases
-from hasten.optim.window import (
-    Holder,
-    Key,
-    LossPart,
-    Number,
-    SeparateGradients,
-    Window,
-    agree_on_factors,
-    agree_on_unit,
-    checked_weight,
-    hold,
-    times,
-)
-
-if TYPE_CHECKING:
-    from hasten.comm.base import Comm
+from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor, StepObserver
+from hasten.optim.loss_weights import LossPart, LossWeights
+from hasten.optim.window import Holder, Key, Number, SeparateGradients, Window, hold
 
 __all__ = ["LoaderCursor", "StepClock"]
 
@@ -36,9 +22,47 @@ _RECENT: Final = 16
 """Number of updates without a call after which an optimizer counts as inactive."""
 
 
+class StepPhases(Protocol):
+    """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
+
+    def asked(self, unused: bool = False) -> None:
+        """Record that the loop requests the next batch from its loader; `unused` means that no backward used the previous one."""
+        ...
+
+    def got(self, num_samples: int) -> None:
+        """Record that the loader returns a batch of `num_samples` samples over all ranks."""
+        ...
+
+    def optimizer_begins(self) -> None:
+        """Record that an optimizer starts an update."""
+        ...
+
+    def optimizer_done(self) -> None:
+        """Record that an optimizer has attempted an update."""
+        ...
+
+    def skipped(self) -> None:
+        """Record that the update was skipped, because gradients overflowed."""
+        ...
+
+
+@dataclass(slots=True)
+class StepListener:
+    """Callbacks at the phases of a step; each may be None."""
+
+    phases: StepPhases | None = None
+    """Timing of the phases."""
+    before_update: Callable[[Holder], bool] | None = None
+    """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
+    after_update: Callable[[], None] | None = None
+    """Called after an optimizer has used the gradients at a boundary."""
+    rates: Callable[[], Mapping[str, float]] | None = None
+    """Returns tokens a second and MFU, while they are tracked."""
+
+
 @dataclass(slots=True, weakref_slot=True)
 class StepClock:
-    """Counter of micro-steps and windows, one window per group of models; it also weighs the losses.
+    """Counter of micro-steps and windows, one window per group of models.
 
     The gradient that reaches the optimizer is the mean over the window (or the weighted mean over the window and
     all ranks). Losses are weighed with the facts known when they arrive; the rest is applied to the gradients once,
@@ -46,8 +70,7 @@ class StepClock:
     """
 
     every: int = 1
-    comm: Comm | None = None
-    """Ranks that gradients are averaged over; None for this process alone."""
+    weights: LossWeights = field(default_factory=LossWeights)
     sync_with_dataloader: bool = True
     boundary: bool = True
     """True if the current micro-step ends its window: gradients are synchronised and optimizers step."""
@@ -55,14 +78,6 @@ class StepClock:
     """True if the current micro-step ended with an error and was rolled back."""
     pending: bool = False
     """True if the current window's gradients must be multiplied by `correction()` before use."""
-    unit: float | None = None
-    """Rounded first weight of the run: weights are divided by it to keep scaled losses in fp16's range."""
-    share: Tensor | None = None
-    """Weight of a loss without a weight among the ranks of one sequence; None for equal weights."""
-    part: LossPart | None = None
-    """The part of a batch that the losses belong to, while a step runs in parts."""
-    joined: bool = False
-    """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
     cursors: ActiveLoaders = field(default_factory=ActiveLoaders)
@@ -77,16 +92,10 @@ class StepClock:
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     alone: bool = True
     """True if there is at most one optimizer."""
-    marks: StepPhases | None = None
-    """Callbacks at the phases of a step, when its phases are timed."""
+    listener: StepListener | None = None
+    """Callbacks of a step; None if there are none."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
-    before_update: Callable[[Holder], bool] | None = None
-    """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
-    after_update: Callable[[], None] | None = None
-    """Called after an optimizer has used the gradients at a boundary."""
-    rates: Callable[[], Mapping[str, float]] | None = None
-    """Returns tokens a second and MFU, while they are tracked."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
@@ -99,6 +108,11 @@ class StepClock:
     def active(self) -> LoaderCursor | None:
         """The innermost loader being iterated."""
         return self.cursors.innermost()
+
+    @property
+    def rates(self) -> Callable[[], Mapping[str, float]] | None:
+        """Function that returns tokens a second and MFU; None while they are not tracked."""
+        return None if self.listener is None else self.listener.rates
 
     @property
     def micro(self) -> int:
@@ -150,6 +164,12 @@ class StepClock:
     def watching(self, cursor: LoaderCursor) -> StepObserver:
         """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
         return StepObserver(self.cursors, cursor, self)
+
+    def listening(self) -> StepListener:
+        """Return the callbacks of a step, to set one of them."""
+        if self.listener is None:
+            self.listener = StepListener()
+        return self.listener
 
     def tick(self, key: Key = ()) -> bool:
         """Start a micro-step of the window named by `key`; return True if it is the window's last.
@@ -217,34 +237,31 @@ class StepClock:
         window.losses += 1
         if self.unowned is not None:
             self.unowned.begin(weight is not None or (window.micro > 0 and window.every > 1))
-        if self.part is not None:
-            loss, weight = self.part.weigh(window, loss, weight)
+        weights = self.weights
+        if weights.part is not None:
+            loss, weight = weights.part.weigh(window, loss, weight)
         if weight is None:
-            if self.share is not None:
-                loss = loss * self.share
+            if weights.share is not None:
+                loss = loss * weights.share
             return loss, window.every
-        return self._weigh_in(window, loss, weight), 1
+        share = weights.weigh(window, loss, weight, self.boundary, list(self.holders()), self.unowned)
+        self.pending = self.boundary
+        return share, 1
 
     def begin_part(self, share: float, first: bool) -> None:
         """Weigh the following losses as those of a part of the batch, which holds `share` of its rows."""
         if not first:
             self._current.turn = 0  # the losses of all parts are the same loss
-        self.part = LossPart(share)
-
-    def weight_of(self, weight: Number | None) -> Number | None:
-        """Return the effective weight of a loss given this weight; None for equal weights."""
-        if self.part is not None and self.part.share == 0:
-            return 0.0
-        return self.share if weight is None else weight
+        self.weights.part = LossPart(share)
 
     def holding(self) -> Callable[[], None]:
         """Return a function that restores the windows to their current state."""
-        current, boundary, pending, unit = self._current, self.boundary, self.pending, self.unit
+        current, boundary, pending, unit = self._current, self.boundary, self.pending, self.weights.unit
         windows = hold(self._windows)
 
         def put_back() -> None:
             self._windows = windows()
-            self._current, self.boundary, self.pending, self.unit = current, boundary, pending, unit
+            self._current, self.boundary, self.pending, self.weights.unit = current, boundary, pending, unit
 
         return put_back
 
@@ -255,9 +272,7 @@ class StepClock:
         """
         window = self._current
         if window.weighted:
-            if 0 not in window.factors:
-                agree_on_factors(window, self.unit, self.comm, [0])
-            return window.factors[0]
+            return self.weights.correction(window)
         length = window.micro - window.missing
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
 
@@ -282,12 +297,13 @@ class StepClock:
         window = self._current
         window.closed = True
         self.num_updates += 1
-        if self.marks is not None:
-            self.marks.optimizer_done()
+        listener = self.listener
+        if listener is not None and listener.phases is not None:
+            listener.phases.optimizer_done()
         if self.alone or not self._waiting():
             window.losses = window.before = 0
-        if self.after_update is not None:
-            self.after_update()
+        if listener is not None and listener.after_update is not None:
+            listener.after_update()
 
     def _waiting(self) -> bool:
         """Return True if an active optimizer has gradients it has not used."""
@@ -309,7 +325,7 @@ class StepClock:
             )
         return {
             "every": self.every,
-            "unit": self.unit,
+            "unit": self.weights.unit,
             "boundary": self.boundary,
             "windows": [window.as_plain(key, window is self._current) for key, window in opened],
         }
@@ -320,7 +336,7 @@ class StepClock:
         `gradients` means that the windows' accumulated gradients are restored in the parameters' .grad; without it,
         they are counted as missing.
         """
-        self.unit = state["unit"]
+        self.weights.unit = state["unit"]
         self._windows.clear()
         self._current = self._open(None)
         self.boundary, self.pending = True, False
@@ -347,43 +363,6 @@ class StepClock:
         window = self._windows[key] = Window(self.every, self._serial)
         return window
 
-    def _weigh_in(self, window: Window, loss: Tensor, weight: Number) -> Tensor:
-        weight = checked_weight(weight)
-        if self.unit is None:
-            self.unit = agree_on_unit(weight, self.comm)
-        place = window.turn if window.micro > 0 or window.every == 1 else 0
-        if place in window.factors or any(
-            not holder.spent and holder.settled_in(window.serial) for holder in self.holders()
-        ):
-            raise StepError(
-                "backward() came after this window's gradients were clipped, unscaled or stepped; its share would be "
-                "wrong. Call backward() for every loss of the window first."
-            )
-        window.turn += 1
-        window.weights += [0] * (place + 1 - len(window.weights))
-        window.weights[place] = window.weights[place] + weight
-        self.pending = self.boundary
-        share = times(loss, weight / (self.unit * window.every))
-        return share if len(window.weights) == 1 else self._keep_apart(window, place, share)
-
-    def _keep_apart(self, window: Window, place: int, share: Tensor) -> Tensor:
-        """Return the share of one of several weighted losses, each of which is divided by its total weight.
-
-        The one correction of the window is the first loss's. In a window of one micro-step the others' totals are
-        known here, so the shares are corrected for it; in a longer window their gradients go into separate lanes.
-        """
-        if window.lanes is None and self.boundary and window.before == 0:
-            agree_on_factors(
-                window, self.unit, self.comm, [number for number in (0, place) if number not in window.factors]
-            )
-            return times(share, window.factors[place] / window.factors[0])
-        if window.lanes is None:
-            window.lanes = SeparateGradients()
-        loose = [] if self.unowned is None else self.unowned.parameters()
-        held = (p for holder in self.holders() if not holder.spent for p in holder.parameters)
-        window.lanes.switch(place, [*held, *loose])
-        return share
-
     @property
     def lanes(self) -> SeparateGradients | None:
         """Gradients that the current window accumulates separately, if any."""
@@ -391,12 +370,7 @@ class StepClock:
 
     def merge_lanes(self, parameters: list[Tensor]) -> None:
         """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
-        window = self._current
-        assert window.lanes is not None, "there are lanes to merge"
-        agree_on_factors(
-            window, self.unit, self.comm, [number for number in range(window.turn) if number not in window.factors]
-        )
-        window.lanes.merge(parameters, window.factors)
+        self.weights.merge_lanes(self._current, parameters)
 
 
 def check_every(every: object) -> None:

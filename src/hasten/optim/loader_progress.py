@@ -206,27 +206,3 @@ class ActiveLoaders:
                 "accumulation window; the gradients of that window would leak into this one. Put the shortest loader "
                 "first, as in zip(short, long), or name the one that ends the loop: accumulate(model, loader=short)."
             )
-
-
-class StepPhases(Protocol):
-    """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
-
-    def asked(self, unused: bool = False) -> None:
-        """Record that the loop requests the next batch from its loader; `unused` means that no backward used the previous one."""
-        ...
-
-    def got(self, num_samples: int) -> None:
-        """Record that the loader returns a batch of `num_samples` samples over all ranks."""
-        ...
-
-    def optimizer_begins(self) -> None:
-        """Record that an optimizer starts an update."""
-        ...
-
-    def optimizer_done(self) -> None:
-        """Record that an optimizer has attempted an update."""
-        ...
-
-    def skipped(self) -> None:
-        """Record that the update was skipped, because gradients overflowed."""
-        ...

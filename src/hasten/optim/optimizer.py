@@ -225,8 +225,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not clock.alone and clock.crowded:
                 self._mark()
             return None
-        if clock.marks is not None:
-            clock.marks.optimizer_begins()
+        listener = clock.listener
+        if listener is not None and listener.phases is not None:
+            listener.phases.optimizer_begins()
         if self._share.clears_late is not None:
             self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
@@ -234,7 +235,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         else:
             if clock.pending:
                 self.settle()
-            if clock.before_update is not None and clock.before_update(self):
+            if listener is not None and listener.before_update is not None and listener.before_update(self):
                 self._close(SKIPPED)
                 return None
             if self._scaled or self._engine is not None:
@@ -253,23 +254,25 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_attempts += 1
         self.num_updates += result.applied
         self.spent = True
-        if self._clock.unowned is not None:
-            self._clock.unowned.close(result.applied)
-        self._clock.used()
-        if self._clock.marks is not None and not result.applied:
-            self._clock.marks.skipped()
+        clock = self._clock
+        if clock.unowned is not None:
+            clock.unowned.close(result.applied)
+        clock.used()
         if result.applied:
             for follow in self.after_update:
                 follow()
+        elif clock.listener is not None and clock.listener.phases is not None:
+            clock.listener.phases.skipped()
 
     def replayed(self) -> None:
         """Count an update that a CUDA graph has made, including clearing the gradients."""
         clock = self._clock
         self.called_at = clock.num_updates
-        if clock.marks is not None:
-            clock.marks.optimizer_begins()
-        if clock.before_update is not None:
-            clock.before_update(self)
+        if (listener := clock.listener) is not None:
+            if listener.phases is not None:
+                listener.phases.optimizer_begins()
+            if listener.before_update is not None:
+                listener.before_update(self)
         self._close(APPLIED)
         self.spent = False
 

@@ -1,21 +1,19 @@
-"""An accumulation window: its losses, their weights, and the correction factors of their gradients."""
+"""An accumulation window: its counters, its optimizers, and gradients that it holds separately."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hasten.errors import ConfigError, StepError
+from hasten.errors import StepError
 
 if TYPE_CHECKING:
-    from hasten.comm.base import Comm
+    pass
 
 
 class SeparateGradients:
@@ -188,92 +186,6 @@ def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, 
         return {key: window for key, window, _ in kept}
 
     return put_back
-
-
-def checked_weight(weight: Number) -> Number:
-    """Return the weight as a number or an exact scalar tensor. Raises: ConfigError for an invalid count."""
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ConfigError(
-                f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
-                f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
-            )
-        weight = _as_scalar(weight.detach().reshape(()), weight.device)
-    elif not _is_count(weight):
-        raise ConfigError(
-            f"backward(weight={weight!r}) is not a count; it would turn the mean into something else. "
-            f"Pass the number of tokens or samples the loss was averaged over."
-        )
-    return weight
-
-
-def times(loss: Tensor, factor: Number) -> Tensor:
-    """Return the loss multiplied by a factor, in the dtype of the loss, or in float32 if that is wider."""
-    if isinstance(factor, Tensor):
-        factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
-    return loss * factor
-
-
-def _is_count(weight: object) -> bool:
-    return isinstance(weight, Real) and float(weight) >= 0 and math.isfinite(weight)
-
-
-def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:
-    """Compute the correction factors of these losses from their weights on all ranks."""
-    if not places:
-        return
-    assert unit is not None, "a weighted window has a unit"
-    totals, ranks = [window.weights[place] for place in places], 1
-    if comm is not None and comm.size > 1:
-        ranks = comm.size
-        totals = list(comm.all_reduce(torch.stack([_as_scalar(w, comm.device) for w in totals])))
-    scale = ranks * unit * window.every
-    for place, total in zip(places, totals, strict=True):
-        if isinstance(total, Tensor):  # a loss of weight zero has zero gradients: leave them
-            window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
-        else:
-            window.factors[place] = scale / total if total else 1.0
-
-
-def agree_on_unit(weight: Number, comm: Comm | None) -> float:
-    """Return the power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
-    first = float(weight)
-    if comm is not None and comm.size > 1:
-        first = float(comm.all_reduce(torch.tensor(first, device=comm.device), "max"))
-    return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
-
-
-def _as_scalar(value: Number, device: torch.device) -> Tensor:
-    """Return `value` as a one-element tensor on `device`, in a dtype that counts exactly."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.as_tensor(value, dtype=dtype, device=device)
-
-
-@dataclass(slots=True)
-class LossPart:
-    """One part of a batch that is run in several passes; a pass with a share of zero does not count."""
-
-    share: float
-    """Number of its rows divided by those of the batch."""
-    weight: Number | None = None
-    """The weight given to its loss."""
-
-    def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
-        """Return the loss and the weight to add to the window.
-
-        Raises: StepError for a second weighted loss.
-        """
-        if weight is None:
-            return loss * self.share, None
-        if window.turn > 0:
-            raise StepError(
-                "run_step() got a second backward(weight=...) in one micro-step. Each weighted loss is divided by its own total "
-                "weight, which is known only when all parts of the batch have run. Add the losses before backward(), or call "
-                "backward() without a weight."
-            )
-        weight = weight * (self.share > 0)
-        self.weight = weight
-        return loss, weight
 
 
 def divided(loss: Tensor, parts: int) -> Tensor:

@@ -179,7 +179,8 @@ class Throughput:
     def attach(self) -> None:
         """Follow the loaders and the updates, after the callbacks that are there."""
         clock, cursors = self._clock, self._clock.cursors
-        updated, asked = self._before = clock.after_update, cursors.before_next
+        listener = clock.listening()
+        updated, asked = self._before = listener.after_update, cursors.before_next
 
         def after_update() -> None:
             if updated is not None:
@@ -191,8 +192,8 @@ class Throughput:
             if asked is not None:
                 asked(cursor)
 
-        clock.after_update, cursors.before_next = after_update, before_next
-        clock.rates = self.values
+        listener.after_update, cursors.before_next = after_update, before_next
+        listener.rates = self.values
         if self._entry is None and self._peak_tflops is None and self._ctx.is_main:
             log.info(
                 "mfu is not shown: the peak of %s is not in hasten's table; give track_throughput(peak_tflops=)",
@@ -202,8 +203,9 @@ class Throughput:
     def detach(self) -> None:
         """Restore the callbacks that were there before `attach`."""
         self.close()
-        self._clock.after_update, self._clock.cursors.before_next = self._before
-        self._clock.rates = None
+        listener = self._clock.listening()
+        listener.after_update, self._clock.cursors.before_next = self._before
+        listener.rates = None
 
     def asked(self, cursor: LoaderCursor) -> None:
         """Count the batch that was used for training; drop what an evaluation computed and took."""

@@ -242,7 +242,7 @@ def start(
     return ProcessContext(topology, mesh, device, world, lambda *axes: world)  # along any axes it is alone
 
 
-@functools.cache
+@functools.cache  # registered once; torch and Python have no way to remove the callback
 def _freeze_garbage_of_forks() -> None:
     """Exclude inherited objects from garbage collection in every fork of this process, such as a loader's worker.
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from hasten.errors import ConfigError
 
+ASSIGNED_DEVICE: Final = "ACCELERATE_TORCH_DEVICE"
 CONFIG: Final = "HASTEN_CONFIG"
 DEBUG: Final = "HASTEN_DEBUG"
 DEBUG_ALIAS: Final = "ACCELERATE_DEBUG_MODE"
@@ -39,6 +40,11 @@ def debug(env: Mapping[str, str]) -> bool:
     return flag(env, DEBUG if DEBUG in env else DEBUG_ALIAS)
 
 
+def assigned_device(env: Mapping[str, str]) -> str | None:
+    """Return the device that Ray Train has assigned to this worker (ACCELERATE_TORCH_DEVICE), such as cuda:1; None without it."""
+    return env.get(ASSIGNED_DEVICE) or None
+
+
 def home(env: Mapping[str, str]) -> Path:
     """Return the folder for hasten's files: HASTEN_HOME, else `hasten` in the user's cache folder."""
     if given := env.get(HOME):
@@ -51,6 +57,11 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
     """Return the user's folder for sockets: in XDG_RUNTIME_DIR, else in the temporary folder, named by the user id."""
     given = env.get("XDG_RUNTIME_DIR")
     return Path(given) / "hasten" if given else Path(gettempdir()) / f"hasten-{os.geteuid()}"
+
+
+def trainjob(env: Mapping[str, str]) -> bool:
+    """Return whether this process runs in a TrainJob of Kubeflow that takes reports of its progress."""
+    return bool(env.get("KUBEFLOW_TRAINER_SERVER_URL"))
 
 
 def log_level(env: Mapping[str, str]) -> str | None:

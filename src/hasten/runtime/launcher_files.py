@@ -1,8 +1,9 @@
-"""Files in which a launcher reports silent machines and ended ranks to its machine's ranks. Does not import torch."""
+"""Files exchanged by a launcher and its ranks: a rank's error, silent machines and ended ranks. Does not import torch."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -49,3 +50,21 @@ def _read(name: str, env: Mapping[str, str]) -> str:
         return (Path(folder) / name).read_text() if folder else ""
     except OSError:  # no file yet
         return ""
+
+
+ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+"""Variable in which a launcher passes the path of the file."""
+
+
+def write_error(path: Path, summary: str, text: str, *, echo: bool = False) -> None:
+    """Write the error of this rank: `summary` in one line, `text` in full; `echo` if the cause is on another rank.
+
+    Raises: OSError if the file cannot be written.
+    """
+    now = time.time()
+    message = {"message": summary, "errorCode": 1, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    own = {"time": now, "traceback": text, "summary": summary, "echo": echo}
+    draft.write_text(json.dumps({"message": message, "hasten": own}))
+    draft.replace(path)

@@ -2,7 +2,7 @@
 
 Sources in order of precedence: RANK and WORLD_SIZE (torchrun, the Kubernetes torch operator, anything that
 sets torch's variables), MPI (Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS), LSF's jsrun, SLURM's srun, bare PMI,
-XLA, PET_* (a Kubernetes pod in which torchrun was not called). MPI precedes SLURM because mpirun inside a SLURM job
+XLA, PET_* and JOB_COMPLETION_INDEX (a Kubernetes pod in which torchrun was not called). MPI precedes SLURM because mpirun inside a SLURM job
 starts its daemons with srun, whose variables then describe the daemons, not the workers.
 """
 
@@ -348,13 +348,42 @@ def _pod(env: Mapping[str, str]) -> Topology | None:
     if nodes == "1" and not (per_node.isdigit() and int(per_node) > 1):
         return None
     if nodes.isdigit() and per_node == "1":
-        rank, world_size = companion(env, "PET_NODE_RANK", "PET_NNODES"), int(nodes)
-        address = _address(env, env.get("PET_MASTER_ADDR"), number(env, "PET_MASTER_PORT") or DEFAULT_PORT)
-        return Topology(rank=rank, world_size=world_size, node_rank=rank, rendezvous=address, source="kubernetes")
+        index = first(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+        rank = companion(env, "PET_NODE_RANK", "PET_NNODES") if index is None else index
+        host = env.get("PET_MASTER_ADDR") or jobset_host(env)
+        return _one_of_pods(env, rank, int(nodes), host, number(env, "PET_MASTER_PORT") or DEFAULT_PORT)
     raise TopologyError(
         f"PET_NNODES={nodes!r} and PET_NPROC_PER_NODE={per_node!r} ask for more processes than this one, but RANK is not set: "
         f"nothing started them. Run the script under torchrun or `hasten launch`, or unset the PET_* variables."
     )
+
+
+def _indexed_pod(env: Mapping[str, str]) -> Topology | None:
+    """Return the topology of a pod of an indexed Job, as JobSet creates them: NNODES (or WORLD_SIZE) counts the pods.
+
+    Without that number, the indices belong to independent tasks.
+    """
+    nodes = first(env, "NNODES", "WORLD_SIZE")
+    if nodes is None or nodes < 2:
+        return None
+    return _one_of_pods(env, companion(env, "JOB_COMPLETION_INDEX", "NNODES"), nodes, jobset_host(env), DEFAULT_PORT)
+
+
+def _one_of_pods(env: Mapping[str, str], rank: int, num_pods: int, host: str | None, port: int) -> Topology:
+    return Topology(
+        rank=rank,
+        world_size=num_pods,
+        node_rank=rank,
+        rendezvous=_address(env, host, port),
+        source="kubernetes",
+        restart_count=number(env, "JOBSET_RESTART_ATTEMPT") or 0,
+    )
+
+
+def jobset_host(env: Mapping[str, str]) -> str | None:
+    """Return the host name of the first pod of this pod's JobSet, if its labels are in the environment."""
+    jobset, job = env.get("JOBSET_NAME"), env.get("REPLICATED_JOB_NAME")
+    return f"{jobset}-{job}-0-0.{jobset}" if jobset and job else None
 
 
 def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
@@ -394,7 +423,7 @@ def _variables(source: Source, local: bool) -> str:
         case "torch":
             return "LOCAL_RANK and LOCAL_WORLD_SIZE" if local else "RANK and WORLD_SIZE"
         case "kubernetes":
-            return "RANK and WORLD_SIZE, or PET_NODE_RANK and PET_NNODES"
+            return "RANK and WORLD_SIZE, PET_NODE_RANK and PET_NNODES, or JOB_COMPLETION_INDEX and NNODES"
         case "slurm":
             return "SLURM_LOCALID and SLURM_STEP_TASKS_PER_NODE" if local else "SLURM_PROCID and SLURM_NTASKS"
         case "mpi":
@@ -417,5 +446,6 @@ _SOURCES: Final[tuple[tuple[frozenset[str], Callable[[Mapping[str, str]], Topolo
     (frozenset({"PMI_RANK"}), _pmi),
     (frozenset({"PJRT_DEVICE"}), _xla),
     (frozenset({"PET_NNODES", "PET_NPROC_PER_NODE"}), _pod),
+    (frozenset({"JOB_COMPLETION_INDEX"}), _indexed_pod),
 )
 """The parsers in order of precedence, each with the variables without which it finds nothing."""

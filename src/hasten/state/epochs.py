@@ -16,6 +16,7 @@ class _Loop:
 
     epoch: int = 0
     """Epoch of the running body, or the one to start with."""
+    num_epochs: int = 0
     inside: bool = False
     """True if a body of this loop runs, or was left by `break`."""
     trained: bool = False
@@ -70,6 +71,7 @@ class EpochLoops:
     def over(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs from 0, or from the resumed epoch, to `num_epochs` - 1."""
         loop = self._level().begin()
+        loop.num_epochs = num_epochs
         self._open.append(loop)
         try:
             while self._next(loop) < num_epochs:
@@ -78,6 +80,23 @@ class EpochLoops:
         finally:
             self._open.remove(loop)
             self._left = self._clock.num_passes, [loader.cursor.num_ended for loader in self._objects.loaders]
+
+    def share(self) -> float | None:
+        """Return the completed share of the newest outermost loop; None before the first. Any thread may call it."""
+        started = self._outermost.loops[: self._outermost.num_begun]
+        if not started or not started[-1].num_epochs:
+            return None
+        return min((started[-1].epoch + self._pass_share()) / started[-1].num_epochs, 1.0)
+
+    def _pass_share(self) -> float:
+        """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
+        for loader in self._objects.loaders:
+            source, track = loader.parts.source, loader.parts.track
+            steps, size = source.steps(), source.size()
+            if steps and (loader.is_running() or loader.parts.cursor.left):
+                before = track.begun or (steps * track.start.consumed / size if size else 0)
+                return min((before + loader.parts.cursor.batch) / steps, 1.0)
+        return 0.0
 
     def _level(self) -> _Level:
         return self._open[-1].inner if self._open else self._outermost

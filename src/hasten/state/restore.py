@@ -104,6 +104,7 @@ class RestorePlan:
         parts = self.parts
         previous.add("random generators", parts.randomness.holding())
         previous.save_attributes(parts.clock)
+        previous.save_attributes(parts.clock.weights)
         if parts.clock.unowned is not None:
             previous.save_attributes(parts.clock.unowned, tensors=False)
         for optimizer in parts.objects.optimizers:

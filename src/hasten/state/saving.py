@@ -36,7 +36,16 @@ from hasten.checkpoint.store.locate import (
     open_store,
 )
 from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.writer import DiskGroup, PreparedSave, SaveOutcome, Sizes, finish, prepare, retire_expired, start
+from hasten.checkpoint.writer import (
+    DiskGroup,
+    FileLayout,
+    PreparedSave,
+    SaveOutcome,
+    finish,
+    prepare,
+    retire_expired,
+    start,
+)
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
@@ -115,7 +124,7 @@ class Saving:
         parts: RunObjects,
         *,
         notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
-        sizes: Sizes | None = None,
+        layout: FileLayout | None = None,
         whole: bool = False,
     ) -> None:
         self._ctx = ctx
@@ -127,7 +136,11 @@ class Saving:
         self._parts = parts
         self.registered = parts.registered
         self._notes = dict(notes or {})
-        self._sizes = sizes
+        self.layout = layout
+        self.extra_files: Callable[[Path], None] | None = None
+        """Function that adds files in the format of another tool to the folder of a save. Ranks: every rank."""
+        self.keeps_exports = True
+        """False if a save may replace an exported model, or a checkpoint of another tool, in its folder."""
         self.whole = whole
         """True if rank 0 writes whole weights instead of every rank its shards."""
         self._iteration = project.iteration
@@ -236,7 +249,7 @@ class Saving:
                 write = partial(self._write, group, header, store if output_dir is None else None, place)
                 tree = self._tree(group, safe_serialization, together)
                 if blocking:
-                    write(prepare(tree, group, world, self._sizes), world)
+                    write(prepare(tree, group, world, self.layout), world)
                 else:
                     self._write_in_background(tree, group, write, together)
                 return place
@@ -260,12 +273,14 @@ class Saving:
             weights = run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
             tree = collect(self._parts, "safetensors", weights)
             tree = self._machine_owners.owned(tree, machine.ranks, together)
-            prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self._sizes)
+            prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self.layout)
             announce(sum(blob.size for blob in prepared.blobs.values()))
             finish(prepared, group, self._ctx.world, self._header(name, None))
 
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
         weights = run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
+        if self.extra_files is not None and group.draft.folder is not None:
+            self.extra_files(group.draft.folder)
         fmt: Format = "safetensors" if safe_serialization else "torch"
         tree = collect(self._parts, fmt, weights)
         world = self._ctx.world
@@ -323,7 +338,7 @@ class Saving:
         self, tree: StateTree, group: DiskGroup, write: Callable[..., SaveOutcome], together: Agreement
     ) -> None:
         writer = self._writer()
-        prepared = prepare(tree, group, self._ctx.world, self._sizes, writer.begin)
+        prepared = prepare(tree, group, self._ctx.world, self.layout, writer.begin)
         prepared = replace(prepared, blobs=writer.stage(prepared.blobs))
         if self._guard is None:
             self._guard = FinishFirst(lambda: writer.busy, self._join_quietly)
@@ -339,7 +354,10 @@ class Saving:
     def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
         check_naming(output_dir, self._project.automatic_checkpoint_naming)
         if output_dir is not None:
-            return locate(output_dir)
+            store, name = locate(output_dir)
+            if isinstance(store, LocalStore):
+                store.keeps_exports = self.keeps_exports
+            return store, name
         store = open_store(automatic_root(self._project))
         together.label = f"looking for checkpoints in {store.address}"
         number = next_number(store.names(), self._iteration) if self._ctx.is_main else None

@@ -74,7 +74,7 @@ def device_for(config: Config, topology: Topology) -> torch.device:
         xla = import_module("hasten.strategies.engines.xla.strategy")  # an optional package
         device: torch.device = xla.start(config, topology)
         return device
-    return choose_device(topology.local_rank, config.cpu)
+    return choose_device(topology.local_rank, config.cpu, None if config.cpu else env.assigned_device(env.snapshot()))
 
 
 def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:

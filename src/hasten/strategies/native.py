@@ -71,7 +71,11 @@ class NativeStrategy:
         self._stages = stages
         self._on_optimizer = on_optimizer
         self.caps = caps
-        self._distribution = distribution
+        # Operations on a wrapped model are those of the transform that wraps it.
+        self.no_sync, self.retry, self.join = distribution.no_sync, distribution.retry, distribution.join
+        self.full_state_dict, self.mark_forward_method = distribution.full_state_dict, distribution.mark_forward_method
+        self.unsettled, self.loop_state = distribution.unsettled, distribution.loop_state
+        self.restore_loop_state = distribution.restore_loop_state
         self._transforms = sorted([*transforms, distribution], key=attrgetter("stage"))
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
@@ -95,12 +99,6 @@ class NativeStrategy:
                 shards.update_own_shards(item.value)
             if self._on_optimizer is not None:
                 self._on_optimizer(item.value)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._distribution.no_sync(model)
-
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return self._distribution.retry(model, boundary)
 
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         if self._stages is not None:
@@ -148,24 +146,6 @@ class NativeStrategy:
             if transform.stage not in kept:
                 model = transform.undo(model)
         return model
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        return self._distribution.full_state_dict(model)
-
-    def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        self._distribution.mark_forward_method(model, name)
-
-    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        return self._distribution.join(models)
-
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return self._distribution.unsettled(model)
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        return self._distribution.loop_state(model, names, open_window)
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        return self._distribution.restore_loop_state(model, names, state)
 
 
 def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders: bool = False) -> None:

@@ -286,6 +286,8 @@ class _Watch:
         deadline = time.monotonic() + STACK_S
         while time.monotonic() < deadline and not all(self._read("stack", rank) for rank in stopped):
             time.sleep(0.005)
+        for rank, worker in stopped.items():
+            self._add_stacks_of_forks(rank, worker)
         stacks = {rank: _own_frames(self._read("stack", rank)) for rank in stopped}
         for worker in stopped.values():
             worker.signal(signal.SIGINT)
@@ -295,6 +297,17 @@ class _Watch:
             self._done[rank] = RankOutcome(
                 rank, "died" if died else status, details=stacks[rank] or "(no stack: busy in C)"
             )
+
+    def _add_stacks_of_forks(self, rank: int, worker: Worker) -> None:
+        """Append the stacks of a rank's forked processes, such as a loader's workers, to those of the rank."""
+        path = self._call.folder / f"stack-{rank}"
+        for pid in worker.forks(STACK_SIGNAL):
+            with path.open("a") as file:
+                file.write(f"\nStacks of process {pid}, forked by rank {rank}:\n")
+            size, deadline = path.stat().st_size, time.monotonic() + STACK_S
+            replace(worker, pid=pid).signal(STACK_SIGNAL)
+            while time.monotonic() < deadline and path.stat().st_size == size:
+                time.sleep(0.005)
 
     def _read(self, what: str, rank: int) -> str:
         path = self._call.folder / f"{what}-{rank}"

@@ -38,6 +38,22 @@ class Worker:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def forks(self, handling: int) -> list[int]:
+        """Return the process ids of this worker's child processes that have a handler for a signal."""
+        found = []
+        for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found += [int(pid) for pid in task.read_text().split()]
+        return [pid for pid in found if _handles(pid, handling)]
+
+
+def _handles(pid: int, number: int) -> bool:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
 
 class Zygote:
     """Process that has imported torch and forks workers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -146,7 +146,7 @@ class TrainingArguments:
     push_to_hub: bool = False
     hub_model_id: str | None = None
     hub_strategy: Literal["end", "every_save"] = "end"
-    hub_token: str | None = None
+    hub_token: str | None = field(default=None, repr=False)
     hub_private_repo: bool | None = None
 
     def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:  # Any: the arguments of __init__

@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.accelerator.components import components
+from hasten.checkpoint.hub import HubRepository
+from hasten.checkpoint.model_card import CardContent
 from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
 from hasten.checkpoint.store.occupied import check_no_weights
-from hasten.comm.agreement import agree
+from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError, IncompleteCheckpointError
-from hasten.optional import need
+from hasten.state.publishing import FolderPush
+from hasten.trainer.arguments import TrainingArguments
 from hasten.trainer.interface import TrainerInterface
 
 
@@ -26,7 +30,7 @@ def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
         state.best_model_checkpoint = place
     trainer.callbacks.call("on_save", checkpoint=place)
     if trainer.args.push_to_hub and trainer.args.hub_strategy == "every_save":
-        trainer.push_to_hub(f"Training in progress, step {state.global_step}")
+        trainer.push_to_hub(f"Training in progress, step {state.global_step}", blocking=False)
     return place
 
 
@@ -119,29 +123,60 @@ def _save_model(trainer: TrainerInterface, folder: str) -> str:
 
 
 def push_to_hub(
-    trainer: TrainerInterface, commit_message: str, **options: Any
+    trainer: TrainerInterface, commit_message: str, blocking: bool, **options: Any
 ) -> str | None:  # Any: options of the Hub client
-    """Save the model and upload its folder; returns the URL of the commit on the main process, None on the others.
+    """Save the model with a card of the run and upload it; returns the URL of the commit on the main process, None on the others.
 
-    Ranks: every rank. Raises: ConfigError without a name for the repository.
+    A background upload sends a copy of the model, which is deleted afterwards; a blocking one sends the output folder.
+    Ranks: every rank. Raises: ConfigError without a name for the repository; HubError, also for the previous background upload.
     """
-    args, accelerator = trainer.args, trainer.accelerator
+    args, publishing = trainer.args, components(trainer.accelerator).publishing
     name = args.hub_model_id or Path(args.output_dir).name
     if not name:
         raise ConfigError(f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id.")
-    folder = save_model(trainer, args.output_dir)
-    address: str | None = None
-    with agree(accelerator.comm, "push_to_hub"):
-        if accelerator.is_main_process:
-            client = need("huggingface_hub", ">=0.30", why="push_to_hub").HfApi(token=args.hub_token)
-            repository = client.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-            address = str(
-                client.upload_folder(
-                    repo_id=repository,
-                    folder_path=folder,
-                    commit_message=commit_message,
-                    ignore_patterns=["checkpoints/*", "run_log/*", f"{args.run_name or 'trainer'}/*", ".*"],
-                    **options,
-                )
+    publishing.wait()
+    folder = args.output_dir if blocking else _staging_folder(trainer)
+    save_model(trainer, folder)
+    made: FolderPush | None = None
+    with agreeing(trainer.accelerator.comm, "push_to_hub"):
+        if trainer.accelerator.is_main_process:
+            publishing.write_card(Path(folder), _card(trainer, name))
+            made = FolderPush(
+                folder=Path(folder),
+                target=HubRepository(name, args.hub_token, args.hub_private_repo),
+                message=commit_message,
+                ignore=("checkpoints/*", "run_log/*", f"{args.run_name or 'trainer'}/*", ".*"),
+                temporary=not blocking,
+                options=options,
             )
-    return address
+    return publishing.push(made, blocking)
+
+
+def _staging_folder(trainer: TrainerInterface) -> str:
+    """Return a new folder for files that must not change while they are uploaded. Ranks: every rank."""
+    found = [""]
+    with agreeing(trainer.accelerator.comm, "push_to_hub"):
+        if trainer.accelerator.is_main_process:
+            found = [str(components(trainer.accelerator).publishing.staging_folder())]
+    return str(trainer.accelerator.broadcast_object_list(found)[0])
+
+
+def _card(trainer: TrainerInterface, name: str) -> CardContent:
+    """Return the numbers of the run for the model card: final ones, logged ones, and arguments that are not at their default."""
+    state, args = trainer.state, trainer.args
+    final: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch}
+    if state.total_weight:
+        final["train_loss"] = state.total_loss / state.total_weight
+    for logged in state.log_history:
+        final.update({key: value for key, value in logged.items() if key.startswith("eval_")})
+    defaults = TrainingArguments(args.output_dir).to_dict()
+    chosen = {key: value for key, value in args.to_dict().items() if value != defaults[key] and key != "output_dir"}
+    inner = trainer.accelerator.unwrap_model(trainer.model_for_evaluation())
+    return CardContent(
+        name=name,
+        library="transformers" if hasattr(inner, "save_pretrained") else None,
+        metrics=final,
+        history=state.log_history,
+        settings=chosen | {"learning_rate": args.learning_rate, "seed": args.seed},
+        run=components(trainer.accelerator).publishing.facts(),
+    )

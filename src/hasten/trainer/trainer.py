@@ -414,9 +414,15 @@ class Trainer:
         """Write the model, its tokenizer and the arguments to a folder and return its path. Ranks: every rank."""
         return publish.save_model(self, output_dir or self.args.output_dir)
 
-    def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str | None:
-        """Upload the model to the Hub; returns the URL of the commit on the main process. Ranks: every rank."""
-        return publish.push_to_hub(self, commit_message, **options)
+    def push_to_hub(
+        self, commit_message: str = "End of training", blocking: bool = True, **options: Any
+    ) -> str | None:  # Any: options of the Hub client
+        """Upload the model with a card of the run; returns the URL of the commit on the main process. Ranks: every rank.
+
+        With `blocking=False` a copy of the model is uploaded in the background; an error is raised at the next push, or at the end
+        of `train()`. Raises: HubError.
+        """
+        return publish.push_to_hub(self, commit_message, blocking, **options)
 
     @property
     def device(self) -> torch.device:

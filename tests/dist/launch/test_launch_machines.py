@@ -175,7 +175,7 @@ def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, t
             m.wait_for("trains")
         b.unplug()
         cut = time.monotonic()
-        a.wait_for("does not answer", 30)
+        a.wait_for("does not respond", 30)
         b.wait_for("lost contact with machine 0", 30)
         assert time.monotonic() - cut < 30
         ends = [a.end(90), b.end()]

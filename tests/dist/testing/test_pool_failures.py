@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -41,6 +42,17 @@ def sleep_on_one(ctx: ProcessContext) -> None:
     if ctx.rank == 1:
         time.sleep(3600)
     meet(ctx)
+
+
+def wait_in_a_fork() -> None:
+    time.sleep(3600)
+
+
+def fork_and_wait(ctx: ProcessContext) -> None:
+    child = multiprocessing.get_context("fork").Process(target=wait_in_a_fork, daemon=True)
+    child.start()
+    subprocess.Popen(["sleep", "10"])  # has no handler for the signal, and is left alone
+    child.join()
 
 
 def spin_on_one(ctx: ProcessContext) -> None:
@@ -127,6 +139,13 @@ def test_hang_is_stopped_after_the_timeout_with_all_stacks(
     assert "rank 0 hung, rank 1 hung" in text
     assert f"in {fn.__name__}" in text
     assert "in meet" in text
+
+
+def test_stacks_of_forked_processes_are_shown_with_their_rank(rank_pool: Pool) -> None:
+    text = str(failure(rank_pool, fork_and_wait, timeout_s=1.0))
+    assert "rank 0 hung, rank 1 hung" in text
+    assert text.count("in wait_in_a_fork") == 2
+    assert text.count(", forked by rank 0:") == 1
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ CASES: Final = (
     Case("endless_loop", r"rank 1 is in user code at .* in endless_loop\(\), busy", ("loop",), report_only=True),
     Case("locked", r"rank 1 is in user code at .* in locked\(\), asleep", ("lock", "gather after lock"), report_only=True, quick=True),
     Case("asleep", r"rank 0 is in user code at .* in asleep\(\), asleep", ("sleep", "save after sleep"), report_only=True),
-    Case("native", r"rank 1 \(pid \d+ on .*\) does not answer", ("backward",), report_only=True),
+    Case("native", r"rank 1 \(pid \d+ on .*\) does not respond", ("backward",), report_only=True),
     Case("slow_disk", r"rank 1 is in a save or load at .* read and written nothing", ("slow save",), report_only=True),
     Case("stuck_sample", r"rank 1 is in the dataset's code", ("sample", "backward"), report_only=True),
     Case("never_started", r"rank 0 of 2 waits for rank 1 at tcp", code=1, words=("--process_group_init_timeout=7",)),

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.checkpoint.export import parse_size, push_to_hub, read_model, save_model, save_object
+from hasten.checkpoint.export import parse_size, read_model, save_model, save_object
+from hasten.checkpoint.hub import HubRepository, upload
 from hasten.cli.main import main
 from hasten.errors import (
     CheckpointError,
@@ -103,10 +104,10 @@ def test_save_object_replaces_the_file_at_once(tmp_path: Path) -> None:
 
 def test_pushing_needs_the_package_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a folder"):
-        push_to_hub(tmp_path / "absent", "me/model")
+        upload(tmp_path / "absent", HubRepository("me/model"), "first")
     if not available("huggingface_hub"):
         with pytest.raises(MissingPackageError, match=r"hasten\[hub\]"):
-            push_to_hub(tmp_path, "me/model")
+            upload(tmp_path, HubRepository("me/model"), "first")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hasten.checkpoint.base import Component, Slice
-from hasten.checkpoint.writer import Sizes, hub_index, plan_component
+from hasten.checkpoint.writer import FileLayout, hub_index, plan_component
 
 
 def tensors(n: int, size: int = 10) -> dict[str, torch.Tensor | Slice]:
@@ -30,7 +30,7 @@ def test_large_components_are_cut_alike_on_every_rank() -> None:
     for world in range(1, 17):
         for n in (1, 2, 5, 33):
             component = Component(tensors(n), None, "model", main_only=frozenset({"p0"}))
-            plans = [plan_component("model", component, rank, range(world), Sizes(0, 30)) for rank in range(world)]
+            plans = [plan_component("model", component, rank, range(world), FileLayout(0, 30)) for rank in range(world)]
             assert all(plan == plans[0] for plan in plans)
             keys = [key for plan in plans[0] for key in plan.keys]
             assert sorted(keys) == sorted(component.tensors), "each tensor once"
@@ -59,7 +59,16 @@ def test_slices_are_written_once_by_their_owner() -> None:
 
 def test_nested_torch_state_becomes_safetensors_when_cut() -> None:
     component = Component(tensors(9), {"nested": 1}, "optimizer", "torch")
-    plans = plan_component("optimizer", component, 0, (0, 1), Sizes(1, 40))
+    plans = plan_component("optimizer", component, 0, (0, 1), FileLayout(1, 40))
     assert [plan.name for plan in plans] == [f"optimizer-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
     assert [plan.with_data for plan in plans] == [True, False, False]
     assert [plan.writer for plan in plans] == [0, 1, 0]
+
+
+def test_files_of_hidden_kinds_start_with_a_dot() -> None:
+    layout = FileLayout(hidden=frozenset({"loader", "object"}))
+    names = [
+        plan_component(name, Component({}, 1, kind, per_rank=per_rank), 1, (0, 1), layout)[0].name
+        for name, kind, per_rank in (("loader", "loader", True), ("custom", "object", False), ("model", "model", False))
+    ]
+    assert names == [".loader_1.safetensors", ".custom.safetensors", "model.safetensors"]

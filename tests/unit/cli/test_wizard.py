@@ -14,12 +14,12 @@ from typing import Any, Final
 import pexpect
 import pytest
 
-from hasten.cli.machine import MachineFacts
-from hasten.cli.wizard import Question, interview, questions, to_arguments
 from hasten.config import files
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ContradictionError
+from hasten.tools.machine import MachineFacts
+from hasten.tools.wizard import Question, interview, questions, to_arguments
 
 MACHINES: Final = (
     MachineFacts(cores=4),

@@ -142,7 +142,7 @@ def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(monkeypatch: pyt
     hostile: list[Any] = [
         ext(20, packed(["os", "system", ["true"]])),
         ext(20, packed(["hasten.testing.worker", "serve", [1]])),
-        ext(20, packed(["hasten.launch.peers", "Watch", [1, 2]])),  # a class of ours that is no record
+        ext(20, packed(["hasten.launch.elastic.peers", "Watch", [1, 2]])),  # a class of ours that is no record
         ext(20, packed(["hasten.runtime.topology", "Topology", [1]])),
         ext(21, packed(["hasten.runtime.mesh_plan", "Axis", "nothing"])),
         ext(10, packed(["load", [1], "cpu", False, b"x"])),

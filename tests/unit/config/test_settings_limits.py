@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from hasten.cli.main import main
-from hasten.config import files, yaml_text
+from hasten.config import files
+from hasten.config import files as yaml_text
 from hasten.errors import ConfigError, ConfigFileError
 
 SIZE: Final = files.MOST_BYTES

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+import hasten
 from hasten.config import files, handoff
 from hasten.config.decode import Mismatch, decode
 from hasten.config.established import established_variables
+from hasten.config.files import parse
+from hasten.config.layers import OTHER_VARIABLES
 from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH
+from hasten.config.schema import BY_PATH, BY_VARIABLE
 from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.config.sections.loop import AORecipeKwargs, AutocastKwargs, GradientAccumulationPlugin, TERecipeKwargs
 from hasten.config.sections.parallel import (
@@ -22,8 +26,14 @@ from hasten.config.sections.parallel import (
     ParallelismConfig,
 )
 from hasten.config.source import Marked, SettingEntry, SettingSource
-from hasten.config.yaml_text import parse
-from hasten.errors import ConfigError, ConfigFileError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.errors import (
+    ConfigError,
+    ConfigFileError,
+    ContradictionError,
+    HastenWarning,
+    SettingValueError,
+    UnknownSettingError,
+)
 
 
 def from_file(text: str) -> Resolved:
@@ -163,7 +173,8 @@ def test_established_variables_are_settings() -> None:
         "UNRELATED": "1",
         "HASTEN_SOMETHING_ELSE_ENTIRELY": "1",
     }
-    config = resolve(env=env).config
+    with pytest.warns(HastenWarning, match="HASTEN_SOMETHING_ELSE_ENTIRELY: hasten reads no variable of this name"):
+        config = resolve(env=env).config
     assert config.strategy == "fsdp"
     assert config.fsdp == FullyShardedDataParallelPlugin(
         cpu_offload=True,
@@ -173,6 +184,34 @@ def test_established_variables_are_settings() -> None:
     )
     assert config.parallelism.tp_size == 2
     assert config.gradient_accumulation.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("HASTEN_STALL", "did you mean HASTEN_TRUST_STALL?"),
+        ("HASTEN_STALL_AFTER_S", "did you mean HASTEN_TRUST_STALL_AFTER_S?"),
+        ("HASTEN_LOGLEVEL", "did you mean HASTEN_LOG_LEVEL?"),
+        ("HASTEN_PRECISION", "did you mean HASTEN_MIXED_PRECISION?"),
+        ("HASTEN_QQQ", "unset it, or see docs/config.md"),
+    ],
+)
+def test_an_unknown_variable_is_reported_with_the_nearest_one(name: str, near: str) -> None:
+    with pytest.warns(HastenWarning) as seen:
+        resolve(env={name: "off"})
+    assert [str(one.message).startswith(f"environment {name}: ") and near in str(one.message) for one in seen] == [True]
+    resolve(env={name: "off", "HASTEN_CONFIG": "{}"})  # the launcher has reported it
+    resolve(env={name: " "})
+
+
+def test_every_variable_in_the_source_is_known() -> None:
+    written = {
+        found
+        for path in Path(hasten.__file__).parent.rglob("*.py")
+        for found in re.findall(r'"(HASTEN_[A-Z_]*[A-Z])"', path.read_text("utf-8"))
+    }
+    assert written <= {*BY_VARIABLE, *OTHER_VARIABLES}
+    assert written >= OTHER_VARIABLES
 
 
 def test_a_weaker_sources_engine_options_rest() -> None:

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report
+from hasten.launch.elastic.rendezvous import CheckIn, FixedRendezvous
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
-from hasten.launch.rendezvous import CheckIn, FixedRendezvous
 
 OVERRIDDEN: Final = {
     "_start_workers": ["self", "worker_group"],

@@ -9,8 +9,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
+from hasten.launch.elastic.peers import PeerMachineFailed, Peers, agreed_code, agreed_exit_code
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.peers import PeerMachineFailed, Peers, agreed_code, agreed_exit_code
 
 
 def test_a_failure_counts_more_than_a_stop_and_a_stop_more_than_success() -> None:

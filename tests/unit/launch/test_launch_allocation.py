@@ -87,6 +87,9 @@ def test_pods_are_machines() -> None:
         "job-0",
         2222,
     )
+    jobset = {"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "node"}
+    found = read_allocation(jobset)
+    assert (found.num_machines, found.machine_rank, found.address, found.port) == (2, 1, "run-node-0-0.run", 29500)
     elastic = read_allocation({"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-0:29400"})
     assert (elastic.min_machines, elastic.num_machines, elastic.address, elastic.port) == (1, 3, "job-0", 29400)
     plain = read_allocation({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"})

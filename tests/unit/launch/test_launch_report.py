@@ -7,7 +7,7 @@ from pathlib import Path
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.launch.base import Host, LaunchPlan, Meeting, Proc, Target
-from hasten.launch.report import changed_settings, code_digest, make_report, package_versions
+from hasten.launch.checkin import changed_settings, code_digest, make_report, package_versions
 
 
 def test_the_digest_follows_imports_in_the_folder(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch import job as external
 from hasten.launch.base import Host, LaunchRequest, Target
+from hasten.launch.cluster import mpi
 from hasten.launch.shape import JobShape, decide, worker_argv
 
 
@@ -130,9 +130,7 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         == 16
     )
     with pytest.raises(ConfigError, match="is too small"):
-        external.plan_mpi(
-            LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, external.Mpi()
-        )
+        mpi.plan(LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:

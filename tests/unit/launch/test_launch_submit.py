@@ -12,7 +12,7 @@ import pytest
 from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.launch.base import Host, LaunchRequest, Target
-from hasten.launch.slurm import plan_submit
+from hasten.launch.cluster.slurm import plan_submit
 
 EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatch"
 

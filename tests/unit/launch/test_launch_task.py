@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from hasten.launch import network, task
+from hasten.launch import network
+from hasten.launch.cluster import task
 from hasten.runtime.store import serve
 from hasten.runtime.topology import Topology
 

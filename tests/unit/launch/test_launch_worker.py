@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.runtime.last_words import ERROR_FILE
+from hasten.runtime.launcher_files import ERROR_FILE
 
 
 def start(tmp_path: Path, words: list[str], **env: str) -> subprocess.CompletedProcess[str]:

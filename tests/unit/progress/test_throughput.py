@@ -189,7 +189,7 @@ def test_nothing_is_left_behind_however_short_the_loop() -> None:
     accelerator = Accelerator(cpu=True)
     throughput = trained(accelerator, Net(), batches=4)
     throughput.detach()
-    assert accelerator._clock.after_update is None
+    assert accelerator._clock.listening().after_update is None
     assert accelerator._clock.cursors.before_next is None
     assert accelerator._clock.rates is None
 
@@ -226,7 +226,7 @@ def test_a_compiled_model_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_it_costs_nothing_until_it_is_asked_for() -> None:
     accelerator = Accelerator(cpu=True)
-    assert accelerator._clock.after_update is None
+    assert accelerator._clock.listening().after_update is None
     assert accelerator._clock.cursors.before_next is None
     assert accelerator._clock.rates is None
 

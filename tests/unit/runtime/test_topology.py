@@ -74,9 +74,17 @@ TPU = {
     "PJRT_LOCAL_PROCESS_RANK": "2",
     "PJRT_LOCAL_PROCESS_COUNT": "4",
 }
+INDEXED = {
+    "JOB_COMPLETION_INDEX": "2",
+    "NNODES": "3",
+    "JOBSET_NAME": "run",
+    "REPLICATED_JOB_NAME": "node",
+    "JOBSET_RESTART_ATTEMPT": "1",
+}
+
 EVERY = {
     "torchrun": TORCHRUN, "slurm": SLURM, "openmpi": OPENMPI, "hydra": HYDRA, "cray": CRAY,
-    "jsrun": JSRUN, "pod": POD, "pet": PET, "tpu": TPU,
+    "jsrun": JSRUN, "pod": POD, "pet": PET, "jobset": INDEXED, "tpu": TPU,
 }  # fmt: skip
 
 
@@ -121,6 +129,30 @@ def test_torch_variables_set_by_hand() -> None:
     assert Topology.from_env(exported).local_world_size == 4
     with pytest.raises(TopologyError, match=r"LOCAL_RANK=1 are set, but nothing says.*Export LOCAL_WORLD_SIZE"):
         Topology.from_env(far)
+
+
+def test_a_pod_of_a_jobset_needs_its_index_the_number_of_pods_and_its_labels() -> None:
+    expected = Topology(
+        rank=2,
+        world_size=3,
+        node_rank=2,
+        rendezvous="tcp://run-node-0-0.run:29500",
+        source="kubernetes",
+        restart_count=1,
+    )
+    assert Topology.from_env(INDEXED) == expected
+    counted = {name: value for name, value in INDEXED.items() if name != "NNODES"}
+    assert Topology.from_env({**counted, "WORLD_SIZE": "3"}) == expected
+    assert Topology.from_env({**INDEXED, "MASTER_ADDR": "a", "MASTER_PORT": "5000"}).rendezvous == "tcp://a:5000"
+    torchrun = {**counted, "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1"}
+    assert Topology.from_env(torchrun) == expected
+    with pytest.raises(TopologyError, match=r"rank=3 with world_size=3.*JOB_COMPLETION_INDEX"):
+        Topology.from_env({**INDEXED, "JOB_COMPLETION_INDEX": "3"})
+
+
+def test_an_indexed_job_of_independent_tasks_is_no_training_over_pods() -> None:
+    assert Topology.from_env({"JOB_COMPLETION_INDEX": "2"}) == Topology()
+    assert Topology.from_env({"JOB_COMPLETION_INDEX": "2", "JOBSET_NAME": "run"}) == Topology()
 
 
 def test_kubernetes_torch_operator() -> None:

@@ -1,8 +1,7 @@
-"""push_to_hub against a server of our own that speaks the Hub's protocol: the model arrives whole, without checkpoints."""
+"""The Trainer's push_to_hub with the real client over HTTP: model and card arrive, without checkpoints and without the token."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from hasten import TrainingArguments
+from tests.support.hub_server import TOKEN, environment, serving
 from tests.support.toys import Scored
 
-pytest.importorskip("huggingface_hub")
-HERE: Final = Path(__file__).parent
+hub_client = pytest.importorskip("huggingface_hub")
 SCRIPT: Final = """
 import sys
 import torch
@@ -25,9 +25,10 @@ from hasten.testing.toys import seeded
 from tests.support.toys import Rows, Scored
 
 args = TrainingArguments(
-    sys.argv[1], max_steps=4, save_steps=2, push_to_hub=True, hub_model_id="someone/tiny", hub_token="hf_secret",
-    hub_strategy=sys.argv[2], hub_private_repo=True, disable_tqdm=True,
+    sys.argv[1], max_steps=4, save_steps=2, push_to_hub=True, hub_model_id="someone/tiny", hub_token=sys.argv[3],
+    hub_strategy=sys.argv[2], hub_private_repo=True, disable_tqdm=True, logging_steps=1, learning_rate=0.0125,
 )
+print(args)
 trainer = Trainer(seeded(Scored), args, train_dataset=Rows())
 trainer.train()
 torch.save(trainer.model.state_dict(), sys.argv[1] + "/expected.pt")
@@ -36,31 +37,35 @@ torch.save(trainer.model.state_dict(), sys.argv[1] + "/expected.pt")
 
 @pytest.mark.parametrize("strategy", ["every_save"])
 def test_the_model_arrives(tmp_path: Path, strategy: str) -> None:
-    spec = importlib.util.spec_from_file_location("hub_server", HERE / "hub_server.py")
-    assert spec is not None
-    assert spec.loader is not None
-    server = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(server)
-    with server.serving() as (hub, address):
-        env = {
-            **os.environ,
-            "HF_ENDPOINT": address,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HOME": str(tmp_path),
-        }
-        out = tmp_path / "out"
+    out = tmp_path / "out"
+    with serving() as hub:
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(out), strategy], env=env, capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", SCRIPT, str(out), strategy, TOKEN],
+            env={**os.environ, **environment(hub.address, str(tmp_path / "home"))},
+            capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, f"{done.stderr[-3000:]}\n{hub.refused}"
-    files = hub.files["someone/tiny"]
-    assert set(files) == {"model.safetensors", "training_args.json"}
-    assert b"hf_secret" not in b"".join(files.values())
-    assert hub.tokens - {""} == {"Bearer hf_secret"}  # addresses of large files are signed and carry none
-    assert hub.private == {"someone/tiny": True}
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{hub.unknown}"
+    assert not hub.unknown
+    files = hub.files("someone/tiny")
+    assert set(files) == {"model.safetensors", "training_args.json", "README.md", ".gitattributes"}
+    assert hub.tokens - {""} == {f"Bearer {TOKEN}"}  # addresses of large files are signed and carry none
+    assert hub.repositories["someone/tiny"].private
     sent, expected = load(files["model.safetensors"]), torch.load(out / "expected.pt")
     assert set(sent) == set(Scored().state_dict())
     assert all(torch.equal(sent[name], expected[name]) for name in sent)
     progress = [f"Training in progress, step {step}" for step in (2, 4)] if strategy == "every_save" else []
-    assert hub.messages == [*progress, "End of training"]
+    assert hub.messages("someone/tiny") == [*progress, "End of training"]
+    card = hub_client.ModelCard(files["README.md"].decode())
+    assert card.data.tags == ["hasten"]
+    assert "| learning_rate | 0.0125 |" in card.text
+    assert "| step | 4 |" in card.text
+    assert card.text.count("\n| 4 |") == 1, "the losses of step 4, in one row"
+    assert TOKEN not in done.stdout + done.stderr
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
+    assert not list(out.glob(".hasten-hub-*")), "copies for background uploads are deleted"
+    assert TOKEN.encode() not in b"".join(files.values())
+
+
+def test_arguments_do_not_show_the_token() -> None:
+    assert "hf_abc" not in repr(TrainingArguments("out", push_to_hub=True, hub_token="hf_abc"))

@@ -29,6 +29,8 @@ class Composed(hasten.Accelerator):
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
     rng_types: list[str]
+    step: int
+    """Micro-steps in accumulate() since the start of the epoch."""
     step_scheduler_with_optimizer: bool
     _sharding: Any
     _engine: Any
@@ -86,7 +88,6 @@ class Composed(hasten.Accelerator):
         "Whether a recipe for fp8 was given.",
     )
     scaler = shown("_precision.scaler", "Torch's loss scaler, under fp16.")
-    step = shown("_clock.micro", "Micro-steps of the current window.")
 
     # -- data -----------------------------------------------------------------------------------------------------
     split_batches = shown("dataloader_config.split_batches", "Whether a loader's batch size is the global one.")

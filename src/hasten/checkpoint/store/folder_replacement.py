@@ -71,12 +71,12 @@ class FolderReplacement:
         self._content = content
         self._disk = disk
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, keeps_exports: bool = True) -> None:
         """Make the draft the checkpoint of the folder; its manifest is in the draft already.
 
         Raises: CheckpointError when files have disappeared, or when a file or folder of the user has one of the names.
         """
-        self._check_names(manifest)
+        self._check_names(manifest, keeps_exports)
         prefix = self._content.relative_to(self._folder).as_posix()
         moved = [msgspec.structs.replace(file, name=f"{prefix}/{file.name}") for file in manifest.files]
         before = self._folder / MANIFEST_NAME
@@ -91,10 +91,11 @@ class FolderReplacement:
                 self._withdraw()
             raise
 
-    def _check_names(self, manifest: Manifest) -> None:
+    def _check_names(self, manifest: Manifest, keeps_exports: bool) -> None:
         old = read_manifest(self._folder / MANIFEST_NAME)
         ours = {file.name for file in old.files} if old is not None else set()
-        if not os.path.lexists(self._folder / MANIFEST_NAME) and manifest.number is None:
+        numbered = manifest.number is not None
+        if keeps_exports and not numbered and not os.path.lexists(self._folder / MANIFEST_NAME):
             check_export(self._folder, manifest)
         for file in manifest.files:
             parents = [self._folder.joinpath(*file.name.split("/")[:n]) for n in range(1, file.name.count("/") + 1)]

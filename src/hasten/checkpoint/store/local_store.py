@@ -75,6 +75,7 @@ class LocalDraft:
         within: bool = False,
         lock: WriterLock | None = None,
         locks: Callable[[Path], LocalLocks] | None = None,
+        keeps_exports: bool = True,
     ) -> None:
         self.name = target.name
         self.token = token
@@ -82,6 +83,7 @@ class LocalDraft:
         self._disk = disk
         self._threads = threads
         self._lock = lock
+        self._keeps_exports = keeps_exports
         self._locks = locks or partial(LocalLocks, disk=disk)
         self._base = target if within else target.parent
         self._draft = self._base / hidden("draft", self.name, token)
@@ -128,7 +130,7 @@ class LocalDraft:
             if self._base == self._target or not self._rename_to_target(manifest):
                 self._move_within()
                 replacement = FolderReplacement(self._target, self._draft, self.folder, self._disk)
-                replacement.commit(manifest)
+                replacement.commit(manifest, self._keeps_exports)
                 replacement.clean_up()
         if self._lock is not None:
             self._lock.release()
@@ -245,6 +247,8 @@ class LocalStore:
         self._threads = threads
         self._timeouts = timeouts
         self._here = here
+        self.keeps_exports = True
+        """False if drafts may replace an exported model."""
 
     def path(self, name: str) -> Path:
         """Return the folder of a checkpoint."""
@@ -276,6 +280,7 @@ class LocalStore:
                             within=within,
                             lock=lock,
                             locks=self._locks,
+                            keeps_exports=self.keeps_exports,
                         )
                         self._disk.make_folder(draft.folder)
                         return draft

@@ -104,18 +104,46 @@ def check_export(folder: Path, manifest: Manifest) -> None:
     """
     new = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
     there = sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)) if new else []
-    if other := [name for name in there if name not in new or not _is_same(folder / name, new[name])]:
+    if other := [name for name in there if name not in new or not is_same(folder / name, new[name])]:
         raise CheckpointError(
             f"{folder} holds an exported model ({', '.join(other[:3])}), whose weights are not those of this checkpoint and would be "
             "replaced or hidden by them. Nothing was changed. Save the checkpoint into another folder, or delete the model first."
         )
 
 
-def _is_same(path: Path, file: FileRecord) -> bool:
+def is_same(path: Path, file: FileRecord) -> bool:
+    """Return True if a file has the size and checksums of its record."""
     if size_of(path) != file.size:
         return False
     spans = ((at, min(at + CHUNK_BYTES, file.size)) for at in range(0, file.size, CHUNK_BYTES))
     return all(file_checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
+
+
+def rewritten(folder: Path) -> bool:
+    """Return True if another tool has replaced files of the checkpoint in a folder after it was saved.
+
+    A damaged file is not a replaced one: it has kept its modification time.
+    """
+    try:
+        saved = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    except OSError:
+        return False
+    files = [file for name, file in listed(folder).items() if (folder / name).is_file()]
+    newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
+    return any(not is_same(folder / file.name, file) for file in newer)
+
+
+@contextmanager
+def manifest_aside(folder: Path) -> Iterator[None]:
+    """Run the block with the manifest under a hidden name, so that files of the checkpoint may be replaced."""
+    manifest, aside = folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}"
+    if manifest.is_file():
+        manifest.rename(aside)
+    try:
+        yield
+    finally:
+        if aside.is_file():
+            aside.rename(manifest)
 
 
 def holding(folder: Path) -> Holding | None:

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from hasten.config.base import Section, setting, settings
+from hasten.config.sections.kubernetes import KubernetesSettings
 
 Rendezvous = Literal["static", "c10d", "etcd", "etcd-v2"]
 
@@ -63,7 +64,23 @@ class LaunchConfig(Section):
     )
     mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines", path=True)
     mpirun_ccl: int | None = setting(None, "oneCCL worker threads under mpirun", minimum=0)
-    submit: Literal["slurm"] | None = setting(None, "write and submit a batch script")
+    exit_codes: Mapping[str, Any] = setting(
+        factory=dict,
+        help="exit codes that the launcher replaces, such as 85=143 for schedulers that restart only codes above 127",
+    )
+    submit: Literal["slurm", "kubernetes"] | None = setting(
+        None,
+        "write and submit a batch script for SLURM, or a manifest for Kubernetes (--help-all lists --kubernetes_…)",
+    )
     submit_options: Mapping[str, Any] = setting(
         factory=dict, help="options of the batch script, such as partition and time"
     )
+    ray: bool = setting(False, "run the script on the workers of a Ray cluster, through Ray Train")
+    ray_workers: str | None = setting(None, "elastic number of Ray workers, min:max (instead of num_processes)")
+    ray_address: str | None = setting(
+        None, "address of the Ray cluster (default: RAY_ADDRESS, a cluster on this machine, or a new one)"
+    )
+    ray_resources: Mapping[str, Any] = setting(factory=dict, help="resources of each Ray worker, such as CPU=2,GPU=1")
+    ray_storage: str | None = setting(None, "folder or URL of the Ray run's state and checkpoints, for all machines")
+    ray_name: str | None = setting(None, "name of the run in Ray's storage; the same name continues the run")
+    kubernetes: KubernetesSettings = setting(factory=KubernetesSettings, help="Kubernetes", prefix="kubernetes_")

@@ -24,11 +24,11 @@ from hasten.launch import failure as verdict
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.elastic.handler import elastic_handler
+from hasten.launch.elastic.peers import COLLECT_S, PeerMachineFailed, Peers, agreed_exit_code, with_others, within
+from hasten.launch.elastic.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
 from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
 from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
-from hasten.launch.peers import COLLECT_S, PeerMachineFailed, Peers, agreed_exit_code, with_others, within
-from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 from hasten.runtime import env as environment
 from hasten.runtime import launcher_files
 

@@ -109,7 +109,7 @@ class ContextParallel:
         def begin() -> bool:
             contents = read()
             decisive = self._found(chosen, wholes, contents) if isinstance(labels, str) else counted
-            self._clock.share = None if decisive is None else self._share(decisive, comm)
+            self._clock.weights.share = None if decisive is None else self._share(decisive, comm)
             return contents.padded
 
         try:
@@ -125,14 +125,14 @@ class ContextParallel:
             )
             if all(whole.is_cpu for whole, _ in wholes):  # nothing to wait for
                 attention.start()
-            self._clock.joined = True
+            self._clock.weights.joined = True
             held = [(tensor, whole, dim) for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True)]
             self._opened = OpenBlock(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)
         finally:
-            self._clock.share, self._clock.joined, self._opened = None, False, None
+            self._clock.weights.share, self._clock.weights.joined, self._opened = None, False, None
             for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True):
                 if id(tensor) not in kept:
                     _restore(tensor, whole, dim)
@@ -220,7 +220,7 @@ class ContextParallel:
     def _weigh(self, mine: Tensor, every: Tensor) -> None:
         """Weigh this rank's mean loss by its share of the labels; needs no collective, as each rank has all labels."""
         counts = torch.stack([(mine != IGNORED).sum(), (every != IGNORED).sum()]).to(torch.float32)
-        self._clock.share = torch.where(counts[1] == 0, counts[1], counts[0] * self._layout.ranks / counts[1])
+        self._clock.weights.share = torch.where(counts[1] == 0, counts[1], counts[0] * self._layout.ranks / counts[1])
 
     def _check_used(self, attention: SequenceAttention) -> None:
         if attention.calls == 0:

@@ -23,7 +23,8 @@ from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, is_dtensor, named_parameters, whole_of
 from hasten.optim import clip
-from hasten.optim.window import Number, checked_weight
+from hasten.optim.loss_weights import checked_weight
+from hasten.optim.window import Number
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import group_of

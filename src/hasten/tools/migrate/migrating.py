@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
-from hasten import bigmodel, extending, trainer
+from hasten import bigmodel, data, extending, modules, trainer
 from hasten.accelerator.established import INSTEAD, VALUES
 from hasten.tools.migrate.arguments import advice
 
@@ -91,7 +91,11 @@ OLD: Final = "accelerate"
 NEW: Final = "hasten"
 _MAIN: Final = "Accelerator"
 HOMES: Final = MappingProxyType(
-    {name: module for module in (extending, trainer, bigmodel, hasten) for name in module.__all__}  # the last one wins
+    {
+        name: module
+        for module in (data, modules, extending, trainer, bigmodel, hasten)  # the last one wins
+        for name in module.__all__
+    }
 )
 """The public module from which a migrated script imports each name."""
 NOTES: Final = MappingProxyType(
@@ -106,6 +110,33 @@ NOTES: Final = MappingProxyType(
     }
 )
 """Methods whose behaviour differs from Accelerate's, with the difference."""
+_METHODS: Final = (
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "prepare_data_loader"),
+    *("prepare_optimizer", "prepare_scheduler", "reduce", "save", "wait_for_everyone"),
+)
+_TREES: Final = "prepared loaders move batches to the device; other tensors are moved by .to(accelerator.device)"
+FUNCTIONS: Final = MappingProxyType(
+    {
+        **{name: f"use accelerator.{name}()" for name in _METHODS},
+        "extract_model_from_parallel": "use accelerator.unwrap_model()",
+        "release_memory": "use accelerator.free_memory()",
+        "send_to_device": _TREES,
+        "AcceleratedOptimizer": "prepare() returns hasten.extending.PreparedOptimizer",
+        "AcceleratedScheduler": "prepare() returns hasten.extending.PreparedScheduler",
+        "AcceleratorState": "use the attributes of the Accelerator",
+        "GeneralTracker": "subclass hasten.extending.Tracker",
+        "GradientState": "use accelerator.sync_gradients",
+        "PartialState": "use hasten.Process",
+    }
+)
+"""Names of Accelerate's modules that hasten has under another name, with the replacement."""
+_PARTS: Final = frozenset(
+    {
+        *("big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
+        *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils"),
+    }
+)
+"""Modules of Accelerate."""
 _SIZES: Final = "hasten's ParallelismConfig only contains the sizes; compute this from its *_size fields"
 ELSEWHERE: Final = MappingProxyType(
     {
@@ -224,7 +255,7 @@ class _Script:
                 taken.setdefault(HOMES[one.name].__name__, []).append(one)
         left = [one for one in node.names if one.name not in HOMES]
         for one in left:
-            self._note(node, f"{node.module}.{one.name} has no equivalent in hasten and stays")
+            self._note(node, _stays(f"{node.module}.{one.name}", one.name))
         begin, end = self._span(node)
         if (
             len(taken) == 1 and not left
@@ -326,8 +357,8 @@ class _Script:
             return
         if node.attr in HOMES:
             self._replace_dotted(node)
-        elif node.attr not in ("utils", "state", "tracking", "logging", "data_loader"):
-            self._note(node, f"accelerate.{node.attr} has no equivalent in hasten")
+        elif node.attr not in _PARTS:
+            self._note(node, _stays(f"accelerate.{node.attr}", node.attr))
 
     def _replace_dotted(self, node: ast.Attribute) -> None:
         """Replace a dotted name: accelerate.utils.set_seed becomes hasten.set_seed."""
@@ -402,6 +433,15 @@ def _follows(node: ast.Call) -> bool:
     if isinstance(node.func, ast.Attribute) and node.func.attr in kinds:
         return True
     return bool(words) and all(any(kind in word for kind in ("optim", "sched")) for word in words)
+
+
+def _stays(name: str, last: str) -> str:
+    """Return the finding about a name of Accelerate that is not rewritten."""
+    if last in _PARTS:
+        return f"the module {name} stays; import names from hasten instead"
+    if last in FUNCTIONS:
+        return f"{name} stays; {FUNCTIONS[last]}"
+    return f"{name} has no equivalent in hasten and stays"
 
 
 def _is_old(module: str | None) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from hasten.errors import ConfigError
+from hasten.launch.links import Links
 from hasten.runtime.hardware import KNOWN, AcceleratorEntry, find
-from hasten.runtime.links import Links
 
 __all__ = ["KNOWN", "AcceleratorEntry", "find", "linked", "read"]
 

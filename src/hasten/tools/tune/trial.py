@@ -114,15 +114,15 @@ class ScriptTrial(AcceleratorHooks):
         self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
         if accelerator._numbers is not None:
             accelerator._numbers.on_loss = self.loss
-        clock = components(accelerator).clock
-        before = clock.after_update
+        listener = components(accelerator).clock.listening()
+        before = listener.after_update
 
         def updated() -> None:
             if before is not None:
                 before()
             self.updated()
 
-        clock.after_update = updated
+        listener.after_update = updated
 
     def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
         """Prepare the script's objects, modified for this trial."""

@@ -16,7 +16,8 @@ from typing import Final
 
 from hasten.comm.collective_log import CollectiveRecord, begun_collectives
 from hasten.errors import StallError
-from hasten.runtime import env, last_words
+from hasten.runtime import env
+from hasten.runtime import launcher_files as last_words
 from hasten.trust.divergence.state import IDLE_SHARE, CodeLine, Note, State, Status, Thread
 from hasten.trust.stall import stacks
 
@@ -278,7 +279,7 @@ def end_process(summary: str, others: Iterable[Note] = ()) -> None:
     """
     if path := env.snapshot().get(last_words.ERROR_FILE):
         with suppress(OSError):  # the disk may have caused the stall; the exit code is still set
-            last_words.write(Path(path), f"{StallError.__name__}: {summary}", "")
+            last_words.write_error(Path(path), f"{StallError.__name__}: {summary}", "")
     flushing = threading.Thread(target=_flush, daemon=True)  # the blocked thread may hold a stream's lock
     flushing.start()
     flushing.join(_FLUSH_S)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from hasten import Accelerator
 from hasten.cli import migrate_cmd
 from hasten.cli.main import main
-from hasten.tools.migrate.migrating import NOTES, migrate
+from hasten.tools.migrate.migrating import FUNCTIONS, NOTES, migrate
 
 SCRIPT = """# héader: a comment with accelerate in it
 from accelerate import Accelerator, DataLoaderConfiguration  # two names
@@ -44,6 +47,22 @@ def test_names_that_hasten_lacks_stay_and_are_said() -> None:
     assert done.text == "# kept\nfrom hasten import set_seed as seed\nfrom accelerate.state import PartialState\n"
     ast.parse(done.text)
     assert [(one.line, "PartialState" in one.text) for one in done.findings] == [(1, True)]
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_names_that_hasten_has_elsewhere_are_said_with_their_home(name: str) -> None:
+    done = migrate(f"import accelerate\nfrom accelerate.utils import {name}\naccelerate.utils.set_seed(1)\n")
+    said = [one.text for one in done.findings if "separate settings" not in one.text]
+    assert said == [f"accelerate.utils.{name} stays; {FUNCTIONS[name]}"]
+    for owner, found in re.findall(r"(accelerator|hasten(?:\.\w+)*)\.(\w+)", FUNCTIONS[name]):
+        assert hasattr(import_module(owner) if owner != "accelerator" else Accelerator(cpu=True), found)
+
+
+def test_modules_of_accelerate_are_not_taken_for_names() -> None:
+    done = migrate("import accelerate\naccelerate.big_modeling.dispatch_model\n")
+    assert (done.text, done.findings) == ("import hasten\nhasten.bigmodel.dispatch_model\n", ())
+    [found] = migrate("from accelerate import utils\n").findings
+    assert found.text == "the module accelerate.utils stays; import names from hasten instead"
 
 
 @pytest.mark.parametrize("method", sorted(NOTES))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.runtime.links import Links, read
+from hasten.launch.links import Links, read
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.tools.plan import hardware
 from hasten.tools.plan.speed import predict

@@ -90,7 +90,7 @@ class Accelerator(SavingFace):
         """Keep what was given where scripts look for it."""
         self.device_placement, self.dataloader_config = given["device_placement"], sorted_.data
         self.project_configuration = sorted_.project
-        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
+        self.step_scheduler_with_optimizer, self.step = given["step_scheduler_with_optimizer"], 0
         types = given["rng_types"]
         self.rng_types = [str(kind) for kind in (types if types is not None else ["generator"])]
         for name in HANDLERS.values():
@@ -148,6 +148,7 @@ class Accelerator(SavingFace):
         known = [model for model in models if any(model is one for one in self._prepared.models)]
         key: Key = tuple([self._prepared.index_of(model) for model in known])
         each = self.config.gradient_accumulation.sync_each_batch
+        self.step = 0 if self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader else self.step + 1
         return Accumulation(self._clock, self._strategy, known or self._prepared.models, key, each)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:

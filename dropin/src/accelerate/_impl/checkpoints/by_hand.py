@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelerate._impl.environment import constants
+from accelerate._impl.loaders.base import POSITION
 from accelerate._impl.models.other import load, save
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import read_model
@@ -53,8 +54,7 @@ def save_accelerator_state(
     safe_serialization: bool = True,
 ) -> Path:
     """Write states as single files; Accelerator.save_state writes a whole checkpoint, atomically."""
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := Path(output_dir)).mkdir(parents=True, exist_ok=True)
     for index, state in enumerate(model_states):
         safe, plain = _model_files(index)
         save(state, folder / (safe if safe_serialization else plain), save_on_each_node, safe_serialization)
@@ -62,7 +62,32 @@ def save_accelerator_state(
     rest += [(_numbered(constants.SCHEDULER_NAME, index), one) for index, one in enumerate(schedulers)]
     for name, thing in [*rest, *([] if scaler is None else [(constants.SCALER_NAME, scaler)])]:
         save(thing.state_dict(), folder / name, save_on_each_node=save_on_each_node)
+    write_for_original(folder, dataloaders, process_index, step, save_on_each_node)
     return folder
+
+
+def write_for_original(
+    folder: Path, dataloaders: list[Any], process_index: int, step: int, save_on_each_node: bool = False
+) -> None:
+    """Write the random states of this process, and the positions of stateful loaders, as the original does."""
+    states: dict[str, Any] = {
+        "step": step,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+    }
+    states["torch_manual_seed"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    torch.save(states, folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
+    for name, loader in _stateful(dataloaders):
+        state = {key: value for key, value in loader.state_dict().items() if key != POSITION}
+        save(state, folder / name, save_on_each_node=save_on_each_node)
+
+
+def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
+    """The loaders whose positions are saved, each with the name of its file."""
+    numbered = ((_numbered("dl_state_dict", index), one) for index, one in enumerate(dataloaders))
+    return [(name, one) for name, one in numbered if one.use_stateful_dataloader]
 
 
 def load_accelerator_state(
@@ -80,14 +105,25 @@ def load_accelerator_state(
     """Load states from single files, as the original package writes them; what was not there is said in the log."""
     folder = Path(input_dir)
     for index, model in enumerate(models):
-        single = [folder / name for name in _model_files(index) if (folder / name).exists()]
-        model.load_state_dict(read_model(single[0] if single else folder), **load_model_func_kwargs)
+        model.load_state_dict(_read_weights(folder, index), **load_model_func_kwargs)
     for stem, things in ((constants.OPTIMIZER_NAME, optimizers), (constants.SCHEDULER_NAME, schedulers)):
         for index, thing in enumerate(things):
             thing.load_state_dict(load(folder / _numbered(stem, index)))
     if scaler is not None and (folder / constants.SCALER_NAME).exists():
         scaler.load_state_dict(load(folder / constants.SCALER_NAME))
+    _load_positions(folder, dataloaders)
     return _random_states(folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
+
+
+def _read_weights(folder: Path, index: int) -> Any:
+    single = [folder / name for name in _model_files(index) if (folder / name).exists()]
+    return read_model(single[0] if single else folder)
+
+
+def _load_positions(folder: Path, dataloaders: list[Any]) -> None:
+    for name, loader in _stateful(dataloaders):
+        if (folder / name).exists():
+            loader.load_state_dict(load(folder / name))
 
 
 def _random_states(file: Path) -> dict[str, Any]:
@@ -100,6 +136,12 @@ def _random_states(file: Path) -> dict[str, Any]:
     states = _read_states(file)
     _restore(states)
     return {"step": states["step"]} if "step" in states else {}
+
+
+def step_in(folder: Path, process_index: int) -> int:
+    """The micro-steps that a process had made in its epoch; 0 where none are known."""
+    file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
+    return int(_read_states(file).get("step", 0)) if file.is_file() else 0
 
 
 def _read_states(file: Path) -> dict[str, Any]:

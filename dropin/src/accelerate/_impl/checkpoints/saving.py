@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from accelerate._impl.checkpoints import by_hand as checkpointing
+from accelerate._impl.checkpoints import by_hand
 from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
-from hasten.errors import HookError
+from accelerate._impl.models.other import save
+from hasten.checkpoint.store.occupied import manifest_aside, rewritten
+from hasten.checkpoint.writer import FileLayout
+from hasten.errors import CheckpointError, HookError
 
 # Any in this file: the user's objects, hooks and keywords.
+_LAYOUT = FileLayout(
+    hidden=frozenset({"loader", "object", "progress", "random"})
+)  # files that the original does not write
 
 
 @contextmanager
@@ -36,10 +42,23 @@ class SavingFace(Composed):
         if output_dir is None and not automatic:  # quirk: AUTOMATIC_NAMING_OPT_IN
             _refuse_no_folder()
         self._sharding.follow_form()
+        self._saving.extra_files = self._write_for_original
+        self._saving.layout, self._saving.keeps_exports = _LAYOUT, False
         with _errors_of_hooks_as_raised():
             place = super().save_state(None if automatic else output_dir, safe_serialization)
         self.project_configuration.iteration = self._saving.iteration
         return place
+
+    def _write_for_original(self, folder: Path) -> None:
+        each_node = self.project_configuration.save_on_each_node
+        by_hand.write_for_original(folder, self._prepared.loaders, self.process_index, self.step, each_node)
+        for index, thing in enumerate(self._saving.registered):
+            by_hand.save_custom_state(thing, str(folder), index, each_node)
+
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the weights of a prepared model in the Hub's layout, also where a checkpoint lies. Ranks: every rank."""
+        with manifest_aside(Path(save_directory)) if self._writes else nullcontext():
+            super().save_model(model, save_directory, *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
         """Put the run back to where a checkpoint was saved. Ranks: every rank."""
@@ -48,7 +67,14 @@ class SavingFace(Composed):
             self._load_original(str(input_dir), load_model_func_kwargs)
             return
         with _errors_of_hooks_as_raised():
-            super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
+            try:
+                super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
+            except CheckpointError:
+                if input_dir is None or not rewritten(Path(input_dir)):
+                    raise
+                self._load_original(str(input_dir), load_model_func_kwargs)
+                return
+        self.step = by_hand.step_in(Path(input_dir or self._saving.newest() or ""), self.process_index)
         self.project_configuration.iteration = self._saving.iteration
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
@@ -61,9 +87,13 @@ class SavingFace(Composed):
             load_original_parts(self, Path(folder), models)
         own: tuple[Any, Any] = ([], []) if sharded else (models, done.optimizers)
         rest: tuple[Any, ...] = (done.schedulers, done.loaders, self.process_index, self._precision.scaler)
-        checkpointing.load_accelerator_state(folder, *own, *rest, **kwargs)
+        self.step = by_hand.load_accelerator_state(folder, *own, *rest, **kwargs).get("step", 0)
         for index, thing in enumerate(self._saving.registered):
-            checkpointing.load_custom_state(thing, folder, index)
+            by_hand.load_custom_state(thing, folder, index)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object to a file on the main process, also where a checkpoint lies. Ranks: any."""
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the run."""

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from accelerate._impl.environment.variables import environment
 from hasten.cli.launch_cmd import make_parser
-from hasten.config.effective import effective
 from hasten.config.established import established_variables
+from hasten.config.files import effective
 from hasten.config.handoff import VARIABLE
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH

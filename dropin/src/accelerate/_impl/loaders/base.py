@@ -26,7 +26,7 @@ from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
 
 # Any in this file: batches, datasets and samplers are the user's own.
-_POSITION = "_position"
+POSITION = "_position"
 
 
 class DataLoaderStateMixin:
@@ -249,11 +249,11 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             return self.saved_state()
         state: dict[str, Any] = dict(torchdata_kind(self).state_dict(self) if self.latest is None else self.latest[0])
         # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
-        return state if self.synchronized_generator is None else {**state, _POSITION: self.saved_state()}
+        return state if self.synchronized_generator is None else {**state, POSITION: self.saved_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
-        position = state_dict.get(_POSITION, state_dict)
+        position = state_dict.get(POSITION, state_dict)
         if "unit" not in position:
             self.track.place(self.track.upcoming().begin(self.epoch))
             self.latest = [dict(state_dict)]

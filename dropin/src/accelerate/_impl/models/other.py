@@ -17,6 +17,7 @@ from accelerate._impl import ambient
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import save_object
 from hasten.checkpoint.format.formats import load_torch, tied
+from hasten.checkpoint.store.occupied import manifest_aside
 from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
 from hasten.modules.names import is_dtensor
@@ -124,7 +125,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     here = ambient.process()
     if here.is_local_main_process if save_on_each_node else here.is_main_process:
         if isinstance(f, str | Path):
-            save_object(clean_state_dict_for_safetensors(obj) if safe_serialization else obj, f, safe_serialization)
+            with manifest_aside(Path(f).parent):
+                save_object(clean_state_dict_for_safetensors(obj) if safe_serialization else obj, f, safe_serialization)
         else:
             torch.save(obj, f)
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import questionary
 
-from hasten.cli.machine import MachineFacts, offers_fp8, recommended_precision
 from hasten.config.files import dump, read, write
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.tools.machine import MachineFacts, offers_fp8, recommended_precision
 
 Answers = Mapping[str, Any]
 Kind = Literal["choice", "number", "yesno", "text"]

@@ -17,9 +17,8 @@ from torch.distributed import DistError, PrefixStore, TCPStore
 from hasten.errors import LaunchError
 from hasten.launch import worker
 from hasten.launch.base import Target
-from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
+from hasten.launch.checkin import Report, check_agreement, code_digest, gather_reports, package_versions, rank_table
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.report import code_digest, package_versions
 from hasten.launch.run import say
 from hasten.runtime import env as environment
 from hasten.runtime.store import join, serve
@@ -145,6 +144,6 @@ def _leave_together(store: PrefixStore, topology: Topology) -> None:
 
 if __name__ == "__main__":
     # Run the module under its real name: `__main__` is about to become the user's program.
-    from hasten.launch import task
+    from hasten.launch.cluster import task
 
     task.main()

@@ -20,7 +20,7 @@ from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
-from hasten.launch.peers import MachineLost, Peers, PeerWatch
+from hasten.launch.elastic.peers import MachineLost, Peers, PeerWatch
 from hasten.runtime.store import join, serve
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)

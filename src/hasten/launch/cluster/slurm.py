@@ -80,7 +80,7 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
         env.setdefault("OMP_NUM_THREADS", str(threads))
     return LaunchPlan(
         launcher="task",
-        procs=(Proc(worker_argv(request.target, host, "hasten.launch.task"), env),),
+        procs=(Proc(worker_argv(request.target, host, "hasten.launch.cluster.task"), env),),
         notes=shape.notes[:1],
         supervision=supervision(request, shape),
         target=request.target,

@@ -15,8 +15,8 @@ from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import torchrun
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.cluster.slurm import without_submit
 from hasten.launch.shape import JobShape, worker_argv
-from hasten.launch.slurm import without_submit
 from hasten.runtime import tpu_hosts
 from hasten.runtime.tpu_hosts import TpuSlice
 

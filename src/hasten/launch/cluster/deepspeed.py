@@ -1,0 +1,63 @@
+"""Launch plans for DeepSpeed's launcher: one `deepspeed` command that starts the machines of a hostfile."""
+
+from __future__ import annotations
+
+from hasten.errors import ConfigError
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc
+from hasten.launch.shape import elsewhere
+from hasten.launch.torchrun import supervision
+from hasten.runtime.topology import DEFAULT_PORT
+
+_ENV_FILE = ".hasten_deepspeed_env"
+
+
+def chosen(request: LaunchRequest) -> bool:
+    """Return whether the plan is a command of DeepSpeed's launcher."""
+    launch, config = request.config.launch, request.config
+    named = config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard"
+    return launch.launcher == "deepspeed" or (launch.launcher == "auto" and named)
+
+
+def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
+    """Return a plan with one `deepspeed` command, which starts the machines of the hostfile through pdsh, MPI or SLURM.
+
+    Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
+    """
+    launch, engine = request.config.launch, request.config.deepspeed
+    if engine.hostfile is None:
+        raise ConfigError(
+            f"deepspeed.multinode_launcher={engine.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "
+            "standard launcher (the same hasten command on each machine)."
+        )
+    if launch.max_restarts:
+        raise ConfigError("DeepSpeed's launcher cannot restart processes. Use the standard launcher with max_restarts.")
+    if request.target.no_python and request.target.module:
+        raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+    per_machine = launch.processes_per_machine
+    if per_machine is None and launch.num_processes is not None:
+        per_machine = launch.num_processes // launch.num_machines
+    shape = elsewhere(request, host, per_machine or max(1, host.num_devices))
+    options = ["--hostfile", engine.hostfile, "--launcher", engine.multinode_launcher]
+    options += ["--include", engine.inclusion_filter] if engine.inclusion_filter else []
+    options += ["--exclude", engine.exclusion_filter] if engine.exclusion_filter else []
+    if launch.num_machines > 1:
+        options += ["--num_nodes", str(launch.num_machines)]
+    if per_machine is not None and not engine.inclusion_filter and not engine.exclusion_filter:
+        options += ["--num_gpus", str(per_machine)]
+    if launch.main_process_ip:
+        options += ["--master_addr", launch.main_process_ip]
+    options += ["--master_port", str(launch.main_process_port or DEFAULT_PORT), "--no_local_rank"]
+    options += ["--module"] if request.target.module else []
+    options += ["--no_python"] if request.target.no_python else []
+    remote = "".join(f"{name}={value}\n" for name, value in shape.env)
+    return LaunchPlan(
+        launcher="deepspeed",
+        procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
+        notes=(
+            f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} passes the settings to them",
+            *shape.notes,
+        ),
+        files=(PlannedFile(_ENV_FILE, remote),),
+        supervision=supervision(request, shape),
+        target=request.target,
+    )

@@ -1,0 +1,316 @@
+"""Launch plans for Kubernetes: manifests of a JobSet, a TrainJob or a PyTorchJob, one pod per machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, assert_never
+
+import yaml
+
+from hasten.config.sections.kubernetes import KubernetesSettings
+from hasten.launch.base import LaunchPlan, LaunchRequest, PlannedFile, Proc
+from hasten.launch.cluster.pods import TOKEN_KEY, PodPlan, plan_pods, tag_text
+from hasten.launch.failure import PREEMPTED, STALLED
+from hasten.launch.shape import JobShape
+from hasten.launch.torchrun import supervision
+from hasten.runtime.secret import TOKEN
+
+JsonObject = dict[str, Any]
+"""An object of Kubernetes, or a part of one; Any: JSON values."""
+
+_JOB: Final = "node"
+"""Name of the replicated job of a JobSet, and of its container."""
+_PYTORCH: Final = "pytorch"
+"""Name that the training operator requires of the container."""
+_PYTORCH_PORT: Final = "pytorchjob-port"
+_INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_JOBSET_LABEL: Final = "metadata.labels['jobset.sigs.k8s.io/{}']"
+_TRAINER: Final = "trainer.kubeflow.org"
+
+
+def plan_submit(request: LaunchRequest) -> LaunchPlan:
+    """Return a manifest that runs the program in the pods of a new job, and with `apply` the command that submits it.
+
+    Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
+    """
+    pods = plan_pods(request)
+    asked: KubernetesSettings = pods.settings
+    path = f"{pods.name}-{asked.kind}.yaml"
+    documents = manifests(pods)
+    text = "---\n".join(_yaml(document) for document in documents)
+    header = "".join(f"# {line}\n" for line in _header(pods, path))
+    return LaunchPlan(
+        launcher="kubernetes",
+        procs=(Proc(("kubectl", "apply", "-f", path)),) if asked.apply else (),
+        notes=_notes(pods, path),
+        files=(PlannedFile(path, header + text, public=True),),
+        supervision=supervision(request, JobShape(num_processes=pods.processes)),
+        target=request.target,
+    )
+
+
+def manifests(pods: PodPlan) -> list[JsonObject]:
+    """Return the objects of the job, in the order in which they are created."""
+    match pods.settings.kind:
+        case "jobset":
+            return [_jobset(pods)]
+        case "trainjob":
+            return [_training_runtime(pods), _trainjob(pods)]
+        case "pytorchjob":
+            return [_pytorchjob(pods)]
+        case other:
+            assert_never(other)
+
+
+def _yaml(document: JsonObject) -> str:
+    unshared = json.loads(json.dumps(document))  # or PyYAML would write parts that occur twice as aliases
+    return yaml.safe_dump(unshared, sort_keys=False, width=120)
+
+
+def _header(pods: PodPlan, path: str) -> list[str]:
+    lines = ["Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields."]
+    if pods.token_name is not None:
+        lines.append(f"Needs a Secret, created once: {_secret_command(pods)}")
+    return [*lines, f"Submit: kubectl apply -f {path}"]
+
+
+def _secret_command(pods: PodPlan) -> str:
+    space = f" --namespace {pods.settings.namespace}" if pods.settings.namespace else ""
+    return (
+        f'printf %s "$(openssl rand -hex 32)" | kubectl create secret generic {pods.token_name}{space} '
+        f"--from-file={TOKEN_KEY}=/dev/stdin"
+    )
+
+
+def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
+    low, high = pods.min_pods, pods.max_pods
+    count = f"{high} pod(s)" if low == high else f"{low} to {high} pods"
+    notes = [f"{count} with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"]
+    if pods.token_name is not None:
+        notes.append(f"the Secret {pods.token_name} must exist: {_secret_command(pods)}")
+    if pods.settings.volume is None:
+        notes.append("no volume: checkpoints must be saved outside the pods (an object store), or they end with them")
+    if pods.elastic and not pods.pod_restarts:
+        notes.append("max_restarts=0: losing a pod ends the job; set --max_restarts to continue with the others")
+    if not pods.settings.apply:
+        notes.append(f"submit it with `kubectl apply -f {path}`, or add --apply")
+    return tuple(notes)
+
+
+# -- the three kinds -------------------------------------------------------------------------------------------------
+
+
+def _jobset(pods: PodPlan) -> JsonObject:
+    address = f"{pods.name}-{_JOB}-0-0.{pods.name}"
+    env: list[JsonObject] = [
+        {"name": "PET_NNODES", "value": str(pods.max_pods)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(pods.processes)},
+        _from_field("PET_NODE_RANK", _INDEX),
+        {"name": "PET_MASTER_ADDR", "value": address},
+        {"name": "PET_MASTER_PORT", "value": str(pods.port)},
+        _from_field("JOBSET_NAME", _JOBSET_LABEL.format("jobset-name")),
+        _from_field("REPLICATED_JOB_NAME", _JOBSET_LABEL.format("replicatedjob-name")),
+        _from_field("JOBSET_RESTART_ATTEMPT", _JOBSET_LABEL.format("restart-attempt")),
+    ]
+    job = {
+        "parallelism": pods.max_pods,
+        "completions": pods.max_pods,
+        "completionMode": "Indexed",
+        **_job_policy(),
+        "template": _pod_template(pods, _container(pods, _JOB, env)),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(pods),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": _failure_policy(pods),
+            "replicatedJobs": [
+                {"name": _JOB, "replicas": 1, "template": {"spec": _with_stall_rule(pods, job)}},
+            ],
+        },
+    }
+
+
+def _training_runtime(pods: PodPlan) -> JsonObject:
+    """Return the runtime of a TrainJob, which holds what a TrainJob itself cannot express: policies, volumes, the grace period."""
+    asked: KubernetesSettings = pods.settings
+    container: JsonObject = {"name": _JOB, "image": asked.image, **_env_from(pods), "volumeMounts": _mounts(pods)}
+    if asked.working_dir is not None:
+        container["workingDir"] = asked.working_dir
+    template: JsonObject = {
+        "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
+        "spec": _with_stall_rule(pods, {**_job_policy(), "template": _pod_template(pods, container)}),
+    }
+    return {
+        "apiVersion": f"{_TRAINER}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(pods, {f"{_TRAINER}/framework": "torch"}),
+        "spec": {
+            "mlPolicy": {"numNodes": pods.max_pods, "torch": {}},
+            "template": {
+                "spec": {
+                    "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                    "failurePolicy": _failure_policy(pods),
+                    "replicatedJobs": [{"name": _JOB, "template": template}],
+                }
+            },
+        },
+    }
+
+
+def _trainjob(pods: PodPlan) -> JsonObject:
+    trainer: JsonObject = {
+        "image": pods.settings.image,
+        "command": list(pods.command),
+        "numNodes": pods.max_pods,
+        "numProcPerNode": pods.processes,
+    }
+    if env := _env(pods):
+        trainer["env"] = env
+    if resources := _resources(pods):
+        trainer["resourcesPerNode"] = resources
+    return {
+        "apiVersion": f"{_TRAINER}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(pods),
+        "spec": {
+            "runtimeRef": {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": pods.name},
+            "trainer": trainer,
+        },
+    }
+
+
+def _pytorchjob(pods: PodPlan) -> JsonObject:
+    """Return a PyTorchJob: a master and its workers; only workers if the number of pods may change."""
+    port = {"name": _PYTORCH_PORT, "containerPort": pods.port}
+    container = {**_container(pods, _PYTORCH, []), "ports": [port]}
+    # ExitCode restarts a pod whose exit code is above 127; the launcher maps its codes accordingly.
+    replica = {"restartPolicy": "ExitCode", "template": _pod_template(pods, container)}
+    spec: JsonObject = {"runPolicy": {"cleanPodPolicy": "None"}, "nprocPerNode": str(pods.processes)}
+    if pods.elastic:
+        spec["elasticPolicy"] = {
+            "minReplicas": pods.min_pods,
+            "maxReplicas": pods.max_pods,
+            "rdzvBackend": "c10d",
+            "rdzvHost": f"{pods.name}-worker-0",
+            "rdzvPort": pods.port,
+            "maxRestarts": pods.pod_restarts,
+        }
+        replicas = {"Worker": {"replicas": pods.max_pods, **replica}}
+    else:
+        replicas = {"Master": {"replicas": 1, **replica}}
+        if pods.max_pods > 1:
+            replicas["Worker"] = {"replicas": pods.max_pods - 1, **replica}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(pods),
+        "spec": {**spec, "pytorchReplicaSpecs": replicas},
+    }
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _metadata(pods: PodPlan, more: JsonObject | None = None) -> JsonObject:
+    asked: KubernetesSettings = pods.settings
+    made: JsonObject = {"name": pods.name}
+    if asked.namespace is not None:
+        made["namespace"] = asked.namespace
+    return {**made, "labels": {**_labels(pods), **(more or {})}}
+
+
+def _labels(pods: PodPlan) -> dict[str, str]:
+    own = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "hasten"}
+    return {**own, **{key: tag_text(value) for key, value in pods.settings.labels.items()}}
+
+
+def _job_policy() -> JsonObject:
+    """Return the policy of a Job: a pod that has saved (85) or was evicted is replaced, any other end fails the Job."""
+    saved = {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}}
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"backoffLimit": 0, "podFailurePolicy": {"rules": [saved, evicted]}}
+
+
+def _with_stall_rule(pods: PodPlan, job: JsonObject) -> JsonObject:
+    """Return the Job with a rule for a stalled run (86), if it must not be restarted."""
+    if pods.settings.on_stall == "restart":  # like any other failure
+        return job
+    stalled = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [STALLED]}}
+    first, *others = job["podFailurePolicy"]["rules"]
+    return {**job, "podFailurePolicy": {"rules": [first, stalled, *others]}}
+
+
+def _failure_policy(pods: PodPlan) -> JsonObject:
+    """Return the policy of the JobSet: all pods are restarted, unless a rule of a Job has ended it."""
+    policy: JsonObject = {"maxRestarts": pods.max_restarts}
+    if pods.settings.on_stall == "fail":
+        policy["rules"] = [{"name": "stalled", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    return policy
+
+
+def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
+    asked: KubernetesSettings = pods.settings
+    spec: JsonObject = {"terminationGracePeriodSeconds": pods.grace_s}
+    if asked.kind != "pytorchjob":  # there the operator sets it from the replica's policy
+        spec["restartPolicy"] = "Never"
+    if asked.service_account is not None:
+        spec["serviceAccountName"] = asked.service_account
+    if asked.pull_from:
+        spec["imagePullSecrets"] = [{"name": name} for name in asked.pull_from]
+    if asked.node_selector:
+        spec["nodeSelector"] = {key: tag_text(value) for key, value in asked.node_selector.items()}
+    memory = {"medium": "Memory", **({"sizeLimit": asked.shared_memory} if asked.shared_memory else {})}
+    volumes: list[JsonObject] = [{"name": "shared-memory", "emptyDir": memory}]
+    if asked.volume is not None:
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": asked.volume}})
+    return {"metadata": {"labels": _labels(pods)}, "spec": {**spec, "containers": [container], "volumes": volumes}}
+
+
+def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
+    asked: KubernetesSettings = pods.settings
+    made: JsonObject = {"name": name, "image": asked.image, "command": list(pods.command)}
+    if asked.working_dir is not None:
+        made["workingDir"] = asked.working_dir
+    if variables := [*env, *_env(pods)]:
+        made["env"] = variables
+    made |= _env_from(pods)
+    if resources := _resources(pods):
+        made["resources"] = resources
+    return {**made, "volumeMounts": _mounts(pods)}
+
+
+def _env(pods: PodPlan) -> list[JsonObject]:
+    """Return the variables of every kind: the token, by reference, and those of the settings."""
+    made: list[JsonObject] = []
+    if pods.token_name is not None:
+        key = {"name": pods.token_name, "key": TOKEN_KEY}
+        made.append({"name": TOKEN, "valueFrom": {"secretKeyRef": key}})
+    return [*made, *({"name": name, "value": tag_text(value)} for name, value in pods.settings.env.items())]
+
+
+def _env_from(pods: PodPlan) -> JsonObject:
+    names = pods.settings.env_from
+    return {"envFrom": [{"secretRef": {"name": name}} for name in names]} if names else {}
+
+
+def _from_field(name: str, path: str) -> JsonObject:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _resources(pods: PodPlan) -> JsonObject:
+    """Return requests equal to limits, so that a pod is the last to be evicted."""
+    asked: KubernetesSettings = pods.settings
+    amounts: JsonObject = {name: value for name, value in (("cpu", asked.cpu), ("memory", asked.memory)) if value}
+    if pods.gpus:
+        amounts[asked.gpu_resource] = str(pods.gpus)
+    return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
+
+
+def _mounts(pods: PodPlan) -> list[JsonObject]:
+    made = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    if pods.settings.volume is not None:
+        made.append({"name": "checkpoints", "mountPath": pods.settings.volume_path})
+    return made

@@ -1,0 +1,117 @@
+"""Launch plans for MPI: one mpirun command that starts the ranks of all hosts."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.errors import ConfigError
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.shape import check_memory, elsewhere, worker_argv
+from hasten.launch.torchrun import supervision
+from hasten.runtime.secret import TOKEN
+from hasten.runtime.topology import DEFAULT_PORT
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """The installed MPI implementation and the hosts in the hostfile."""
+
+    kind: str = "openmpi"
+    """openmpi, or mpich (also Intel MPI, MVAPICH and Cray, which share the options used here)."""
+    hosts: tuple[str, ...] = ()
+
+
+def chosen(request: LaunchRequest) -> bool:
+    """Return whether the plan is an mpirun command, in which case the installed MPI must be detected."""
+    launch = request.config.launch
+    return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
+
+
+def installed(request: LaunchRequest) -> Mpi:
+    """Return the installed MPI implementation and the hosts in the hostfile."""
+    hostfile = request.config.launch.mpirun_hostfile
+    try:
+        hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
+    except OSError as error:
+        raise ConfigError(f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}.") from error
+    try:
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):  # not installed here: the plan can still be shown
+        return Mpi(hosts=hosts)
+    return Mpi(kind_of(done.stdout + done.stderr), hosts)
+
+
+def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
+    """Return a plan with one mpirun command that starts every rank; each rank reads its position from MPI's variables.
+
+    Raises: ConfigError without a number of processes or a rendezvous address.
+    """
+    launch = request.config.launch
+    machines = launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
+    total = launch.num_processes or (launch.processes_per_machine or 0) * machines
+    if not total:
+        raise ConfigError("mpirun needs the number of processes over all machines. Give --num_processes.")
+    if total % machines:
+        raise ConfigError(f"num_processes={total} cannot be split evenly over {machines} machines. Change one of them.")
+    address = launch.main_process_ip or (mpi.hosts[0] if mpi.hosts else None)
+    if address is None and machines > 1:
+        raise ConfigError(
+            f"{machines} machines need a rendezvous address. Give --main_process_ip, or --mpirun_hostfile, "
+            f"whose first host is used."
+        )
+    per_machine = total // machines
+    if machines == 1 and not mpi.hosts:
+        check_memory(host, total)
+    shape = elsewhere(request, host, per_machine)
+    env = {
+        **dict(shape.env),
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": str(launch.main_process_port or DEFAULT_PORT),
+    }
+    if launch.mpirun_ccl is not None:
+        env["CCL_WORKER_COUNT"] = str(launch.mpirun_ccl)
+    argv = (
+        *_mpirun(mpi, launch.mpirun_hostfile, total, per_machine, env),
+        *worker_argv(request.target, host, "hasten.launch.cluster.task"),
+    )
+    return LaunchPlan(
+        launcher="mpi",
+        procs=(Proc(argv),),
+        notes=(f"{total} processes, {per_machine} on each machine ({machines}), by {mpi.kind}", *shape.notes),
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
+
+
+def _mpirun(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]) -> list[str]:
+    if mpi.kind == "openmpi":
+        hosts = ["--hostfile", hostfile] if hostfile else []
+        variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
+        variables += ["-x", TOKEN]  # by name: other users can read a command line. MPICH forwards the whole environment
+        return [
+            "mpirun",
+            *hosts,
+            "-n",
+            str(total),
+            "--map-by",
+            f"ppr:{per_machine}:node",
+            "--bind-to",
+            "none",
+            *variables,
+        ]
+    hosts = ["-f", hostfile] if hostfile else []
+    variables = [word for name, value in sorted(env.items()) for word in ("-genv", name, value)]
+    return ["mpirun", *hosts, "-n", str(total), "-ppn", str(per_machine), *variables]
+
+
+def read_hostfile(text: str) -> tuple[str, ...]:
+    """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, without `:slots`."""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return tuple(line.split()[0].partition(":")[0] for line in lines if line)
+
+
+def kind_of(version_text: str) -> str:
+    """Return the MPI implementation that printed `version_text`."""
+    return "openmpi" if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower() else "mpich"

@@ -1,0 +1,181 @@
+"""Weights of losses: the share of each loss in its window, and the correction of the window's gradients at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError, StepError
+from hasten.optim.gradients import Unowned
+from hasten.optim.window import Holder, Number, SeparateGradients, Window
+
+if TYPE_CHECKING:
+    from hasten.comm.base import Comm
+
+
+@dataclass(slots=True)
+class LossPart:
+    """One part of a batch that is run in several passes; a pass with a share of zero does not count."""
+
+    share: float
+    """Number of its rows divided by those of the batch."""
+    weight: Number | None = None
+    """The weight given to its loss."""
+
+    def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
+        """Return the loss and the weight to add to the window.
+
+        Raises: StepError for a second weighted loss.
+        """
+        if weight is None:
+            return loss * self.share, None
+        if window.turn > 0:
+            raise StepError(
+                "run_step() got a second backward(weight=...) in one micro-step. Each weighted loss is divided by its own total "
+                "weight, which is known only when all parts of the batch have run. Add the losses before backward(), or call "
+                "backward() without a weight."
+            )
+        weight = weight * (self.share > 0)
+        self.weight = weight
+        return loss, weight
+
+
+@dataclass(slots=True)
+class LossWeights:
+    """Weights of a run's losses, and the factors that the gradients of weighted windows need.
+
+    A loss is multiplied by its weight when it arrives; its window's total weight is known only at the window's end,
+    when the gradients are divided by it.
+    """
+
+    comm: Comm | None = None
+    """Ranks that gradients are averaged over; None for this process alone."""
+    unit: float | None = None
+    """Rounded first weight of the run: weights are divided by it to keep scaled losses in fp16's range."""
+    share: Tensor | None = None
+    """Weight of a loss without a weight among the ranks of one sequence; None for equal weights."""
+    part: LossPart | None = None
+    """The part of a batch that the losses belong to, while a step runs in parts."""
+    joined: bool = False
+    """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
+
+    def effective(self, weight: Number | None) -> Number | None:
+        """Return the effective weight of a loss given this weight; None for equal weights."""
+        if self.part is not None and self.part.share == 0:
+            return 0.0
+        return self.share if weight is None else weight
+
+    def weigh(
+        self,
+        window: Window,
+        loss: Tensor,
+        weight: Number,
+        boundary: bool,
+        holders: Sequence[Holder],
+        unowned: Unowned | None,
+    ) -> Tensor:
+        """Add a weight to the window and return the loss multiplied by it; `holders` have the window's gradients.
+
+        Raises: StepError when the window's gradients were used already.
+        """
+        weight = checked_weight(weight)
+        if self.unit is None:
+            self.unit = agree_on_unit(weight, self.comm)
+        place = window.turn if window.micro > 0 or window.every == 1 else 0
+        if place in window.factors or any(not holder.spent and holder.settled_in(window.serial) for holder in holders):
+            raise StepError(
+                "backward() came after this window's gradients were clipped, unscaled or stepped; its share would be "
+                "wrong. Call backward() for every loss of the window first."
+            )
+        window.turn += 1
+        window.weights += [0] * (place + 1 - len(window.weights))
+        window.weights[place] = window.weights[place] + weight
+        share = times(loss, weight / (self.unit * window.every))
+        if len(window.weights) == 1:
+            return share
+        if window.lanes is None and boundary and window.before == 0:
+            # The one correction of the window is the first loss's; the others' totals are known here.
+            self._agree(window, [0, place])
+            return times(share, window.factors[place] / window.factors[0])
+        if window.lanes is None:
+            window.lanes = SeparateGradients()
+        loose = [] if unowned is None else unowned.parameters()
+        held = (p for holder in holders if not holder.spent for p in holder.parameters)
+        window.lanes.switch(place, [*held, *loose])
+        return share
+
+    def correction(self, window: Window) -> float | Tensor:
+        """Return the factor for the gradients of a weighted window. Ranks: every rank of the loss axes, at the first call."""
+        self._agree(window, [0])
+        return window.factors[0]
+
+    def merge_lanes(self, window: Window, parameters: list[Tensor]) -> None:
+        """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
+        assert window.lanes is not None, "there are lanes to merge"
+        self._agree(window, range(window.turn))
+        window.lanes.merge(parameters, window.factors)
+
+    def _agree(self, window: Window, places: Sequence[int]) -> None:
+        """Compute the missing correction factors of these losses from their weights on all ranks."""
+        places = [place for place in places if place not in window.factors]
+        if not places:
+            return
+        assert self.unit is not None, "a weighted window has a unit"
+        totals, ranks = [window.weights[place] for place in places], 1
+        if self.comm is not None and self.comm.size > 1:
+            ranks = self.comm.size
+            totals = list(self.comm.all_reduce(torch.stack([_as_scalar(w, self.comm.device) for w in totals])))
+        scale = ranks * self.unit * window.every
+        for place, total in zip(places, totals, strict=True):
+            if isinstance(total, Tensor):  # a loss of weight zero has zero gradients: leave them
+                window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
+            else:
+                window.factors[place] = scale / total if total else 1.0
+
+
+def agree_on_unit(weight: Number, comm: Comm | None) -> float:
+    """Return the power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
+    first = float(weight)
+    if comm is not None and comm.size > 1:
+        first = float(comm.all_reduce(torch.tensor(first, device=comm.device), "max"))
+    return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
+
+
+def checked_weight(weight: Number) -> Number:
+    """Return the weight as a number or an exact scalar tensor. Raises: ConfigError for an invalid count."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ConfigError(
+                f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
+                f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
+            )
+        weight = _as_scalar(weight.detach().reshape(()), weight.device)
+    elif not _is_count(weight):
+        raise ConfigError(
+            f"backward(weight={weight!r}) is not a count; it would turn the mean into something else. "
+            f"Pass the number of tokens or samples the loss was averaged over."
+        )
+    return weight
+
+
+def times(loss: Tensor, factor: Number) -> Tensor:
+    """Return the loss multiplied by a factor, in the dtype of the loss, or in float32 if that is wider."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
+    return loss * factor
+
+
+def _is_count(weight: object) -> bool:
+    return isinstance(weight, Real) and float(weight) >= 0 and math.isfinite(weight)
+
+
+def _as_scalar(value: Number, device: torch.device) -> Tensor:
+    """Return `value` as a one-element tensor on `device`, in a dtype that counts exactly."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.as_tensor(value, dtype=dtype, device=device)

@@ -1,0 +1,226 @@
+"""Uploads of models to the Hub from a training run: one rank sends in the background, and its errors reach every rank."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+import torch
+from torch import nn
+
+from hasten.checkpoint import hub
+from hasten.checkpoint.export import save_model
+from hasten.checkpoint.hub import SCHEME, HubRepository
+from hasten.checkpoint.model_card import CARD_NAME, CardContent, is_generated, model_card
+from hasten.checkpoint.store.locate import is_url
+from hasten.comm.agreement import agreeing
+from hasten.comm.base import Comm
+from hasten.errors import ArgumentError, HubError
+
+_log = logging.getLogger(__name__)
+_LONGEST_WAIT_S: Final = 1.0
+STAGED: Final = ".hasten-hub-"
+"""Start of the names of folders whose files are being uploaded."""
+
+
+class PushOptions(TypedDict, total=False):
+    """Options of `push_to_hub`. Any: a tokenizer or processor."""
+
+    token: str | None
+    private: bool | None
+    revision: str | None
+    commit_message: str
+    max_shard_size: float | str
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderPush:
+    """A folder to upload, with its message and the client's options. Any: options of the Hub client."""
+
+    folder: Path
+    target: HubRepository
+    message: str
+    ignore: tuple[str, ...] = ()
+    temporary: bool = False
+    """True if the folder is deleted after the upload."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def send(self) -> str:
+        """Upload the folder and return the commit's URL."""
+        try:
+            return hub.upload(self.folder, self.target, self.message, self.ignore, **self.options)
+        finally:
+            if self.temporary:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class BackgroundCall:
+    """Function that runs in a thread, with its result or error."""
+
+    def __init__(self, call: Callable[[], Any], name: str) -> None:  # Any: the result of the call
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except Exception as error:  # raised in the main thread at the next push, or at the end
+            self.error = error
+
+    def done(self, timeout_s: float) -> bool:
+        """Return whether the call has ended, after waiting for it no longer than this."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def finish_together(comm: Comm, call: BackgroundCall | None, label: str) -> Any:  # Any: the result of the call
+    """Wait until every rank's call has ended; return this rank's result, or None without a call.
+
+    Ranks exchange one number at least every second, so that no collective waits as long as an upload does.
+    Ranks: every rank. Raises: the error of a rank's call, with the same class and message on every rank.
+    """
+    pause_s = 0.02
+    while True:
+        ended = call is None or call.done(pause_s)
+        if comm.size > 1:
+            ended = bool(comm.all_reduce(torch.tensor([ended], dtype=torch.int32), "min").item())
+        if ended:
+            break
+        pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+    with agreeing(comm, label):
+        if call is not None and call.error is not None:
+            raise call.error
+    return None if call is None else call.result
+
+
+def _logged(send: Callable[[], str]) -> str:
+    """Return the result of an upload, and log its error at once: it is raised only at the next push, or at the end."""
+    try:
+        return send()
+    except HubError as error:
+        _log.error("%s", error)
+        raise
+
+
+class Publishing:
+    """Uploads of a run's models to the Hub, one at a time, by the main process."""
+
+    def __init__(
+        self, comm: Comm, is_main: bool, facts: Callable[[], Mapping[str, Any]], project_dir: str | None
+    ) -> None:  # Any: numbers and strings
+        """Set up without a running upload; `facts` describes the run for model cards."""
+        self._comm = comm
+        self._is_main = is_main
+        self.facts = facts
+        self._scratch = None if project_dir is None or is_url(project_dir) else project_dir
+        self._running: BackgroundCall | None = None
+        self._started = False
+
+    def wait(self) -> str | None:
+        """Wait for the running upload, if any; return the commit's URL on the main process.
+
+        Ranks: every rank. Raises: HubError if the upload has failed.
+        """
+        if not self._started:
+            return None
+        call, self._running, self._started = self._running, None, False
+        found: str | None = finish_together(self._comm, call, "push_to_hub")
+        return found
+
+    def push(self, folder_push: FolderPush | None, blocking: bool) -> str | None:
+        """Start the upload of a folder, given on the main process; if blocking, wait for it and return the commit's URL.
+
+        Ranks: every rank, after `wait`.
+        """
+        if self._is_main and folder_push is not None:
+            send = folder_push.send if blocking else partial(_logged, folder_push.send)
+            self._running = BackgroundCall(send, "hasten-push")
+        self._started = True
+        return self.wait() if blocking else None
+
+    def staging_folder(self) -> Path:
+        """Create a folder whose files stay as they are while they are uploaded. Ranks: main only."""
+        if self._scratch is not None:
+            Path(self._scratch).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=STAGED, dir=self._scratch))
+
+    def write_card(self, folder: Path, content: CardContent) -> None:
+        """Write the model card, unless the folder has one that was written by hand. Ranks: main only."""
+        place = folder / CARD_NAME
+        if place.is_file() and not is_generated(place.read_text("utf-8")):
+            return
+        place.write_text(model_card(content), encoding="utf-8")
+
+    def push_model(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Any],
+        repo_id: str,
+        metrics: Mapping[str, Any] | None,
+        blocking: bool,
+        options: PushOptions,
+    ) -> str | None:  # Any: tensors and extra state; numbers
+        """Write a model's weights, configuration and card to a folder and upload it. Ranks: every rank, after `wait`."""
+        _check_options(repo_id, options)
+        made: FolderPush | None = None
+        with agreeing(self._comm, "push_to_hub"):
+            if self._is_main:
+                folder = self.staging_folder()
+                try:
+                    self._write(folder, model, weights, options)
+                    library = "transformers" if hasattr(model, "save_pretrained") else None
+                    self.write_card(
+                        folder, CardContent(name=repo_id, library=library, metrics=metrics or {}, run=self.facts())
+                    )
+                except BaseException:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
+                target = HubRepository(repo_id, options.get("token"), options.get("private"), options.get("revision"))
+                message = options.get("commit_message", "Upload model")
+                made = FolderPush(folder=folder, target=target, message=message, temporary=True)
+        return self.push(made, blocking)
+
+    def _write(self, folder: Path, model: Any, weights: Mapping[str, Any], options: PushOptions) -> None:
+        size = options.get("max_shard_size", "10GB")
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(str(folder), state_dict=dict(weights), max_shard_size=size)
+        else:
+            save_model(weights, folder, size)
+        if (tokenizer := options.get("tokenizer")) is not None:
+            tokenizer.save_pretrained(str(folder))
+
+
+def _check_options(repo_id: str, options: PushOptions) -> None:
+    unknown = sorted(set(options) - PushOptions.__annotations__.keys())
+    if unknown:
+        raise ArgumentError(
+            f"push_to_hub() was given {', '.join(unknown)}, which it does not know, so it would have no effect; the options are "
+            f"{', '.join(PushOptions.__annotations__)}."
+        )
+    if not repo_id or str(repo_id).startswith(SCHEME):
+        raise ArgumentError(
+            f"push_to_hub(repo_id) was given {repo_id!r}, which names no repository, so there is nothing to upload to; give "
+            "'owner/name'."
+        )
+
+
+def download_together(comm: Comm, address: str, downloads: bool) -> Path:
+    """Return the folder of a model on the Hub, downloaded by one rank of each machine. Ranks: every rank.
+
+    Raises: ArgumentError for an invalid address; HubError if the download fails.
+    """
+    target = hub.parse_address(address)
+    call = BackgroundCall(lambda: hub.download(target), "hasten-download") if downloads else None
+    found: Path | None = finish_together(comm, call, "load_model")
+    return hub.download(target) if found is None else found  # reads the cache that the machine's first rank filled

@@ -1,0 +1,179 @@
+"""The life of a job's pods with real processes: network namespaces as pods, started as their manifest says, evicted, and restarted."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from hasten import Accelerator
+from hasten.cli.launch_cmd import make_parser
+from hasten.config import handoff
+from hasten.config.resolve import resolve
+from hasten.launch.base import LaunchRequest, Target
+from hasten.launch.cluster.kubernetes import plan_submit
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import Pool
+from tests.support.machines import NamespaceMachine, Zygote, machines, warm_launcher, why_impossible
+
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
+
+ZYGOTE: Final = Path(__file__).parents[2] / "support" / "launch_zygote.py"
+TOKEN: Final = "the token in the Secret, not in the manifest"
+
+TRAIN: Final = """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from hasten import PREEMPTED_EXIT_CODE, Accelerator
+
+
+def train(accelerator, pause=0.0):
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    data = DataLoader(TensorDataset(torch.arange(240.0).reshape(-1, 1) / 100), batch_size=2, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+    if os.path.exists(f"{accelerator.project_dir}/checkpoints"):
+        accelerator.load_state()
+    seen = open(f"{accelerator.project_dir}/seen-{accelerator.process_index}", "a")
+    for (x,) in loader:
+        loss = model(x).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(x.flatten().tolist(), loss.item(), file=seen, flush=True)
+        time.sleep(pause)
+        if accelerator.preempted:
+            accelerator.save_state()
+            sys.exit(PREEMPTED_EXIT_CODE)
+    weights = [p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
+    print("end", weights, file=seen, flush=True)
+
+
+if __name__ == "__main__":
+    train(Accelerator(project_dir="run"), pause=0.04)  # no settings but the folder: the rest is the pod's
+"""
+
+
+def undisturbed(ctx: ProcessContext, script: str, folder: str) -> None:
+    """The same training in the pool's processes, without any signal."""
+    runpy.run_path(script)["train"](Accelerator(context=ctx, project_dir=folder))
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A warm launcher; skips with the reason where namespaces cannot be made."""
+    if reason := why_impossible():
+        pytest.skip(reason)
+    with warm_launcher(ZYGOTE, tmp_path_factory.mktemp("home")) as process:
+        yield process
+
+
+def manifest(kind: str) -> list[dict[str, Any]]:
+    """The objects that `hasten launch --submit kubernetes` writes for the training."""
+    flags = ["--submit=kubernetes", f"--kind={kind}", "--kubernetes_image=a", "--cpu", "--num_machines=2", "--quiet"]
+    resolved = resolve(flags=make_parser().parse_args(flags).settings)
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    return list(yaml.safe_load_all(plan_submit(request).files[0].text))
+
+
+def container_of(found: object) -> dict[str, Any]:
+    """The container with the command: that of the pod template, or a TrainJob's trainer."""
+    if isinstance(found, dict) and "command" in found:
+        return found
+    inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return next((made for item in inner if (made := container_of(item))), {})
+
+
+def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
+    """The command and the variables of one pod, as kubelet and operators make them, and the host name of the first pod."""
+    container = container_of(manifest(kind)[-1])
+    attempt = {
+        "jobset-name": "train",
+        "replicatedjob-name": "node",
+        "restart-attempt": "0",
+        "job-completion-index": str(index),
+    }
+    env: dict[str, str] = {}
+    for item in container["env"]:
+        source = item.get("valueFrom", {})
+        if "fieldRef" in source:  # a label or an annotation of the pod
+            env[item["name"]] = attempt[source["fieldRef"]["fieldPath"].rpartition("/")[2].removesuffix("']")]
+        elif "secretKeyRef" in source:
+            assert source["secretKeyRef"] == {"name": "train-token", "key": "token"}
+            env[item["name"]] = TOKEN
+        else:
+            env[item["name"]] = item["value"]
+    numbers = {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "1"}
+    first = "train-master-0" if kind == "pytorchjob" else "train-node-0-0.train"
+    if kind == "jobset":
+        env["JOB_COMPLETION_INDEX"] = str(index)
+    elif kind == "trainjob":
+        env |= {"JOB_COMPLETION_INDEX": str(index), **numbers, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": "29500"}
+    else:
+        env |= {"RANK": str(index), "WORLD_SIZE": "2", "MASTER_ADDR": first, "MASTER_PORT": "29500", **numbers}
+        env["PYTHONUNBUFFERED"] = "1"
+    command: list[str] = container["command"]
+    assert command[:4] == ["python", "-m", "hasten", "launch"]
+    return command[4:], env, first
+
+
+def start(folder: Path, kind: str, order: list[NamespaceMachine], attempt: int) -> None:
+    """Start one pod on each machine; the position in `order` is the index."""
+    for index, machine in enumerate(order):
+        words, env, first = pod(kind, index)
+        hosts = folder / f"hosts-{attempt}"
+        hosts.write_text(
+            f"127.0.0.1 localhost\n{order[0].host.address} {first}\n"
+        )  # what the headless Service resolves to
+        machine.hosts_file = str(hosts)
+        machine.start(folder, words, **env)
+
+
+def wait_for_lines(file: Path, more_than: int) -> None:
+    """Wait until a file has more than so many lines."""
+    deadline = time.monotonic() + 60
+    while (file.read_text().count("\n") if file.exists() else 0) <= more_than:
+        assert time.monotonic() < deadline, f"{file} has not enough lines"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "preempted"),
+    [
+        ("jobset", 85),
+        pytest.param("trainjob", 85, marks=pytest.mark.exhaustive),
+        pytest.param("pytorchjob", 143, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
+    zygote: Zygote, tmp_path: Path, rank_pool: Pool, kind: str, preempted: int
+) -> None:
+    script, run, whole = tmp_path / "train.py", tmp_path / "run", tmp_path / "whole"
+    script.write_text(TRAIN)
+    run.mkdir()
+    whole.mkdir()
+    rank_pool.run(undisturbed, 2, str(script), str(whole))
+    with machines(zygote, 2) as (a, b):
+        start(tmp_path, kind, [a, b], 0)
+        wait_for_lines(run / "seen-1", 5)
+        os.kill(b.launcher, signal.SIGTERM)  # kubelet evicts one pod; its process 1 is the launcher
+        ends = [a.end(), b.end()]
+        assert [code for code, _ in ends] == [preempted, preempted], ends
+        assert "end" not in (run / "seen-0").read_text()
+        start(
+            tmp_path, kind, [b, a], 1
+        )  # the replacements run on each other's node, so the first pod has another address
+        again = [a.end(), b.end()]
+    assert [code for code, _ in again] == [0, 0], again
+    for rank in range(2):
+        assert (run / f"seen-{rank}").read_text() == (whole / f"seen-{rank}").read_text()
+    assert len(list((run / "checkpoints").iterdir())) == 1

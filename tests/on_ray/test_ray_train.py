@@ -1,0 +1,133 @@
+"""Training under a real Ray Train on two CPU workers: equal to plain torch, also after a lost worker and a lost machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2"}
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """Run one of programs.py and return what it found."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "programs.py"), name, str(folder)],
+        env={**os.environ, **QUICK, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[list[list[int]]]:
+    """Return the samples of each update, by rank; an update made again after a restart replaces the first one and what followed."""
+    starts, made = lines(folder / "starts.jsonl"), [lines(file) for file in sorted(folder.glob("steps-*.jsonl"))]
+    resumed = min((one["step"] for one in starts if one["resumed"]), default=None)
+    found: dict[int, dict[int, list[int]]] = {}
+    sizes: dict[int, int] = {}
+    for rank in made:
+        for one in rank:  # later lines of a rank are of later starts
+            found.setdefault(one["step"], {})[one["rank"]] = one["samples"]
+            sizes[one["step"]] = one["size"] if one["rank"] == 0 else sizes.get(one["step"], one["size"])
+    assert sorted(found) == list(range(1, len(found) + 1)), "no update is missing"
+    assert resumed is None or 0 < resumed < len(found)
+    return [[found[step][rank] for rank in range(sizes[step])] for step in sorted(found)]
+
+
+def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
+    """Return the weights of a plain torch loop on one process that averages the gradients of each rank's batch."""
+    sys.path.insert(0, str(HERE))
+    try:
+        programs = __import__("programs")  # imports ray, which is not everywhere
+    finally:
+        sys.path.remove(str(HERE))
+    data, model = programs.Numbered(), programs.network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for ranks in batches:
+        gradients = []
+        for samples in ranks:
+            model.zero_grad()
+            loss: Any = nn.functional.mse_loss(model(data.inputs[samples]), data.labels[samples])
+            loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = torch.stack([part / len(ranks) for part in parts]).sum(0)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def equal(folder: Path, expected: dict[str, Tensor]) -> bool:
+    """Return whether the weights of a run are bitwise those expected."""
+    found = torch.load(folder / "weights.pt")
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def each_sample_once(batches: list[list[list[int]]], epochs: int = 2, samples: int = 96) -> None:
+    """Assert that every epoch holds every sample exactly once."""
+    seen = [sample for ranks in batches for rank in ranks for sample in rank]
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    assert len(seen) == epochs * samples
+
+
+def test_two_workers_train_as_plain_torch_also_after_one_was_killed(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    found = run("plain", whole)
+    assert found["metrics"]["step"] == 24
+    assert found["kept"] == 2, "Ray deletes old checkpoints by its CheckpointConfig"
+    assert Path(found["checkpoint"], "manifest.json").exists() or any(Path(found["checkpoint"]).iterdir())
+    batches = steps(whole)
+    each_sample_once(batches)
+    assert equal(whole, reference(batches))
+
+    run("killed", killed)
+    starts = lines(killed / "starts.jsonl")
+    assert [one["resumed"] for one in starts] == [False, False, True, True]
+    assert starts[2]["step"] in (2, 4), "it resumes in the middle of the first epoch, which has 12 updates"
+    assert steps(killed) == batches
+    assert equal(killed, dict(torch.load(whole / "weights.pt")))
+
+
+def test_a_dead_actor_is_named_as_a_lost_rank(tmp_path: Path) -> None:
+    found = run("lost", tmp_path)
+    assert found["error"].startswith("rank 1 (Ray actor with pid ")
+    assert "was lost: its worker process has died" in found["error"]
+    assert "max_failures" in found["error"]
+    assert found["cause"] == "WorkerGroupError"
+
+
+def test_one_worker_continues_the_sharded_run_of_two_when_a_machine_goes_away(tmp_path: Path) -> None:
+    found = run("elastic", tmp_path)
+    starts = lines(tmp_path / "starts.jsonl")
+    assert [(one["size"], one["resumed"]) for one in starts] == [(2, False), (2, False), (1, True)]
+    at = starts[2]["step"]
+    batches = steps(tmp_path)
+    assert [len(ranks) for ranks in batches] == [2] * at + [1] * (len(batches) - at)
+    assert found["metrics"]["step"] == len(batches) == at + (2 * 96 - at * 8) // 4
+    each_sample_once(batches)
+    weights = torch.load(tmp_path / "weights.pt")
+    expected = reference(batches)  # FSDP adds the ranks' gradients in another order than DDP: rounding only
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-6)

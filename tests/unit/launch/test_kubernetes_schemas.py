@@ -1,0 +1,126 @@
+"""The manifests for Kubernetes against the real schemas: the core's JSON schemas, Kubeflow's models of TrainJob, JobSet and PyTorchJob.
+
+`make test-kubernetes` installs the packages that hold them, and runs this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+GOLDEN: Final = Path(__file__).parents[2] / "golden" / "launch_plans"
+PLANS: Final = tuple(sorted(file.stem for file in GOLDEN.glob("kubernetes_*.txt")))
+VERSIONS: Final = ("1.31", "1.34")
+"""Versions of Kubernetes: podFailurePolicy is stable since 1.31."""
+REASON: Final = "needs the schemas that `make test-kubernetes` installs"
+
+
+def documents(plan: str) -> list[dict[str, Any]]:
+    """The objects in the manifest of an accepted plan."""
+    lines = (GOLDEN / f"{plan}.txt").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("file "))
+    rows = [line[4:] for line in lines[start + 1 :] if line.startswith("    ") or not line.startswith("process ")]
+    text = "\n".join(row for row in rows if not row.startswith("kubectl "))
+    return [found for found in yaml.safe_load_all(text) if found]
+
+
+def templates(found: object) -> Iterator[dict[str, Any]]:
+    """Every pod template below an object."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if key == "template" and isinstance(value, dict) and "containers" in value.get("spec", {}):
+                yield value
+            yield from templates(value)
+    elif isinstance(found, list):
+        for item in found:
+            yield from templates(item)
+
+
+def jobs(found: object) -> Iterator[dict[str, Any]]:
+    """The specification of every Job below an object."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if key == "spec" and isinstance(value, dict) and "podFailurePolicy" in value:
+                yield value
+            yield from jobs(value)
+    elif isinstance(found, list):
+        for item in found:
+            yield from jobs(item)
+
+
+def kind(plan: str) -> set[str]:
+    """The kinds in a manifest."""
+    return {document["kind"] for document in documents(plan)}
+
+
+def test_every_kind_is_among_the_plans() -> None:
+    assert set().union(*map(kind, PLANS)) == {"JobSet", "TrainingRuntime", "TrainJob", "PyTorchJob"}
+    assert all(list(templates(documents(plan))) for plan in PLANS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_pods_and_jobs_fit_the_schemas_of_the_core(plan: str, version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason=REASON).validate
+    pods = [*templates(documents(plan))]
+    for template in pods:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **template["metadata"]}}
+        validate({**pod, "spec": template["spec"]}, version, strict=True)
+    for spec in jobs(documents(plan)):
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
+        validate(job, version, strict=True)
+    wrong = {**pods[0]["spec"], "terminationGracePeriod": 1}
+    with pytest.raises(Exception, match="terminationGracePeriod"):  # the schemas are strict, so the check can fail
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": wrong}, version, strict=True)
+
+
+@pytest.mark.parametrize("plan", [p for p in PLANS if not kind(p) & {"PyTorchJob"}])
+def test_jobsets_and_trainjobs_fit_the_models_of_kubeflow(plan: str) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=REASON)
+    classes = {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
+    for document in documents(plan):
+        model = classes[document["kind"]].from_dict(document)
+        assert model.to_dict() == document  # a field that the model does not have would be missing
+        assert classes[document["kind"]].from_dict({**document, "specification": {}}).to_dict() == document
+
+
+def unknown_fields(models: Any, name: str, found: dict[str, Any]) -> Iterator[str]:
+    """The fields of an object that a class of the training operator does not have; pods are the core's."""
+    if name.startswith("V1"):
+        return
+    declared = getattr(models, name)
+    types = {declared.attribute_map[field]: text for field, text in declared.openapi_types.items()}
+    for key, value in found.items():
+        if key not in types:
+            yield f"{name}.{key}"
+        elif types[key].startswith("dict("):
+            inner = types[key].removeprefix("dict(str, ").removesuffix(")")
+            for item in value.values():
+                yield from unknown_fields(models, inner, item)
+        elif isinstance(value, dict):
+            yield from unknown_fields(models, types[key], value)
+        else:
+            assert type(value).__name__ == types[key], (name, key)
+
+
+@pytest.mark.parametrize("plan", [p for p in PLANS if kind(p) == {"PyTorchJob"}])
+def test_pytorchjobs_have_the_fields_of_the_training_operator(plan: str) -> None:
+    models = pytest.importorskip("kubeflow.training.models", reason=REASON)
+    (document,) = documents(plan)
+    assert not [*unknown_fields(models, "KubeflowOrgV1PyTorchJob", document)]
+    wrong = {**document["spec"], "elasticity": {}}
+    assert [*unknown_fields(models, "KubeflowOrgV1PyTorchJobSpec", wrong)] == ["KubeflowOrgV1PyTorchJobSpec.elasticity"]
+    for replica in document["spec"]["pytorchReplicaSpecs"].values():
+        assert replica["restartPolicy"] == "ExitCode"
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        assert [port["name"] for port in container["ports"]] == ["pytorchjob-port"]
+        assert container["command"][:4] == ["python", "-m", "hasten", "launch"]
