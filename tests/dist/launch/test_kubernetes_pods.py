@@ -209,7 +209,7 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path
                 "MASTER_ADDR": "127.0.0.1",
                 "HASTEN_TOKEN": TOKEN,
             }
-        port = {name: free for name in ("MASTER_PORT", "PET_MASTER_PORT")}
+        port = dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), free)
         variables = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HASTEN_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
         whole = {**os.environ, **variables, **here, **port}
         words = [sys.executable, "-c", ALONE]
