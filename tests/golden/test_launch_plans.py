@@ -181,6 +181,8 @@ CASES: Final[dict[str, Case]] = {
     "wrong_rdzv_conf": Case("--num_machines 2 --main_process_ip 10.0.0.1 --rdzv_conf keep_alive_interval=2 train.py"),
     "wrong_endpoint": Case("--num_machines 2 --rdzv_endpoint nowhere train.py"),
     "wrong_slurm_outside": Case("--launcher slurm train.py"),
+        "ray": Case("--ray --num_processes 4 --ray_resources CPU=4,GPU=1 train.py --lr 1", GPUS),
+        "ray_elastic": Case("--ray --ray_workers 1:4 --max_restarts 3 --ray_storage s3://runs --ray_name a -m pack.train"),
     "wrong_single": Case("--launcher single --cpu --num_processes 2 train.py"),
     "wrong_deepspeed_restarts": Case(
         "--use_deepspeed --deepspeed_multinode_launcher pdsh --deepspeed_hostfile hosts --max_restarts 2 train.py", GPUS

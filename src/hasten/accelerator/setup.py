@@ -175,7 +175,12 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
+    survives = config.survive.lighthouse is not None
+    if survives:
+        import_module("hasten.survive.build").check(config)  # only a run with such replicas needs it
     ctx = context or _context(config)
+    if survives:
+        import_module("hasten.survive.build").refuse_worlds(ctx, config.survive)  # the same
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
@@ -197,7 +202,8 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     watch = _watch(config, ctx, clock) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
-    run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
+    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy) if first else None
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         clock.listening().phases = run_log
@@ -331,13 +337,14 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     asked = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
     rank = ctx.topology.rank
+    is_main = rank == 0 and config.survive.replica in (None, "0")
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
             registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it
-            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
+            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
     return TrackerManager(
         trackers,
-        is_main=rank == 0,
+        is_main=is_main,
         rank=rank,
         directory=Path(folder) if folder else None,
         share=ctx.world.broadcast_object,
