@@ -28,6 +28,7 @@ SMALL: Final = MappingProxyType(
         "progress/tqdm_bar.py": "a public name of its own",
         "trainer/trainer.py": "one optional package of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
+        "survive/lighthouse.py": "the program of a separate process",
         "strategies/blocks.py": "imported by eight modules of strategies",
         "strategies/compile_worker.py": "a script, started by name",
         "strategies/tensor/alone.py": "one transform, chosen by name",

@@ -40,6 +40,7 @@ from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
 from hasten.config.root import Config
 from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.sections.launch import SurviveSettings
 from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -54,7 +55,7 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.errors import HastenWarning, PrepareError
+from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
@@ -85,6 +86,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.state.run_state import HookHandle, LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
+    from hasten.survive.replica import Replica, SurvivalReport
     from hasten.trust.stall.traffic import SentBytes
 
 P = ParamSpec("P")
@@ -127,6 +129,7 @@ class Accelerator:
         dynamo_plugin: Settings of torch.compile.
         project_config: Folders of the run, and the checkpoints to keep.
         performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
+        survive: Replicas that may be lost while the run continues; `hasten launch --replicas` sets it.
         trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
         tracking: Settings of trackers that `log_with` does not hold.
         metrics: Metrics for operations: a port for Prometheus, an endpoint of OTLP.
@@ -164,6 +167,7 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | Fields | None = None,
         project_config: ProjectConfiguration | Fields | None = None,
         performance: PerformanceSettings | Fields | str | None = None,
+        survive: SurviveSettings | Fields | None = None,
         trust: TrustSettings | Fields | str | None = None,
         tracking: TrackingConfig | Fields | None = None,
         metrics: MetricsSettings | Fields | None = None,
@@ -208,6 +212,9 @@ class Accelerator:
         self._metrics: RankMetrics | None = None
         if parts.run_log is not None and parts.rehearsal is None and serves_metrics(parts.config):
             self._metrics = import_module("hasten.accelerator.operations").start(self, parts.run_log)  # if asked for
+        self._replica: Replica | None = None
+        if parts.config.survive.lighthouse is not None:
+            self._survive(parts)
         own = context is None and parts.rehearsal is None
         self._status = trainjob_status(self.ctx, self._clock, lambda: self._epochs) if own else None
         if parts.rehearsal is not None:
@@ -277,6 +284,24 @@ class Accelerator:
         made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
         return made
 
+    def _survive(self, parts: AcceleratorObjects) -> None:
+        """Make this process a replica of a run that continues when others are lost."""
+        survive = import_module("hasten.survive.build")  # only a run with such replicas needs it
+        source = import_module("hasten.survive.source")  # the same
+        replica: Replica = survive.start(parts.config, self._prepared, self._strategy.unwrap, self._clock)
+        self._replica = replica
+        self.process.leads = lambda: replica.leads
+        self._preparer.wrap_source = partial(
+            source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas
+        )
+        self._saving.register_for_checkpointing(replica)
+        replica.registered = lambda: [one for one in self._saving.registered if one is not replica]
+
+    @property
+    def survival(self) -> SurvivalReport | None:
+        """Lost, returned and healed replicas of this run, as seen by this one; None without `survive`."""
+        return None if self._replica is None else self._replica.report
+
     def _watch_values(self, parts: AcceleratorObjects) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
         if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
@@ -286,7 +311,7 @@ class Accelerator:
         if parts.numbers is not None:
             if parts.numbers.then == "rollback":
                 newest, times = partial(self._saving.newest, wait=True), parts.numbers.rollbacks
-                self._rollback = Rollback(newest, self.load_state, self._clock.cursors, times)
+                self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times)
             self._numbers = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
@@ -516,7 +541,7 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self._clock.cursors.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
+        self._clock.loaders.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
         try:
             known = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -664,6 +689,11 @@ class Accelerator:
         arguments.check_callable(fn, "run_step(fn)")
         if split is not None:
             arguments.check_callable(split, "run_step(split)")
+        if self._replica is not None:
+            raise StepError(
+                "run_step() repeats a batch in micro-batches when memory runs out, and with survive a replica without samples runs a batch that must "
+                "not count; both would weigh the same loss. Call the function itself, with a smaller batch size."
+            )
         return self._retrying.run(fn, batch, split)
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
@@ -861,8 +891,8 @@ class Accelerator:
         """
         if dim is not None:
             arguments.check_whole(dim, "gather_for_metrics(dim)")
-        cursors = self._clock.cursors
-        cursor = cursors.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
+        loaders = self._clock.loaders
+        cursor = loaders.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
@@ -952,6 +982,8 @@ class Accelerator:
 
         Raises: DivergenceError when ranks that must hold the same values do not; HubError when a background upload failed.
         """
+        if self._replica is not None:
+            self._replica.finish()
         if self._throughput is not None:
             self._throughput.close()
         if self._numbers is not None:
@@ -998,8 +1030,11 @@ class Accelerator:
         """Save everything needed to resume the run, atomically; returns the checkpoint's path. Ranks: every rank.
 
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` the checkpoint is
-        written in the background. `metrics` are used to rank checkpoints for `keep_best`.
+        written in the background. `metrics` are used to rank checkpoints for `keep_best`. With `survive`, the first of the present
+        replicas saves for all; the others get an empty text.
         """
+        if self._replica is not None and not self._replica.leads:
+            return ""  # all replicas hold the same state: the first one of those present saves it
         if self._rollback is not None and (target := self._rollback.target) is not None:
             if self.is_main_process:
                 warnings.warn(

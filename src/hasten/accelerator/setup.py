@@ -67,14 +67,15 @@ def open_run_log(
     ctx: ProcessContext,
     entries: Mapping[SettingPath, SettingEntry],
     strategy: Strategy,
+    wanted: bool,
     counts: bool = False,
 ) -> RunLog | None:
-    """Return the log of this rank, or None without a local project folder or with `run_log` off.
+    """Return the log of this rank, or None if it is not wanted, without a local project folder or with `run_log` off.
 
     With `counts`, as metrics need it, the log of such a run counts times and writes nothing.
     """
     folder = project.project_dir
-    writes = folder is not None and project.run_log and "://" not in folder
+    writes = wanted and folder is not None and project.run_log and "://" not in folder
     if not writes and not counts:
         return None
 
@@ -189,7 +190,12 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
+    survives = config.survive.lighthouse is not None
+    if survives:
+        import_module("hasten.survive.build").check(config)  # only a run with such replicas needs it
     ctx = context or _context(config)
+    if survives:
+        import_module("hasten.survive.build").refuse_worlds(ctx, config.survive)  # the same
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
@@ -208,7 +214,8 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     numbers = _numbers(config, strategy, precision)
     # the caller that passes a context watches it
     own = context is None or resolved.source("trust.stall").kind == "code"
-    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, serves_metrics(config))
+    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, first, serves_metrics(config))
     watch = _watch(config, ctx, clock, run_log) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
@@ -359,13 +366,14 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     asked = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
     rank = ctx.topology.rank
+    is_main = rank == 0 and config.survive.replica in (None, "0")
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
             registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it
-            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
+            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
     return TrackerManager(
         trackers,
-        is_main=rank == 0,
+        is_main=is_main,
         rank=rank,
         directory=Path(folder) if folder else None,
         share=ctx.world.broadcast_object,

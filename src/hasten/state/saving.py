@@ -259,7 +259,7 @@ class Saving:
         project, updates = self._project, partial(num_updates, self._parts)
         root = memory_root(self._ctx, every)
         self.memory = MemoryCopies(self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s)
-        self.memory.follow(self._parts.clock.cursors)
+        self.memory.follow(self._parts.clock.loaders)
 
     def _write_copy(
         self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, announce: Callable[[int], None]
