@@ -52,7 +52,7 @@ test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, 
 # Its packages are in a folder of their own, on top of those of $(VENV): ray brings versions that others do not want.
 test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, with workers and machines that are lost: minutes
 	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > \
 		"$$(.ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
 	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train,tune]>=2.60,<2.61' 'optuna>=4.5'
 	PATH=$(CURDIR)/.ray/bin:$$PATH .ray/bin/python -m pytest -o faulthandler_timeout=0 tests/on_ray

@@ -82,7 +82,7 @@ class SharedWindow:
         )
 
     def _rewind(self, parameters: Sequence[Tensor], clock: StepClock) -> None:
-        if clock.lanes is not None:
+        if clock.separate_gradients is not None:
             raise StepError(
                 "zero_grad() would have to clear the gradients of another optimizer's weighted loss and keep those of "
                 "the window's earlier micro-steps, which are spread over several weighted losses. Give this "
@@ -330,8 +330,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
         else:
             clear(set_to_none)
-        if (lanes := self._clock.lanes) is not None:
-            lanes.drop(self.parameters)
+        if (separate := self._clock.separate_gradients) is not None:
+            separate.drop(self.parameters)
 
     @property
     def scaled(self) -> bool:
@@ -377,14 +377,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         due = clock.pending and self._settled != clock.serial
         if due:
             self._settled = clock.serial
-        if due and clock.lanes is not None:
+        if due and clock.separate_gradients is not None:
             if self._engine is not None:
                 raise StepError(
                     "several weighted losses in each micro-step of a window have gradients of their own, which an engine adds "
                     "up at once; their means would be mixed. Add the losses before backward(), or set "
                     "gradient_accumulation_steps=1."
                 )
-            clock.merge_lanes(self.parameters)
+            clock.merge_gradients(self.parameters)
             due = False
         if self._scaled:
             self._precision.unscale(self.optimizer)

@@ -48,7 +48,7 @@ class _Loaded:
 
     body: int
     """Epoch of the body that ran meanwhile; -1 for none."""
-    times_back: int
+    num_rollbacks: int
     num_ended: int
     epochs: tuple[int, ...]
     """Epochs of the loaders."""
@@ -91,10 +91,10 @@ class EpochLoops:
     def _pass_share(self) -> float:
         """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
         for loader in self._objects.loaders:
-            source, track = loader.parts.source, loader.parts.track
+            source, start = loader.parts.source, loader.parts.iteration.start
             steps, size = source.steps(), source.size()
             if steps and (loader.is_running() or loader.parts.cursor.left):
-                before = track.begun or (steps * track.start.consumed / size if size else 0)
+                before = start.batches or (steps * start.consumed / size if size else 0)
                 return min((before + loader.parts.cursor.batch) / steps, 1.0)
         return 0.0
 
@@ -117,9 +117,9 @@ class EpochLoops:
 
     def _caught_up(self, loaded: _Loaded) -> bool:
         """Return True if the rolled-back body has read its loader to the end since."""
-        cursors = self._clock.cursors
-        went_back = loaded.body >= 0 and cursors.times_back > loaded.times_back
-        return went_back and cursors.num_ended > loaded.num_ended and not self._midway()
+        loaders = self._clock.loaders
+        went_back = loaded.body >= 0 and loaders.num_rollbacks > loaded.num_rollbacks
+        return went_back and loaders.num_ended > loaded.num_ended and not self._midway()
 
     def _midway(self) -> list[int]:
         """Return the indices of the loaders that are inside an epoch."""
@@ -188,13 +188,13 @@ class EpochLoops:
         level.num_begun = next((n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0)
         del level.loops[max(len(saved), level.num_begun) :]
         level.loops += [_Loop() for _ in saved[len(level.loops) :]]
-        cursors, epochs = self._clock.cursors, tuple(loader.epoch for loader in self._objects.loaders)
+        loaders, epochs = self._clock.loaders, tuple(loader.epoch for loader in self._objects.loaders)
         for index, loop in enumerate(level.loops):
             state = saved[index] if index < len(saved) else _begin_at(0)
             body = loop.loaded.body if loop.loaded is not None else loop.epoch if loop in self._open else -1
             loop.epoch, loop.inside, loop.trained = state["epoch"], state["inside"], state["trained"]
             loop.num_passes = self._clock.num_passes
-            loop.loaded = _Loaded(body, cursors.times_back, cursors.num_ended, epochs)
+            loop.loaded = _Loaded(body, loaders.num_rollbacks, loaders.num_ended, epochs)
             self._load(loop.inner, state["inner"])
 
 
