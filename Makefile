@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,7 +52,7 @@ test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, 
 # Its packages are in a folder of their own, on top of those of $(VENV): ray brings versions that others do not want.
 test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, with workers and machines that are lost: minutes
 	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > \
 		"$$(.ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
 	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train,tune]>=2.60,<2.61' 'optuna>=4.5'
 	PATH=$(CURDIR)/.ray/bin:$$PATH .ray/bin/python -m pytest -o faulthandler_timeout=0 tests/on_ray
@@ -63,6 +63,11 @@ test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device a
 	@test ! -e .torch-xla/.ready || for count in 1 4; do echo "== $$count device(s)"; \
 		PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$count .torch-xla/bin/python -m pytest -o faulthandler_timeout=0 tests/xla || exit 1; done
 
+# TORCHFT_WHEELS names a folder with the wheel of torchft, if it is not to be downloaded.
+test-survive: ## run replicas that are killed and stopped while they train, on a real torchft: ten minutes
+	@$(PYTHON) tests/survive/environment.py .torch-ft $(TORCHFT_WHEELS); code=$$?; if [ $$code = 3 ]; then exit 0; else exit $$code; fi
+	@test ! -e .torch-ft/.ready || .torch-ft/bin/python -m pytest -o faulthandler_timeout=0 tests/survive
+
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
 	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/launch/test_launch_slurm.py
 
@@ -71,7 +76,8 @@ SCHEMAS := .kubernetes-schemas
 test-kubernetes: $(READY) ## check the manifests of `--submit kubernetes` against the schemas of Kubernetes, JobSet and Kubeflow
 	@test -e $(SCHEMAS)/.ready || { $(BIN)/python -m pip install --quiet --constraint constraints.txt --target $(SCHEMAS) \
 		kubernetes-validate kubeflow-trainer-api kubeflow-training && touch $(SCHEMAS)/.ready; }
-	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py
+	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py \
+		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py
 
 check: ## format, lint, types, layers, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit
@@ -145,5 +151,5 @@ bench-ledger: $(READY) ## list every published number: its benchmark, commit and
 	@$(BIN)/python benchmarks/published.py
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) $(PARITY) .ray .torch-oldest .torch-newest .torch-xla $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) .ray .torch-oldest .torch-newest .torch-xla .torch-ft $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

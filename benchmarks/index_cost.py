@@ -31,7 +31,7 @@ def cost(world: int, batch: int, steps: int) -> float:
     for turn in range(15):
         at = Position(epoch=turn, consumed=batch * world * steps)
         begun = time.process_time()
-        count = sum(len(lot[0]) == batch for lot in islice(assignment.lots(at), steps))
+        count = sum(len(index_batch[0]) == batch for index_batch in islice(assignment.index_batches(at), steps))
         times.append((time.process_time() - begun) / count)
     return min(times) * 1e6  # other programs on the machine only add
 

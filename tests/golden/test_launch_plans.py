@@ -104,6 +104,15 @@ CASES: Final[dict[str, Case]] = {
         GPUS,
         {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "job-0"},
     ),
+    "pod_of_an_elastic_pytorchjob": Case(
+        "--processes_per_machine=1 --max_restarts=2 --cpu=true --exit_codes=85=143 train.py",
+        env={
+            "PET_NNODES": "2:4",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": "train-worker-0:29500",
+            "PET_MAX_RESTARTS": "2",
+        },
+    ),
     "kubernetes_jobset": Case(
         "--submit kubernetes --num_machines 2 --kubernetes_image registry.example/train:1 --kubernetes_gpus 8 --kubernetes_cpu 64 "
         "--kubernetes_memory 512Gi --kubernetes_shared_memory 64Gi --kubernetes_volume runs --kubernetes_namespace team "
@@ -172,6 +181,8 @@ CASES: Final[dict[str, Case]] = {
     "wrong_rdzv_conf": Case("--num_machines 2 --main_process_ip 10.0.0.1 --rdzv_conf keep_alive_interval=2 train.py"),
     "wrong_endpoint": Case("--num_machines 2 --rdzv_endpoint nowhere train.py"),
     "wrong_slurm_outside": Case("--launcher slurm train.py"),
+        "ray": Case("--ray --num_processes 4 --ray_resources CPU=4,GPU=1 train.py --lr 1", GPUS),
+        "ray_elastic": Case("--ray --ray_workers 1:4 --max_restarts 3 --ray_storage s3://runs --ray_name a -m pack.train"),
     "wrong_single": Case("--launcher single --cpu --num_processes 2 train.py"),
     "wrong_deepspeed_restarts": Case(
         "--use_deepspeed --deepspeed_multinode_launcher pdsh --deepspeed_hostfile hosts --max_restarts 2 train.py", GPUS

@@ -1,4 +1,4 @@
-"""Runs of Ray Train for the tests, each in a process of its own: python programs.py NAME FOLDER."""
+"""Runs of Ray Train for the tests, each in a process of its own: python -m tests.on_ray.programs NAME FOLDER."""
 
 from __future__ import annotations
 
@@ -19,37 +19,16 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.train.torch import TorchTrainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import hasten.ray
 from hasten import Accelerator
 from hasten.errors import PeerFailedError
+from tests.on_ray.toy import Numbered, network
 
-SAMPLES: Final = 96
 BATCH: Final = 4
 EPOCHS: Final = 2
 SAVE_EVERY: Final = 2
-
-
-class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """Samples that name themselves."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(SAMPLES, 8, generator=generator)
-        self.labels = torch.randn(SAMPLES, 1, generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return self.inputs[index], self.labels[index], index
-
-
-def network() -> nn.Module:
-    """A small model with the same weights everywhere."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 def train_loop(config: Mapping[str, Any]) -> None:
@@ -117,19 +96,19 @@ def run(folder: Path, workers: int | tuple[int, int] = 2, max_failures: int = 0,
 
 def plain(folder: Path) -> dict[str, Any]:
     """Two workers, nothing goes wrong."""
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
     return run(folder)
 
 
 def killed(folder: Path) -> dict[str, Any]:
     """Rank 1 is killed in the middle of the first epoch, between two checkpoints."""
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
     return run(folder, max_failures=1, die_at=5)
 
 
 def lost(folder: Path) -> dict[str, Any]:
     """Rank 1 is killed and nothing may be restarted."""
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
     try:
         run(folder, die_at=3)
     except PeerFailedError as error:
@@ -163,6 +142,6 @@ PROGRAMS: Final[tuple[Callable[[Path], dict[str, Any]], ...]] = (plain, killed, 
 
 if __name__ == "__main__":
     # workers import the training loop by the name of this file
-    programs, where = import_module("programs").PROGRAMS, Path(sys.argv[2])
+    programs, where = import_module("tests.on_ray.programs").PROGRAMS, Path(sys.argv[2])
     chosen = next(one for one in programs if one.__name__ == sys.argv[1])
     (where / "result.json").write_text(json.dumps(chosen(where)))

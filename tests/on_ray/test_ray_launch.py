@@ -62,7 +62,9 @@ def test_an_example_trains_on_ray_as_without_it_although_a_worker_is_killed(tmp_
     process, expected = start(plain)
     assert process.wait(600) == 0, expected.read_text()[-3000:]
 
-    process, out = start(lost, "--ray", "--max_restarts", "1", "--ray_storage", str(lost / "storage"))
+    process, out = start(
+        lost, "--ray", "--ray_address", "local", "--max_restarts", "1", "--ray_storage", str(lost / "storage")
+    )
     first = lost / "run" / "checkpoints" / "checkpoint_0" / "manifest.json"
     while not first.exists() and process.poll() is None:
         time.sleep(0.05)
@@ -82,6 +84,8 @@ def test_an_error_of_the_script_names_its_rank(tmp_path: Path) -> None:
         "from hasten import Accelerator\na = Accelerator()\nif a.process_index == 1:\n    raise ValueError('bad label 7')\n"
         "a.wait_for_everyone()\n"
     )
-    process, out = start(tmp_path, "--ray", "--ray_storage", str(tmp_path / "storage"), script=str(script))
+    process, out = start(
+        tmp_path, "--ray", "--ray_address", "local", "--ray_storage", str(tmp_path / "storage"), script=str(script)
+    )
     assert process.wait(600) == 1
     assert "[hasten] rank 1 failed: ValueError: bad label 7" in out.read_text()

@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-HERE = Path(__file__).parent
+from tests.on_ray.toy import Numbered, network
+
+ROOT = Path(__file__).parents[2]
 QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2"}
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     """Run one of programs.py and return what it found."""
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(HERE / "programs.py"), name, str(folder)],
+        [sys.executable, "-m", "tests.on_ray.programs", name, str(folder)],
         env={**os.environ, **QUICK, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -56,12 +58,7 @@ def steps(folder: Path) -> list[list[list[int]]]:
 
 def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
     """Return the weights of a plain torch loop on one process that averages the gradients of each rank's batch."""
-    sys.path.insert(0, str(HERE))
-    try:
-        programs = __import__("programs")  # imports ray, which is not everywhere
-    finally:
-        sys.path.remove(str(HERE))
-    data, model = programs.Numbered(), programs.network()
+    data, model = Numbered(), network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for ranks in batches:
         gradients = []
@@ -69,7 +66,7 @@ def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
             model.zero_grad()
             loss: Any = nn.functional.mse_loss(model(data.inputs[samples]), data.labels[samples])
             loss.backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = torch.stack([part / len(ranks) for part in parts]).sum(0)
         optimizer.step()

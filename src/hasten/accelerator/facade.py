@@ -26,17 +26,26 @@ from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in
+from hasten.accelerator.setup import (
+    AcceleratorObjects,
+    EventRecorder,
+    build,
+    reports_in,
+    serves_metrics,
+    trainjob_status,
+)
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
 from hasten.config.root import Config
 from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.sections.launch import SurviveSettings
 from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    MetricsSettings,
     PerformanceSettings,
     ProfileKwargs,
     ProjectConfiguration,
@@ -46,7 +55,7 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.errors import HastenWarning, PrepareError
+from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
@@ -66,6 +75,7 @@ from hasten.version import __version__
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
+    from hasten.accelerator.operations import RankMetrics
     from hasten.accelerator.retrying import Retrying, Split
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
@@ -76,6 +86,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.state.run_state import HookHandle, LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
+    from hasten.survive.replica import Replica, SurvivalReport
     from hasten.trust.stall.traffic import SentBytes
 
 P = ParamSpec("P")
@@ -118,8 +129,10 @@ class Accelerator:
         dynamo_plugin: Settings of torch.compile.
         project_config: Folders of the run, and the checkpoints to keep.
         performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
+        survive: Replicas that may be lost while the run continues; `hasten launch --replicas` sets it.
         trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
         tracking: Settings of trackers that `log_with` does not hold.
+        metrics: Metrics for operations: a port for Prometheus, an endpoint of OTLP.
         kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
@@ -154,8 +167,10 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | Fields | None = None,
         project_config: ProjectConfiguration | Fields | None = None,
         performance: PerformanceSettings | Fields | str | None = None,
+        survive: SurviveSettings | Fields | None = None,
         trust: TrustSettings | Fields | str | None = None,
         tracking: TrackingConfig | Fields | None = None,
+        metrics: MetricsSettings | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
@@ -180,6 +195,7 @@ class Accelerator:
         self._precision = parts.precision
         self._tracking = parts.tracking
         self._run_log = parts.run_log
+        self._phases = parts.run_log if parts.run_log is not None and parts.run_log.tells_phases else None
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
         self._rehearsal = parts.rehearsal
@@ -193,6 +209,14 @@ class Accelerator:
         if parts.watch is not None:
             parts.watch(self)
         self._watch_values(parts)
+        self._metrics: RankMetrics | None = None
+        if parts.run_log is not None and parts.rehearsal is None and serves_metrics(parts.config):
+            self._metrics = import_module("hasten.accelerator.operations").start(self, parts.run_log)  # if asked for
+        self._replica: Replica | None = None
+        if parts.config.survive.lighthouse is not None:
+            self._survive(parts)
+        own = context is None and parts.rehearsal is None
+        self._status = trainjob_status(self.ctx, self._clock, lambda: self._epochs) if own else None
         if parts.rehearsal is not None:
             parts.rehearsal.built(self)
 
@@ -218,6 +242,7 @@ class Accelerator:
             notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+        made.on_saved = None if self._run_log is None else self._run_log.saved
         return made
 
     @cached_property
@@ -259,6 +284,24 @@ class Accelerator:
         made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
         return made
 
+    def _survive(self, parts: AcceleratorObjects) -> None:
+        """Make this process a replica of a run that continues when others are lost."""
+        survive = import_module("hasten.survive.build")  # only a run with such replicas needs it
+        source = import_module("hasten.survive.source")  # the same
+        replica: Replica = survive.start(parts.config, self._prepared, self._strategy.unwrap, self._clock)
+        self._replica = replica
+        self.process.leads = lambda: replica.leads
+        self._preparer.wrap_source = partial(
+            source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas
+        )
+        self._saving.register_for_checkpointing(replica)
+        replica.registered = lambda: [one for one in self._saving.registered if one is not replica]
+
+    @property
+    def survival(self) -> SurvivalReport | None:
+        """Lost, returned and healed replicas of this run, as seen by this one; None without `survive`."""
+        return None if self._replica is None else self._replica.report
+
     def _watch_values(self, parts: AcceleratorObjects) -> None:
         """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
         if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
@@ -268,7 +311,7 @@ class Accelerator:
         if parts.numbers is not None:
             if parts.numbers.then == "rollback":
                 newest, times = partial(self._saving.newest, wait=True), parts.numbers.rollbacks
-                self._rollback = Rollback(newest, self.load_state, self._clock.cursors, times)
+                self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times)
             self._numbers = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
@@ -498,7 +541,7 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self._clock.cursors.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
+        self._clock.loaders.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
         try:
             known = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -579,8 +622,8 @@ class Accelerator:
         self._clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        if self._run_log is not None:
-            self._run_log.backward_begins()
+        if self._phases is not None:
+            self._phases.backward_begins()
         clock = self._clock
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
@@ -590,13 +633,15 @@ class Accelerator:
             weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
+        if self._metrics is not None:
+            self._metrics.sampled.see("loss", loss)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
         else:
             with zero_if_weightless(loss, weight, weights.joined):
                 self._strategy.backward(weighed, parts, **kwargs)
-        if self._run_log is not None:
-            self._run_log.backward_done(exchanged=self._clock.boundary)
+        if self._phases is not None:
+            self._phases.backward_done(exchanged=self._clock.boundary)
 
     def forward_backward(
         self,
@@ -629,6 +674,8 @@ class Accelerator:
         loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, amounts[-1])
+        if self._metrics is not None:
+            self._metrics.sampled.see("loss", loss)
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
@@ -642,6 +689,11 @@ class Accelerator:
         arguments.check_callable(fn, "run_step(fn)")
         if split is not None:
             arguments.check_callable(split, "run_step(split)")
+        if self._replica is not None:
+            raise StepError(
+                "run_step() repeats a batch in micro-batches when memory runs out, and with survive a replica without samples runs a batch that must "
+                "not count; both would weigh the same loss. Call the function itself, with a smaller batch size."
+            )
         return self._retrying.run(fn, batch, split)
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
@@ -701,7 +753,10 @@ class Accelerator:
             return None
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        return self._strategy.clip_norm(chosen, max_norm, norm_type)
+        norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
+        if self._metrics is not None:
+            self._metrics.sampled.see("grad_norm", norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
@@ -836,8 +891,8 @@ class Accelerator:
         """
         if dim is not None:
             arguments.check_whole(dim, "gather_for_metrics(dim)")
-        cursors = self._clock.cursors
-        cursor = cursors.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
+        loaders = self._clock.loaders
+        cursor = loaders.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
@@ -865,6 +920,8 @@ class Accelerator:
         """
         if self._clock.rates is not None and isinstance(values, Mapping):
             values = {**self._clock.rates(), **values}
+        if self._status is not None and isinstance(values, Mapping):
+            self._status.log(values)
         self._tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -925,6 +982,8 @@ class Accelerator:
 
         Raises: DivergenceError when ranks that must hold the same values do not; HubError when a background upload failed.
         """
+        if self._replica is not None:
+            self._replica.finish()
         if self._throughput is not None:
             self._throughput.close()
         if self._numbers is not None:
@@ -934,8 +993,12 @@ class Accelerator:
         if "_saving" in self.__dict__:
             self._saving.close()
         self._tracking.finish()
+        if self._status is not None:
+            self._status.close()
         if self._run_log is not None:
             self._run_log.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if "_publishing" in self.__dict__:
             self._publishing.wait()
 
@@ -953,7 +1016,7 @@ class Accelerator:
             arguments.check_whole(options["total"], "progress(total)", least=0)
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
-            self._progress = build.ProgressMaker(self.ctx)
+            self._progress = build.ProgressMaker(self.ctx, self._status)
         return self._progress(iterable, **{"rates": self._clock.rates, **options})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -967,8 +1030,11 @@ class Accelerator:
         """Save everything needed to resume the run, atomically; returns the checkpoint's path. Ranks: every rank.
 
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` the checkpoint is
-        written in the background. `metrics` are used to rank checkpoints for `keep_best`.
+        written in the background. `metrics` are used to rank checkpoints for `keep_best`. With `survive`, the first of the present
+        replicas saves for all; the others get an empty text.
         """
+        if self._replica is not None and not self._replica.leads:
+            return ""  # all replicas hold the same state: the first one of those present saves it
         if self._rollback is not None and (target := self._rollback.target) is not None:
             if self.is_main_process:
                 warnings.warn(
@@ -978,7 +1044,7 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved"):
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
             return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
@@ -999,11 +1065,14 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded") as event:
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded", self._step) as event:
             reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
             if event is not None:
                 event.nothing_done = not reports and not must_exist
         return reports
+
+    def _step(self) -> int:
+        return self._saving.step
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects
 from hasten.config.root import Config
 from hasten.data.loader import Loader
+from hasten.data.source import BatchSource
 from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import fused
 from hasten.optim.clock import StepClock
@@ -81,6 +84,8 @@ class Performance:
             return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
         if config.trust.numbers not in ("off", "report"):
             return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
+        if config.survive.lighthouse is not None:
+            return "replicas that may be lost exchange gradients on the host (survive)"
         if config.gradient_accumulation.num_steps > 1:
             return "gradients are accumulated over micro-steps, which the host counts"
         if config.dynamo.makes_cuda_graphs:
@@ -126,6 +131,8 @@ class Preparer:
         """Called with each model that is prepared."""
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
+        self.wrap_source: Callable[[BatchSource], BatchSource] | None = None
+        """Replaces the source of the first prepared loader, whose batches are then read when they are asked for."""
         self.performance = Performance(config, ctx, precision)
         self._rng_types = checked_rng_types(config.rng_types, ctx.device) if config.rng_types else frozenset[str]()
 
@@ -150,6 +157,9 @@ class Preparer:
         for item in bundle.items:
             if self.done.holds(item.value):
                 item.kind = "nothing"
+        if "bitsandbytes" in sys.modules:
+            for item in bundle.of("model"):
+                import_module("hasten.modules.quantized").restore_states_on_load(item.value)  # on first use
         bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
         models = [item.value for item in bundle.of("model")]
@@ -305,10 +315,12 @@ class Preparer:
 
     def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None) -> Loader:
         building = import_module("hasten.data.build")  # on first use
+        wrap = None if self.done.loaders else self.wrap_source
+        config = self._config.dataloader
         prepared: Loader = building.prepare_loader(
             loader,
             ctx=self._ctx,
-            config=self._config.dataloader,
+            config=config if wrap is None else replace(config, prefetch=0),
             clock=self._clock,
             device=self._ctx.device if place else None,
             seed=seed,
@@ -317,6 +329,8 @@ class Preparer:
             transfer=self._strategy.caps.transfer,
             already_sharded=already_sharded,
         )
+        if wrap is not None and isinstance(prepared, Loader):
+            prepared.parts = replace(prepared.parts, source=wrap(prepared.parts.source))
         self.done.loaders.append(prepared)
         self._compare_schedules(loader, prepared)
         return prepared

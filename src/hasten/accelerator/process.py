@@ -32,6 +32,8 @@ class Process:
         self.ctx = ctx or start_here(cpu)
         self._trigger = Flag(self.ctx.world)
         self._ordering: str | None = None
+        self.leads: Callable[[], bool] | None = None
+        """Returns whether this process is the main one of several worlds that run together; None for one world."""
 
     @property
     def num_processes(self) -> int:
@@ -56,12 +58,12 @@ class Process:
     @property
     def is_main_process(self) -> bool:
         """True if this is rank 0 of the world."""
-        return self.ctx.is_main
+        return self.ctx.is_main and (self.leads is None or self.leads())
 
     @property
     def is_local_main_process(self) -> bool:
         """True if this is rank 0 of its node."""
-        return self.ctx.is_local_main
+        return self.ctx.is_local_main and (self.leads is None or self.leads())
 
     @property
     def is_last_process(self) -> bool:

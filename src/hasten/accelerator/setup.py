@@ -53,6 +53,8 @@ from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
+    from hasten.progress.trainjob import TrainJobStatus
+    from hasten.state.epochs import EpochLoops
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
     from hasten.trust.divergence.divergence_check import DivergenceCheck
@@ -61,11 +63,20 @@ log = logging.getLogger(__name__)
 
 
 def open_run_log(
-    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, SettingEntry], strategy: Strategy
+    project: ProjectConfiguration,
+    ctx: ProcessContext,
+    entries: Mapping[SettingPath, SettingEntry],
+    strategy: Strategy,
+    wanted: bool,
+    counts: bool = False,
 ) -> RunLog | None:
-    """Return the log of this rank, or None without a local project folder or with `run_log` off."""
+    """Return the log of this rank, or None if it is not wanted, without a local project folder or with `run_log` off.
+
+    With `counts`, as metrics need it, the log of such a run counts times and writes nothing.
+    """
     folder = project.project_dir
-    if folder is None or not project.run_log or "://" in folder:
+    writes = wanted and folder is not None and project.run_log and "://" not in folder
+    if not writes and not counts:
         return None
 
     def facts() -> dict[str, Any]:  # Any: JSON values
@@ -90,7 +101,7 @@ def open_run_log(
     run_log = import_module("hasten.tracking.run_log")  # only a run with a folder has one
     gauge = import_module("hasten.progress.meter").MemoryGauge(ctx.device)  # the same
     made: RunLog = run_log.RunLog(
-        Path(folder) / run_log.FOLDER,
+        Path(folder) / run_log.FOLDER if folder is not None and writes else None,
         ctx.rank,
         facts,
         gauge.used_bytes,
@@ -106,25 +117,31 @@ class EventRecorder:
     Errors of the run log are logged, and never change the outcome of the block.
     """
 
-    def __init__(self, run_log: RunLog | None, kind: str) -> None:
+    def __init__(self, run_log: RunLog, kind: str, step: Callable[[], int] = lambda: 0) -> None:
+        """Create a recorder; `step` returns the number of updates of the state that was saved or loaded."""
         self._run_log = run_log
         self._kind = kind
+        self._step = step
         self._began = 0.0
         self.nothing_done = False
         """Set in the block to record no event, unless the block raises."""
 
     def __enter__(self) -> EventRecorder:
         self._began = time.perf_counter()
+        self._run_log.checkpoint_begins()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._run_log is None or (self.nothing_done and error is None):
+        self._run_log.checkpoint_done()
+        if self.nothing_done and error is None:
             return
         try:
             if error is None:
-                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4))
+                step = self._step()
+                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4), step=step)
+                self._run_log.reached(self._kind, step)
             else:
                 self._run_log.event(f"{self._kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
             self._run_log.flush()
@@ -173,7 +190,12 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
+    survives = config.survive.lighthouse is not None
+    if survives:
+        import_module("hasten.survive.build").check(config)  # only a run with such replicas needs it
     ctx = context or _context(config)
+    if survives:
+        import_module("hasten.survive.build").refuse_worlds(ctx, config.survive)  # the same
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
@@ -192,10 +214,11 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     numbers = _numbers(config, strategy, precision)
     # the caller that passes a context watches it
     own = context is None or resolved.source("trust.stall").kind == "code"
-    watch = _watch(config, ctx, clock) if own else None
+    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, first, serves_metrics(config))
+    watch = _watch(config, ctx, clock, run_log) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
-    run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         clock.listening().phases = run_log
@@ -227,7 +250,14 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[object], None] | None:
+def serves_metrics(config: Config) -> bool:
+    """Return whether metrics are served or posted."""
+    return config.metrics.port is not None or config.metrics.otlp_endpoint is not None
+
+
+def _watch(
+    config: Config, ctx: ProcessContext, clock: StepClock, run_log: RunLog | None
+) -> Callable[[object], None] | None:
     """Return the start of this rank's watchdog, or for a single process under `hasten launch` of a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
@@ -243,14 +273,43 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         found = steps()
         return {} if found is None or found.rates is None else found.rates()
 
+    noting = None if run_log is None else weakref.ref(run_log)
+
+    def noted(seconds: float, over: bool) -> None:
+        if noting is not None and (found := noting()) is not None:
+            found.stalled(seconds, over)
+
     stall = import_module("hasten.trust.stall.watchdog")  # a single process that was not launched needs none of it
     settings = stall.WatchSettings(
         after_s=config.trust.stall_after_s,
         then=config.trust.stall,
         timeout_s=_group(config).timeout_s,
         folder=reports_in(config, "stalls"),
+        noted=noted,
     )
     return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
+
+
+def trainjob_status(ctx: ProcessContext, clock: StepClock, loops: Callable[[], EpochLoops]) -> TrainJobStatus | None:
+    """Return the reporter of this run's progress to its TrainJob; None outside of one, and away from the main process."""
+    if ctx.rank != 0 or not env.trainjob(variables := env.snapshot()):
+        return None
+    trainjob = import_module("hasten.progress.trainjob")  # only a TrainJob needs it
+    endpoint = trainjob.StatusEndpoint.from_env(variables)
+    if endpoint is None:
+        return None
+    steps, epochs = weakref.ref(clock), weakref.ref(loops())  # the thread must not keep the Accelerator alive
+
+    def step() -> int | None:
+        found = steps()
+        return None if found is None else found.num_updates
+
+    def share() -> float | None:
+        found = epochs()
+        return None if found is None else found.share()
+
+    made: TrainJobStatus = trainjob.TrainJobStatus(endpoint, share, step)
+    return made
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -307,13 +366,14 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     asked = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
     rank = ctx.topology.rank
+    is_main = rank == 0 and config.survive.replica in (None, "0")
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
             registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it
-            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=rank == 0)
+            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
     return TrackerManager(
         trackers,
-        is_main=rank == 0,
+        is_main=is_main,
         rank=rank,
         directory=Path(folder) if folder else None,
         share=ctx.world.broadcast_object,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hasten.cli.flags import SettingsParser
 from hasten.config.source import SettingEntry
-from hasten.errors import HastenError
+from hasten.errors import ConfigError, HastenError
 
 DESCRIPTION: Final = (
     "Start a script on all devices of this machine, or of several machines. On several machines run the same command on each, with the "
@@ -56,6 +56,11 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
 def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
+    if given.auto and job.plan.launcher == "kubernetes":
+        raise ConfigError(
+            "--auto plans for the devices of this machine, which say nothing about those of the pods. Run it without --submit on a machine "
+            "with the pods' GPUs, and give the strategy that it prints."
+        )
     if given.auto:
         settings = [*given.settings, *_planned(job, words)]
         job = job_module.prepare(words, settings=settings, config_file=given.config_file, typed=typed)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from hasten.config.base import Section, setting, settings
 from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
-from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig
+from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig, SurviveSettings
 from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -12,6 +12,7 @@ from hasten.config.sections.loop import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     MasterWeights,
+    MetricsSettings,
     PerformanceSettings,
     PrecisionType,
     ProfileKwargs,
@@ -59,6 +60,7 @@ class Config(Section):
         None, "random generators synchronised over all processes at the start of each epoch"
     )
     trust: TrustSettings = setting(factory=TrustSettings, help="checks of the run")
+    survive: SurviveSettings = setting(factory=SurviveSettings, help="replicas that may be lost")
     launch: LaunchConfig = setting(factory=LaunchConfig, help="processes and machines", prefix="")
     process_group: InitProcessGroupKwargs = setting(factory=InitProcessGroupKwargs, help="communication")
     parallelism: ParallelismConfig = setting(factory=ParallelismConfig, help="the mesh", prefix="parallelism_config_")
@@ -76,4 +78,5 @@ class Config(Section):
     dataloader: DataLoaderConfiguration = setting(factory=DataLoaderConfiguration, help="data")
     project: ProjectConfiguration = setting(factory=ProjectConfiguration, help="project and checkpoints", prefix="")
     tracking: TrackingConfig = setting(factory=TrackingConfig, help="trackers", prefix="")
+    metrics: MetricsSettings = setting(factory=MetricsSettings, help="metrics for operations")
     profile: ProfileKwargs = setting(factory=ProfileKwargs, help="profiler")

@@ -1,10 +1,11 @@
 """Data loading: splitting samples over ranks, shuffling, prefetching, and resuming from a position.
 
 Start with `batch_plan.py` (the split, as pure functions) and `loader.py` (the prepared loader); `build.py` makes a prepared loader from the
-user's. `iterable.py` and `stream.py` read streams, `dispatch.py` reads on one rank for all. `build.py` (`_move`) chooses how batches reach the
+user's. `source.py` reads map-style data, `stream.py` and `stream_shard.py` streams, `dispatch.py` on one rank for all. `build.py` (`_move`) chooses how batches reach the
 device: `prefetch.py` (`Prefetch`), a plain copy with `prefetch=0`, or the strategy's transfer; the copy itself is `trees.to_device`.
-A resumed loader finds its next sample in `sampler.py` (`Assignment.lots`: this rank's next indices, from a position and the order of `order.py`),
-for streams in `iterable.py` (`_Cutter._seek`); `position.py` is the saved form. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
+A resumed loader finds its next sample in `sampler.py` (`Assignment.index_batches`: this rank's next indices, from a position and the order of `order.py`),
+for streams in `stream_shard.py` (`_Cutter._seek`); `position.py` is what is saved, with random states (`random_states.py`) and the state of the
+user's samplers and streams (`carried_state.py`). `rank_check.py` and `rank_differences.py` refuse ranks with different data. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
 """
 
 from __future__ import annotations

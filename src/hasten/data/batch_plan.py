@@ -174,7 +174,7 @@ class LoaderPlan:
         return self.global_batch if self.pad == "full" else None
 
     @property
-    def head(self) -> int:
+    def max_padding(self) -> int:
         """Maximum number of units from the start of an epoch that pad its end."""
         return self.whole or self.num_shards
 

@@ -14,19 +14,24 @@ from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
-from hasten.data.dispatch import DispatchReader, DispatchSource
-from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
-from hasten.data.iterable import Cutting, Sharing
-from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move, plain_move
-from hasten.data.memory import Memory
-from hasten.data.position import Position
+from hasten.data.carried_state import CarriedState
+from hasten.data.dispatch import (
+    BatchReader,
+    DispatchReader,
+    DispatchSource,
+    IndexedReader,
+    SliceFn,
+    StreamReader,
+)
+from hasten.data.foreign import ForeignSplit, has_fixed_shard_order, is_hub_stream, length_of, plainly
+from hasten.data.loader import Loader, LoaderParts, MakeMove, Move, plain_move
+from hasten.data.position import LoaderIteration, Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
-from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
 from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
-from hasten.data.sharded_order import check_split, refuse_settings
 from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of
 from hasten.data.stream import StreamSource
+from hasten.data.stream_shard import Cutting, Sharing
 from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.context import ProcessContext
@@ -67,36 +72,36 @@ def prepare_loader(
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
-    seats = ALONE if ctx.mesh == _ONE_RANK else _seats(ctx)
+    data_ranks = ALONE if ctx.mesh == _ONE_RANK else _data_ranks(ctx)
     given = config.already_sharded if already_sharded is None else already_sharded
-    agreed = _agreed(loader, ctx, config, seats, _seed(loader, config, seed), given)
+    agreed = _agreed(loader, ctx, config, data_ranks, _seed(loader, config, seed), given)
     make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(
-        _Request(reading, ctx, config, seats, slice_fn, _depth(device, config, transfer), device, transfer, agreed)
+        _Request(reading, ctx, config, data_ranks, slice_fn, _depth(device, config, transfer), device, transfer, agreed)
     )
     if pinned:
         shown["pin_memory"] = True
-    track = LoaderIteration(Position(seed=agreed.seed))
+    iteration = LoaderIteration(Position(seed=agreed.seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
-        shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
+        shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, iteration)
     parts = LoaderParts(
         source=source,
         clock=clock,
-        track=track,
+        iteration=iteration,
         move=_move(device, config, transfer),
-        shard=seats.shard,
+        shard=data_ranks.shard,
         total_batch_size=total,
         equalise=_equaliser(rng_types, loader, ctx) if rng_types and ctx.world.size > 1 else None,
         draws_as_torch=config.order == "torch",
     )
     if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
-        _warn_if_empty(source, seats.num_shards, total)
+        _warn_if_empty(source, data_ranks.num_shards, total)
     return Loader.made(loader, parts, **shown)
 
 
-def _seats(ctx: ProcessContext) -> DataRanks:
+def _data_ranks(ctx: ProcessContext) -> DataRanks:
     """Return the shards that this rank and the others read."""
     shards = tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size))
     return DataRanks(shards[ctx.rank], ctx.mesh.size(*BATCH), shards)
@@ -106,7 +111,7 @@ def _agreed(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
-    seats: DataRanks,
+    data_ranks: DataRanks,
     seed: int,
     given: bool | None,
 ) -> LoaderAgreement:
@@ -117,10 +122,35 @@ def _agreed(
         agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
     if agreed.sharded or given:
         batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
-        refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
+        _refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
     if agreed.split is not None:
-        check_split(agreed.split, seats.shard, seats.num_shards, ctx.world.size, ctx.rank)
+        _check_split(agreed.split, data_ranks.shard, data_ranks.num_shards, ctx.world.size, ctx.rank)
     return agreed
+
+
+def _check_split(split: ForeignSplit, shard: int, num_shards: int, world_size: int, rank: int) -> None:
+    """Raise unless a dataset splits itself as the mesh does."""
+    by_rank = (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
+    if by_rank != (num_shards, shard):
+        raise DataError(
+            f"the dataset is split by {split.by} into {by_rank[0]} parts, of which this is part {by_rank[1]}, and this process "
+            f"reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Split it into "
+            f"{num_shards} parts by the data-parallel index, or remove the split: prepare() shards the loader."
+        )
+
+
+def _refuse_settings(dispatch: bool, split: bool, batched: bool) -> None:
+    """Raise ConfigError for settings that are incompatible with a loader that is sharded already."""
+    if dispatch:
+        raise ConfigError(
+            "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
+            "never be read. Remove one of the two."
+        )
+    if split and not batched:
+        raise ConfigError(
+            "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
+            "batches. Set split_batches=False, or give the loader a batch_size."
+        )
 
 
 def _warn_if_empty(source: BatchSource, num_shards: int, total: int | None) -> None:
@@ -162,7 +192,7 @@ class _Request:
     loader: DataLoader[Any]
     ctx: ProcessContext
     config: DataLoaderConfiguration
-    seats: DataRanks
+    data_ranks: DataRanks
     slice_fn: SliceFn | None
     depth: int
     """Number of batches read ahead of the one in use."""
@@ -173,7 +203,7 @@ class _Request:
     @property
     def sharded(self) -> bool:
         """True if the loader holds this rank's shard of the data already."""
-        return self.agreed is not None and self.agreed.sharded and self.seats.num_shards > 1
+        return self.agreed is not None and self.agreed.sharded and self.data_ranks.num_shards > 1
 
     @property
     def checks(self) -> bool:
@@ -186,20 +216,20 @@ Made = tuple[BatchSource, int | None, dict[str, Any]]
 
 
 def _indexed_parts(request: _Request) -> Made:
-    loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
-    whole = assignment_of(loader, ctx, config, seats, request.sharded, request.checks)
+    loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
+    whole = assignment_of(loader, ctx, config, data_ranks, request.sharded, request.checks)
     fixed = whole.form == "rows"
     shown: dict[str, Any] = {} if whole.form == "items" else {"batch_sampler": whole}
     if loader.batch_size is not None:
         shown["batch_size"] = whole.plan.rows
     total = whole.plan.global_batch * whole.stride if fixed else None
     if not config.dispatch_batches:
-        if whole.form == "items" and config.split_batches and seats.num_shards > 1:
+        if whole.form == "items" and config.split_batches and data_ranks.num_shards > 1:
             raise ConfigError(
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
             )
-        shard = seats.shard if request.sharded else None
+        shard = data_ranks.shard if request.sharded else None
         return (
             IndexedSource(
                 loader,
@@ -212,15 +242,15 @@ def _indexed_parts(request: _Request) -> Made:
             shown,
         )
     if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, whole, ctx.topology.rank, seats.num_shards, ahead="always")
-        return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
+        inner = IndexedSource(loader, whole, ctx.topology.rank, data_ranks.num_shards, ahead="always")
+        return _dispatched(inner, IndexedReader(), ctx, data_ranks), total, shown
     inner = IndexedSource(loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always")
     reader = _batch_reader(request)
-    return _dispatched(inner, reader, ctx, seats), total, shown
+    return _dispatched(inner, reader, ctx, data_ranks), total, shown
 
 
 def _stream_parts(request: _Request) -> Made:
-    loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
+    loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
     if not request.sharded or (request.agreed is not None and request.agreed.split is not None):
         _draw_alike(loader.dataset, ctx)
     cutting, total = _cutting(request)
@@ -233,13 +263,13 @@ def _stream_parts(request: _Request) -> Made:
         else:
             cutting = replace(cutting, every=True)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
-        return _dispatched(inner, reader, ctx, seats), total, shown
+        return _dispatched(inner, reader, ctx, data_ranks), total, shown
     sharing: Sharing = "given"
     dataset: Any = loader.dataset  # Any: the user's dataset
     if not request.sharded:
-        sharing, dataset = _share_stream(loader.dataset, seats)
+        sharing, dataset = _share_stream(loader.dataset, data_ranks)
     if config.split_batches and not cutting.batched:  # every rank reads each batch and selects its rows
-        cutting = replace(cutting, num_shards=1, shard=0, split=(seats.num_shards, seats.shard))
+        cutting = replace(cutting, num_shards=1, shard=0, split=(data_ranks.num_shards, data_ranks.shard))
         dataset = loader.dataset
     else:
         cutting = replace(cutting, sharing=sharing)
@@ -248,15 +278,15 @@ def _stream_parts(request: _Request) -> Made:
 
 def _cutting(request: _Request) -> tuple[Cutting, int | None]:
     """Return the cutting of this rank's blocks of a stream, and the number of samples in a global step if fixed."""
-    loader, config, seats = request.loader, request.config, request.seats
+    loader, config, data_ranks = request.loader, request.config, request.data_ranks
     drop_last, even = bool(loader.drop_last), config.even_batches
     if loader.batch_size is None:
         refuse_full_padding(config, "batch_size=None: the stream's elements are whole batches")
-        return Cutting(seats.num_shards, seats.shard, 1, False, drop_last, even), None
+        return Cutting(data_ranks.num_shards, data_ranks.shard, 1, False, drop_last, even), None
     plan = plan_rows(
         batch_size=loader.batch_size,
-        num_shards=seats.num_shards,
-        shard=seats.shard,
+        num_shards=data_ranks.num_shards,
+        shard=data_ranks.shard,
         split=config.split_batches,
         dispatch=bool(config.dispatch_batches),
         drop_last=drop_last,
@@ -264,35 +294,39 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
         pad=config.pad,
     )
     total = plan.global_batch
-    return Cutting(seats.num_shards, seats.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total), total
+    return Cutting(
+        data_ranks.num_shards, data_ranks.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total
+    ), total
 
 
-def _share_stream(dataset: Any, seats: DataRanks) -> tuple[Sharing, Any]:  # Any: the user's dataset
+def _share_stream(dataset: Any, data_ranks: DataRanks) -> tuple[Sharing, Any]:  # Any: the user's dataset
     """Return the way in which this rank gets its share of a stream, and the stream to read."""
-    if seats.num_shards == 1:
+    if data_ranks.num_shards == 1:
         return "strided", dataset
     if is_hub_stream(dataset):
-        if dataset.num_shards >= seats.num_shards:
-            return "own", dataset.shard(num_shards=seats.num_shards, index=seats.shard)
+        if dataset.num_shards >= data_ranks.num_shards:
+            return "own", dataset.shard(num_shards=data_ranks.num_shards, index=data_ranks.shard)
         log.info(
             "the dataset has %d shard(s) for %d data-parallel processes, so each reads all of it and keeps its part; "
             "%d or more shards would let each read only its own",
             dataset.num_shards,
-            seats.num_shards,
-            seats.num_shards,
+            data_ranks.num_shards,
+            data_ranks.num_shards,
         )
         return "strided", dataset
     return ("asked" if callable(getattr(dataset, "shard", None)) else "strided"), dataset
 
 
-def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, seats: DataRanks) -> BatchSource:
-    return DispatchSource(inner, reader, ctx.world, seats)
+def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, data_ranks: DataRanks) -> BatchSource:
+    return DispatchSource(inner, reader, ctx.world, data_ranks)
 
 
 def _batch_reader(request: _Request) -> BatchReader:
     loader, config = request.loader, request.config
     drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-    return BatchReader(request.seats.num_shards, config.split_batches, config.even_batches, drop_last, request.slice_fn)
+    return BatchReader(
+        request.data_ranks.num_shards, config.split_batches, config.even_batches, drop_last, request.slice_fn
+    )
 
 
 def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's dataset
@@ -302,15 +336,15 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
     """
     if ctx.world.size == 1:
         return
-    memory = Memory(dataset, attributes=False)
-    mine = memory.capture()
+    carried = CarriedState(dataset, attributes=False)
+    mine = carried.capture()
     everyone = ctx.world.all_gather_object(mine)
     if has_fixed_shard_order(dataset) and any(other != mine for other in everyone):
         raise DataError(
             f"the stream's {dataset.num_shards} shards are shuffled without a seed, so every rank has them in another "
             f"order and samples would be lost or read twice. Give shuffle() a seed."
         )
-    memory.restore(everyone[0])
+    carried.restore(everyone[0])
 
 
 def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:

@@ -1,8 +1,11 @@
-"""Dispatching source: one rank reads, and every rank receives its share of each step."""
+"""Dispatching source: one rank reads and forms each step, and every rank receives its share of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -12,9 +15,12 @@ from torch import Tensor
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.comm.session import Session
-from hasten.data.batch_plan import DataRanks
+from hasten.data.batch_plan import DataRanks, Padding, cut
 from hasten.data.position import Position
-from hasten.data.source import BatchSource, Item, OuterSource
+from hasten.data.prefetch import with_next
+from hasten.data.sampler import IndexBatch
+from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource, own_copy
+from hasten.data.stream_shard import split_batch
 from hasten.errors import PeerFailedError
 
 # Any in this file: batches are the user's nested values.
@@ -115,8 +121,8 @@ class PackedBatch:
 
     def write(self, buffer: Tensor, need: int) -> None:
         length = len(self.skeleton)
-        head = buffer[:_HEADER].view(torch.int64)
-        head[0], head[1] = need, length
+        header = buffer[:_HEADER].view(torch.int64)
+        header[0], header[1] = need, length
         buffer[_HEADER : _HEADER + length] = torch.frombuffer(bytearray(self.skeleton), dtype=torch.uint8)
         body = _HEADER + _aligned(length)
         for hole, x in self.tensors:
@@ -179,47 +185,47 @@ class _RankMessage(NamedTuple):
 class DispatchSource(OuterSource):
     """Source in which one rank reads; the others receive their share of each step in one scatter."""
 
-    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, seats: DataRanks) -> None:
+    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, data_ranks: DataRanks) -> None:
         super().__init__(inner)
         self._reader = reader
         self._comm = comm
-        self._seats = seats
+        self._data_ranks = data_ranks
 
     def steps(self) -> int | None:
         return self._reader.steps(self._inner)
 
     def open(self, at: Position) -> Iterator[Item]:
         wire = BatchWire(self._comm)
-        return self._give(wire, at) if self._comm.rank == 0 else self._take(wire)
+        return self._send(wire, at) if self._comm.rank == 0 else self._receive(wire)
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:  # Any: a mark of the inner source
-        return self._inner.reached(start, steps * self._reader.per_round, mark)
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:  # Any: of the inner source
+        return self._inner.reached(start, steps * self._reader.per_round, source_state)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self._inner.skipped(start, num_batches * self._reader.per_round)
 
     def copied(self, even: bool | None = None) -> DispatchSource:
-        return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._seats)
+        return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._data_ranks)
 
-    def _give(self, wire: BatchWire, at: Position) -> Iterator[Item]:
+    def _send(self, wire: BatchWire, at: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, at)
-        seats = self._seats
+        data_ranks = self._data_ranks
         more = True
         while more:
             try:
-                step = next(rounds, None) or Round([None] * seats.num_shards, False)
-                parcels = wire.pack([_RankMessage(item, step.more) for item in step.items])
+                step = next(rounds, None) or Round([None] * data_ranks.num_shards, False)
+                messages = wire.pack([_RankMessage(item, step.more) for item in step.items])
             except Exception as error:  # the waiting ranks must learn of any error of the user's dataset
                 failed = wire.pack([_RankMessage(None, False, f"{type(error).__name__}: {error}")])
-                wire.send(failed * seats.num_shards, seats.shard_of)
+                wire.send(failed * data_ranks.num_shards, data_ranks.shard_of)
                 raise
-            wire.send(parcels, seats.shard_of)
+            wire.send(messages, data_ranks.shard_of)
             more = step.more
-            mine = step.items[seats.shard]
+            mine = step.items[data_ranks.shard]
             if mine is not None:
                 yield mine
 
-    def _take(self, wire: BatchWire) -> Iterator[Item]:
+    def _receive(self, wire: BatchWire) -> Iterator[Item]:
         more = True
         while more:
             item, more, error = wire.receive()
@@ -230,3 +236,133 @@ class DispatchSource(OuterSource):
                 )
             if item is not None:
                 yield item
+
+
+# -- readers: they form each step, from indices cut beforehand or from whole batches -------------------------------------
+SliceFn = Callable[..., Any]
+"""`slice_fn(batch, slice, process_index, num_processes)` returns that process's rows of a global batch."""
+
+
+class IndexedReader:
+    """Reader of map-style data: the indices are cut for every rank first, so each share is collated separately."""
+
+    per_round = 1
+
+    def evened(self, even: bool | None) -> IndexedReader:
+        return self
+
+    def steps(self, source: BatchSource) -> int | None:
+        return source.steps()
+
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
+        assert isinstance(source, IndexedSource), "indices are cut for indexed data only"
+        index_batches = with_next(source.assignment.rounds(at))
+        plans: deque[tuple[list[IndexBatch | None], bool]] = deque()
+
+        def flat() -> Iterator[IndexBatch]:
+            for step, following in index_batches:
+                plans.append((step, following is not None))
+                yield from (index_batch for index_batch in step if index_batch is not None)
+
+        items = source.read(flat(), at)
+        for first in items:
+            step, more = plans.popleft()
+            rest = islice(items, sum(index_batch is not None for index_batch in step) - 1)
+            read = chain([first], rest)
+            yield Round([None if index_batch is None else next(read) for index_batch in step], more)
+
+
+class StreamReader:
+    """Reader of streams: the elements of a round are cut for every rank before they are collated."""
+
+    per_round = 1
+
+    def evened(self, even: bool | None) -> StreamReader:
+        return self
+
+    def steps(self, source: BatchSource) -> int | None:
+        return source.steps()
+
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
+        for (parts, _, _, state), following in with_next(source.open(at)):
+            left = [None] * len(parts) if following is None else following[0]
+            items = [
+                None if part is None else (*part, later is None, state) for part, later in zip(parts, left, strict=True)
+            ]
+            yield Round(items, following is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReader:
+    """Reader of whole batches for every rank: one batch per rank, or each batch split by rows."""
+
+    num_shards: int
+    split: bool
+    even: bool
+    drop_last: bool
+    slice_fn: SliceFn | None = None
+
+    def evened(self, even: bool | None) -> BatchReader:
+        return self if even is None else replace(self, even=even)
+
+    @property
+    def per_round(self) -> int:
+        return 1 if self.split else self.num_shards
+
+    def steps(self, source: BatchSource) -> int | None:
+        batches = source.steps()
+        if batches is None:
+            return None
+        full, tail = divmod(batches, self.per_round)
+        return full + int(tail > 0 and not self.drop_last)
+
+    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
+        pads = self.even and self.num_shards > 1 and not (self.split and self.slice_fn is None)
+        first: Any = source.first(at) if pads and at.consumed else None
+        items = source.open(at)
+        for group, following in with_next(self._groups(items)):
+            if first is None:
+                first = trees.map_leaves(own_copy, group[0][0])
+            parts = self._parts(group, first)
+            num_next = self.num_shards if following and (self.even or self.split) else len(following or ())
+            state = group[-1][3]
+            items_of_ranks: list[Item | None] = [(*part, shard >= num_next, state) for shard, part in enumerate(parts)]
+            yield Round(items_of_ranks + [None] * (self.num_shards - len(items_of_ranks)), following is not None)
+
+    def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
+        """Return batch and padding for each rank that has a share of the step."""
+        if self.slice_fn is not None:
+            return self._sliced(group, first)
+        if self.split:
+            shards = range(self.num_shards)
+            batch, padding = group[0][:2]
+            return [split_batch(batch, self.num_shards, shard, self.even, padding) for shard in shards]
+        parts: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
+        if self.even:
+            parts += [(first, Padding(0, None))] * (self.num_shards - len(parts))
+        return parts
+
+    def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
+        while group := list(islice(items, self.per_round)):
+            if len(group) == self.per_round or not self.drop_last:
+                yield group
+
+    def _sliced(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
+        assert self.slice_fn is not None, "only called with a slice function"
+        whole = trees.concat([item[0] for item in group])
+        size = trees.batch_size(whole) or 0
+        shares = [cut(size, self.num_shards, shard, self.even) for shard in range(self.num_shards)]
+        missing = shares[-1].first + shares[-1].rows - size
+        have = trees.batch_size(first) or 1
+        while missing > 0:  # the epoch's first batch may have fewer rows
+            whole = trees.concat([whole, trees.slice_rows(first, slice(0, min(missing, have)))])
+            missing -= have
+        padded = sum(item[1].rows - item[1].real for item in group if item[1] is not None and item[1].rows is not None)
+        reals = [min(share.real, max(size - padded - share.first, 0)) for share in shares]
+        return [
+            (
+                self.slice_fn(whole, slice(share.first, share.first + share.rows), shard, self.num_shards),
+                None if real == share.rows else Padding(real, share.rows),
+            )
+            for shard, (share, real) in enumerate(zip(shares, reals, strict=True))
+        ]

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from operator import is_
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hasten.data.batch_plan import derive_seed
-from hasten.data.position import Position, decode, encode
+from hasten.data.position import BatchRange, LoaderIteration, Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
 from hasten.errors import ConfigError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
@@ -24,9 +24,6 @@ from hasten.optim.clock import LoaderCursor, StepClock
 Move = Callable[[Iterator[Item]], Iterator[Item]]
 MakeMove = Callable[[int, Collection[str]], Move]
 """Makes a move that works so many batches ahead and does not move values under these keys."""
-
-Extent = tuple[int, int, int]
-"""A global batch: its epoch, and its first position and end there, in units of the order (streams: in batches)."""
 
 _FIXED: Final = frozenset({"num_workers", "persistent_workers", "in_order"})
 _FORWARDED: Final = frozenset(
@@ -43,58 +40,13 @@ _FORWARDED: Final = frozenset(
 )
 
 
-@dataclass(slots=True)
-class LoaderIteration:
-    """A loader's position, shared by its skipping copies."""
-
-    start: Position
-    steps: int = 0
-    """Number of batches returned to the user since `start`."""
-    mark: Any = None
-    fresh: bool = True
-    """True if the next iteration starts at `start`; False once an iteration has started there."""
-    begun: int = 0
-    """Number of batches of the epoch before `start`."""
-    left_out: set[Extent] = field(default_factory=set)
-    """Batches that are read and not returned."""
-    lasting: bool | None = None
-    """True if persistent workers ran when a loaded position was saved; None unless the next iteration starts at one."""
-
-    def upcoming(self) -> Position:
-        """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
-        return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
-
-    def enter(self, at: Position, begun: int = 0) -> None:
-        self.start, self.steps, self.mark, self.fresh, self.begun = at, 0, None, False, begun
-        self.lasting = None
-
-    def place(self, at: Position, begun: int = 0) -> None:
-        """Make the next iteration start at `at`."""
-        self.enter(at, begun)
-        self.fresh = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
-        if not (self.fresh and self.start.epoch == epoch):
-            self.place(self.start.begin(epoch))
-
-
-class LoaderPlace(NamedTuple):
-    """A batch of one pass: the start of the pass, and the number of batches returned so far, this one included."""
-
-    start: Position
-    steps: int
-    begun: int = 0
-    """Number of batches of the epoch before the pass."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoaderParts:
     """Components of a prepared loader."""
 
     source: BatchSource
     clock: StepClock
-    track: LoaderIteration
+    iteration: LoaderIteration
     move: Move | None
     """Moves batches to the device; None when they are not moved."""
     shard: int
@@ -145,7 +97,7 @@ class Loader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """The current epoch, or the one that starts next."""
-        return self.parts.track.start.epoch
+        return self.parts.iteration.start.epoch
 
     @property
     def total_batch_size(self) -> int | None:
@@ -159,29 +111,28 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
         if not self.parts.cursor.num_again:
-            self.parts.clock.cursors.opening(self.parts.cursor)
-        return (
-            self._hand_out()
-        )  # takes its epoch with the first batch: progress bars make iterators that they never use
+            self.parts.clock.loaders.opening(self.parts.cursor)
+        # takes its epoch with the first batch: progress bars make iterators that they never use
+        return self._hand_out()
 
     def _begin(self, skip: int, opened: bool = False) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
         parts = self.parts
-        at, begun = parts.track.upcoming(), parts.track.begun if parts.track.fresh else 0
+        at = parts.iteration.upcoming()
         if skip:
-            at, begun = parts.source.skipped(replace(at, consumed=0), skip), skip
+            at = replace(parts.source.skipped(replace(at, consumed=0), skip), batches=skip)
         if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has saved states
             parts.equalise()
         self._set_seeds(at)
-        at = parts.source.begin(at)
-        parts.track.enter(at, begun)
+        at = parts.source.begin(at if at.workers_ran is None else replace(at, workers_ran=None))
+        parts.iteration.enter(at)
         items = parts.source.open(at)
         cursor = parts.cursor
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
         alike = (parts.source.size(), at.consumed, parts.total_batch_size, parts.source.steps())
         cursor.pads_like = None if None in alike else alike
         if not opened:
-            parts.clock.cursors.opening(cursor)
+            parts.clock.loaders.opening(cursor)
         return items if parts.move is None else parts.move(items), at
 
     def _hand_out(self) -> Iterator[Any]:
@@ -191,47 +142,49 @@ class Loader(DataLoader[Any]):
             cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
             return
         items, here = self._begin(self.parts.skip, opened=bool(cursor.opened))
-        cursors, until = self.parts.clock.cursors, here.epoch
+        active, until = self.parts.clock.loaders, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:
-                times = cursors.times_back
-                yield from self._pass(items, here, times)
-                if cursors.times_back == times and here.epoch >= until:
+                num_rollbacks = active.num_rollbacks
+                yield from self._pass(items, here, num_rollbacks)
+                if active.num_rollbacks == num_rollbacks and here.epoch >= until:
                     return
                 if callable(close := getattr(items, "close", None)):
                     close()
-                items, here = self._begin(0 if self.parts.track.upcoming().consumed else self.parts.skip)
+                items, here = self._begin(0 if self.parts.iteration.upcoming().consumed else self.parts.skip)
 
-    def _pass(self, items: Iterator[Item], here: Position, times: int) -> Iterator[Any]:
+    def _pass(self, items: Iterator[Item], here: Position, num_rollbacks: int) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
-        cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
-        cursors, listener, size = clock.cursors, clock.listener, self.parts.total_batch_size or 0
-        marks = None if listener is None else listener.phases
-        if marks is not None:
-            marks.asked()
-        for batch, padding, last, mark in items:
-            if track.start is here:  # not superseded by a later pass
-                track.steps += 1
-                track.mark = mark
-                if track.left_out and self._is_left_out():
+        cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
+        active, listener, size = clock.loaders, clock.listener, self.parts.total_batch_size or 0
+        phases = None if listener is None else listener.phases
+        passes = 0
+        if phases is not None:
+            phases.asked()
+        for batch, padding, last, source_state in items:
+            if iteration.start is here:  # not superseded by a later pass
+                iteration.steps += 1
+                iteration.source_state = source_state
+                if iteration.left_out and self._is_left_out():
                     continue
-            cursors.moving(cursor)
+            active.moving(cursor)
             cursor.batch += 1
             cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
             cursor.at_end, cursor.given = last, batch
-            if marks is not None:
-                marks.got(size)
+            if phases is not None:
+                phases.got(size)
+                passes = clock.num_passes
             yield batch
-            if cursors.go_back is not None:
-                cursors.go_back(cursor)
-            if cursors.times_back != times:
+            if active.roll_back is not None:
+                active.roll_back(cursor)
+            if active.num_rollbacks != num_rollbacks:
                 return
-            if cursors.before_next is not None:
-                cursors.before_next(cursor)
-            if marks is not None:
-                marks.asked()
-        if track.start is here:
-            track.place(here.begin(here.epoch + 1))
+            if active.before_next is not None:
+                active.before_next(cursor)
+            if phases is not None:
+                phases.asked(clock.num_passes == passes)
+        if iteration.start is here:
+            iteration.place(here.begin(here.epoch + 1))
 
     def _set_seeds(self, at: Position) -> None:
         parts = self.parts
@@ -257,8 +210,8 @@ class Loader(DataLoader[Any]):
 
     def _has_workers(self) -> bool:
         """Return True if persistent workers run, or ran when the loaded position was saved."""
-        lasting = self.parts.track.lasting
-        return self.parts.source.engine.__dict__["_iterator"] is not None if lasting is None else lasting
+        ran = self.parts.iteration.start.workers_ran
+        return self.parts.source.engine.__dict__["_iterator"] is not None if ran is None else ran
 
     def _remembered(self, at: Position) -> Position:
         """Return `at`, before the first batch, with the state that the next iteration would start from."""
@@ -272,41 +225,41 @@ class Loader(DataLoader[Any]):
         finally:
             generator.set_state(state)
 
-    def place(self) -> LoaderPlace:
-        """Return the place of the batch in use."""
-        track = self.parts.track
-        return LoaderPlace(track.start, track.steps, track.begun)
+    def current(self) -> tuple[Position, int]:
+        """Return the start of the pass, and the number of batches since then: the latest is the one in use."""
+        iteration = self.parts.iteration
+        return iteration.start, iteration.steps
 
-    def extent(self, place: LoaderPlace | None = None) -> Extent:
-        """Return the global batch that contains the batch at `place`, or the one in use."""
-        start, steps, begun = place or self.place()
+    def batch_range(self, start: Position, steps: int) -> BatchRange:
+        """Return the global batch that contains this rank's batch number `steps` since `start`."""
         if self.parts.source.unit == "stream":
-            return (start.epoch, begun + steps - 1, begun + steps)
+            return (start.epoch, start.batches + steps - 1, start.batches + steps)
         first, end = (self.parts.source.skipped(start, number).consumed for number in (steps - 1, steps))
         return (start.epoch, first, end)
 
-    def number(self, place: LoaderPlace | None = None) -> int | None:
+    def number(self, start: Position, steps: int) -> int | None:
         """Return the number of that batch in its epoch, from 1; None if unknown, as after a resume with other ranks."""
         total = self.parts.total_batch_size
         if total is None or self.parts.source.unit != "samples":
             return None
-        number, rest = divmod(self.extent(place)[1], total)
+        number, rest = divmod(self.batch_range(start, steps)[1], total)
         return None if rest else number + 1
 
-    def leave_out(self, batches: Iterable[Extent]) -> None:
+    def leave_out(self, batches: Iterable[BatchRange]) -> None:
         """Skip these global batches from now on, also after a resume. Ranks: every rank, with equal arguments."""
-        self.parts.track.left_out.update(batches)
+        self.parts.iteration.left_out.update(batches)
 
     def _is_left_out(self) -> bool:
-        epoch, first, end = self.extent()
-        return any(one[0] == epoch and one[1] < end and first < one[2] for one in self.parts.track.left_out)
+        epoch, first, end = self.batch_range(*self.current())
+        return any(one[0] == epoch and one[1] < end and first < one[2] for one in self.parts.iteration.left_out)
 
-    def samples(self, place: LoaderPlace | None = None) -> list[int] | None:
-        """Return the dataset indices of a batch of this rank: of the one in use, or of the one at `place`.
+    def samples(self, start: Position | None = None, steps: int = 0) -> list[int] | None:
+        """Return the dataset indices of a batch of this rank: of the one in use, or of batch number `steps` since `start`.
 
         None when they cannot be computed: for a stream, or a custom sampler. Padding is excluded.
         """
-        start, steps, _ = place or self.place()
+        if start is None:
+            start, steps = self.current()
         assignment = getattr(self.parts.source, "assignment", None)
         return None if assignment is None or steps == 0 else assignment.batch_of(start, steps - 1)
 
@@ -319,31 +272,32 @@ class Loader(DataLoader[Any]):
 
     def is_running(self) -> bool:
         """Return True if a pass over this loader runs."""
-        return any(map(partial(is_, self.parts.cursor), self.parts.clock.cursors.watched))
+        return any(map(partial(is_, self.parts.cursor), self.parts.clock.loaders.watched))
 
     def is_midway(self) -> bool:
         """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
-        track = self.parts.track
-        return track.start.consumed > 0 if track.fresh else self.parts.cursor.left or self.is_running()
+        iteration = self.parts.iteration
+        return iteration.start.consumed > 0 if iteration.fresh else self.parts.cursor.left or self.is_running()
 
     def end_pass(self) -> None:
         """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
-        track, cursor = self.parts.track, self.parts.cursor
+        iteration, cursor = self.parts.iteration, self.parts.cursor
         cursor.num_ended = cursor.num_again = 0
-        if not track.fresh and not self.is_running():
-            track.place(track.upcoming())
+        if not iteration.fresh and not self.is_running():
+            iteration.place(iteration.upcoming())
 
     @property
     def num_done(self) -> int:
         """Number of batches of the epoch before the first batch of the next pass on this rank."""
-        source, track = self.parts.source, self.parts.track
+        source, iteration = self.parts.source, self.parts.iteration
         if self.parts.cursor.num_again:
             return len(self)
-        if not track.fresh or not track.start.consumed or self.parts.skip:  # skipping counts from the first batch
+        skips = self.parts.skip > 0  # counts from the epoch's first batch
+        if not iteration.fresh or not iteration.start.consumed or skips:
             return 0
-        at, steps, size = track.start, source.steps(), source.size()
+        at, steps, size = iteration.start, source.steps(), source.size()
         if source.unit == "stream" or steps is None or size is None:
-            return track.begun
+            return at.batches
         first, every = replace(at, consumed=0), range(steps + 1)
         done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
         left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
@@ -351,25 +305,26 @@ class Loader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
-        self.parts.track.set_epoch(epoch)
+        self.parts.iteration.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop on this rank as JSON values, sufficient for an exact resume."""
         parts = self.parts
-        track = parts.track
+        iteration = parts.iteration
         source = parts.source
-        if parts.cursor.cut and not track.fresh:  # the loop that read it is over, so its pass is too
-            track.place(track.upcoming())
-        at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
+        if parts.cursor.cut and not iteration.fresh:  # the loop that read it is over, so its pass is too
+            iteration.place(iteration.upcoming())
+        if iteration.steps:
+            at = source.reached(iteration.start, iteration.steps, iteration.source_state)
+        else:
+            at = self._remembered(iteration.start)
+        ran = self._has_workers() if self.persistent_workers and not at.consumed else None
+        at = replace(at, batches=iteration.start.batches + iteration.steps, workers_ran=ran)
         state = encode(at, source.unit, source.size())
         if (reading := getattr(source, "reading", None)) is not None:
             state["reading"] = dict(reading)
-        if self.persistent_workers and not at.consumed:
-            state["lasting"] = self._has_workers()
-        if source.unit == "stream" and at.consumed:
-            state["batches"] = track.begun + track.steps
-        if track.left_out:
-            state["left_out"] = sorted(map(list, track.left_out))
+        if iteration.left_out:
+            state["left_out"] = sorted(map(list, iteration.left_out))
         return state
 
     def saved_state(self) -> dict[str, Any]:
@@ -382,9 +337,8 @@ class Loader(DataLoader[Any]):
         Raises: DataError when the state belongs to other data.
         """
         parts = self.parts
-        parts.track.place(decode(state, parts.source.unit, parts.source.size()), state.get("batches", 0))
-        parts.track.lasting = state.get("lasting")
-        parts.track.left_out = set(map(tuple, state.get("left_out", ())))
+        parts.iteration.place(decode(state, parts.source.unit, parts.source.size()))
+        parts.iteration.left_out = set(map(tuple, state.get("left_out", ())))
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
@@ -415,8 +369,8 @@ def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
     """Return a move that transfers one batch at a time, when it is requested."""
 
     def move(items: Iterable[Item]) -> Iterator[Item]:
-        for batch, padding, last, mark in items:
-            yield put(batch), padding, last, mark
+        for batch, padding, last, source_state in items:
+            yield put(batch), padding, last, source_state
 
     return move
 
@@ -481,7 +435,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")
     if isinstance(dataloader, Loader):
         return dataloader.skipping(num_batches)
-    if dataloader._dataset_kind:  # torch's mark of a stream: its samplers carry no indices
+    if dataloader._dataset_kind:  # torch's number for a stream, whose samplers carry no indices
         stream = SkippingLoader.__new__(SkippingLoader)
         stream.__dict__.update(dataloader.__dict__, _iterator=None, skip_batches=num_batches)
         return stream

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,97 +22,16 @@ from torch.utils.data import (
 
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Indices, Shuffle, derive_seed
+from hasten.data.carried_state import CarriedState, decode_value, encode_value
 from hasten.data.foreign import length_of, plainly
-from hasten.data.memory import Memory, decode_value, encode_value
-from hasten.data.position import Position, Witness
-from hasten.data.rank_differences import different_data
-from hasten.data.workers import OwnRng, RandomStates, States, decode_states, encode_states
+from hasten.data.position import Part, Position, Witness
+from hasten.data.random_states import OwnRng, RandomStates, States, decode_states, encode_states
+from hasten.data.rank_differences import NUM_UNITS, DrawTrial, plain_unit
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: samplers and units are objects of the user.
-NUM_UNITS: Final = 64
-_MOST_UNITS: Final = 1_000_000
-_SKETCH: Final = 4096
-
-
-def plain_unit(unit: Any) -> Any:
-    """Return a unit as numbers and texts. Raises: TypeError for other types."""
-    if isinstance(unit, str):
-        return str(unit)
-    if isinstance(unit, list | tuple):
-        return [plain_unit(part) for part in unit]
-    return operator.index(unit)
-
-
-class DrawTrial:
-    """Trial draw from this rank's sampler under the first rank's random states; the sampler's state is restored."""
-
-    def __init__(
-        self, sampler: Any, epoch: int, seed: int, start: dict[str, Any], keep: Callable[[], Callable[[], None]]
-    ) -> None:
-        self._sampler = sampler
-        self._epoch = epoch
-        self._seed = seed
-        self._generators = start["generators"]
-        self._states: States | None = None if start["process"] is None else decode_states(start["process"])
-        self._keep = keep
-        self._process = RandomStates()
-
-    def units(self, most: int) -> list[Any] | None:
-        """Return the first units; None if they cannot be drawn or compared."""
-        put_back = self._keep()
-        rng = OwnRng(self._seed, self._process)
-        rng.place(self._states)
-        try:
-            with self._process.kept(), rng.entered():
-                Memory(self._sampler, attributes=False).restore(self._generators)
-                if hasattr(self._sampler, "set_epoch"):
-                    self._sampler.set_epoch(self._epoch)
-                return [plain_unit(unit) for unit in islice(iter(self._sampler), most)]
-        except Exception:  # the user's sampler: the training loop raises its error when it draws
-            return None
-        finally:
-            put_back()
-
-    def compare(self, gathered: list[list[Any] | None], comm: Comm) -> None:
-        """Raise on every rank when the samplers of ranks yield different indices; `gathered` holds the first ones of each.
-
-        Ranks: every rank.
-        """
-        if any(one is None or one != gathered[0] for one in gathered) and all(one is not None for one in gathered):
-            once, again = self.units(_MOST_UNITS), self.units(_MOST_UNITS)
-            steady = once is not None and again is not None and _sketch(once) == _sketch(again)
-            sketches = comm.all_gather_object(_sketch(once) if steady and once is not None else None)
-            if _are_different([None if one is None else (set(one[0]), one[1]) for one in sketches]):
-                raise different_data(
-                    f"{type(self._sampler).__name__} yields different indices on every rank", comm.size
-                )
-
-
-def _sketch(units: list[Any]) -> tuple[list[int], int]:
-    """Return the smallest checksums of the indices, and the largest batch length, the most that `drop_last` omits."""
-    batches = any(isinstance(unit, list) for unit in units)
-    indices = {repr(one) for unit in units for one in (unit if isinstance(unit, list) else [unit])}
-    smallest = sorted(zlib.crc32(index.encode()) for index in indices)[:_SKETCH]
-    return smallest, max((len(unit) for unit in units if isinstance(unit, list)), default=0) if batches else 0
-
-
-def _are_different(sketches: list[tuple[set[int], int] | None]) -> bool:
-    """Return True if ranks have different indices; in one order, those that `drop_last` omits at its end may differ."""
-    known = [one for one in sketches if one is not None]
-    if len(known) < len(sketches):  # one draws from unknown randomness: the first rank's order is used
-        return False
-    first, slack = known[0]
-    for other, _ in known[1:]:
-        # in larger sets, only checksums within the range of both sketches are comparable
-        end = min(max(one) if len(one) == _SKETCH else 2**32 for one in (first, other))
-        missing = {one for one in first ^ other if one <= end}
-        if missing and (len(missing) > 2 * slack or not first & other):
-            return True
-    return False
-
-
-_SHARED_CHUNK: Final = 1024
+_CHUNK: Final = 1024
+_FAILED: Final = -1
 _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 
 
@@ -265,8 +183,8 @@ class SharedOrder:
         self._sampler: Any = sampler
         self._comm = comm
         self._process = RandomStates()
-        self._memory = Memory(sampler)
-        self._head: list[Any] = []
+        self._carried = CarriedState(sampler)
+        self._first_units: list[Any] = []
 
     def size(self) -> int | None:
         return length_of(self._sampler)
@@ -286,11 +204,11 @@ class SharedOrder:
             state = encode_value(self._sampler.state_dict())
             if state is not None:
                 return {"state": state}
-        return self._memory.capture() or {}
+        return self._carried.capture() or {}
 
     def witness(self, consumed: int) -> Witness | None:
         """Return a checksum of the order's first units that were consumed; None if they are not plain numbers."""
-        return _witness(self._head[:consumed])
+        return _witness(self._first_units[:consumed])
 
     def seek(self, at: Position) -> None:
         return None
@@ -298,18 +216,21 @@ class SharedOrder:
     def draw(self, at: Position) -> Iterator[Any]:  # Any: units are of any type
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(at.epoch)
-        rng = OwnRng(derive_seed(at.seed, at.epoch), self._process)
-        rng.place(self._again)
+        with closing(OwnRng(derive_seed(at.seed, at.epoch), self._process)) as rng:
+            rng.place(self._again)
+            yield from self._drawn(at, rng)
+
+    def _drawn(self, at: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
         units: Iterator[Any] | None = None
         trial = self._trial(at) if self._checks else None
-        self._head = []
+        self._first_units = []
         drawn = 0
         while True:
             own = not self.as_torch or (self._again is not None and drawn < at.consumed)
             if not own and self._comm.size == 1:  # as torch draws: each unit when it is needed
                 yield from self._noted(iter(self._sampler) if units is None else units)
                 return
-            most = min(_SHARED_CHUNK, at.consumed - drawn) if own and self.as_torch else _SHARED_CHUNK
+            most = min(_CHUNK, at.consumed - drawn) if own and self.as_torch else _CHUNK
             chunk: list[Any] = []
             error: Exception | None = None
             if self._comm.rank == 0:
@@ -330,8 +251,8 @@ class SharedOrder:
     def _noted(self, units: Iterable[Any]) -> Iterator[Any]:
         """Yield the units, recording the first ones of an epoch for its witness."""
         for unit in units:
-            if len(self._head) < _SHARED_CHUNK:
-                self._head.append(unit)
+            if len(self._first_units) < _CHUNK:
+                self._first_units.append(unit)
             yield unit
 
     @contextmanager
@@ -353,7 +274,7 @@ class SharedOrder:
     def _trial(self, at: Position) -> DrawTrial:
         """Return a trial that draws from this rank's sampler as the first rank draws from its sampler."""
         process = encode_states(self._process.read()) if self.as_torch and self._again is None else None
-        start = {"generators": Memory(self._sampler, attributes=False).capture(), "process": process}
+        start = {"generators": CarriedState(self._sampler, attributes=False).capture(), "process": process}
         start = self._comm.broadcast_object(start)
         return DrawTrial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
 
@@ -366,7 +287,7 @@ class SharedOrder:
         if "state" in remembered:
             self._sampler.load_state_dict(decode_value(remembered["state"]))
         else:
-            self._memory.restore(remembered)
+            self._carried.restore(remembered)
 
     def _compared(self, chunk: list[Any], error: Exception | None, trial: DrawTrial) -> list[Any]:
         """Return the first rank's chunk after checking, once, that the samplers of all ranks yield the same."""
@@ -406,6 +327,128 @@ def _witness(units: list[Any]) -> Witness | None:  # Any: units are of any type
     except TypeError:
         return None
     return (len(units), zlib.crc32(text.encode())) if units else None
+
+
+Fit = Literal["longest", "shortest", "own"]
+"""End of shards of different size: with the longest, padded by repeating first units; with the shortest; alone."""
+
+
+class PartOrder:
+    """The units of this rank's shard, and padding if the shard of another rank is longer.
+
+    If units are computed, prepare() has exchanged the sizes of all shards. If they are drawn from a sampler, ranks
+    exchange their counts after every 1024 units, because a sampler may yield more or fewer than its length says.
+    """
+
+    def __init__(self, order: SampleOrder, comm: Comm, sizes: list[int | None], fit: Fit) -> None:
+        self.inner = order
+        self._comm = comm
+        self._sizes = sizes
+        self._fit: Fit = fit if comm.size > 1 else "own"
+        self._num_drawn: int | None = None
+        """Number of units of the shard, once all of them are drawn."""
+
+    @property
+    def as_torch(self) -> bool:
+        return self.inner.as_torch
+
+    def fitted(self, fit: Fit) -> PartOrder:
+        """Return the same order with another end."""
+        return PartOrder(self.inner, self._comm, self._sizes, fit)
+
+    def size(self) -> int | None:
+        sizes = [size for size in self._sizes if size is not None]
+        if self._fit == "own" or len(sizes) < len(self._sizes):
+            return self.inner.size() if self._fit == "own" else None
+        return max(sizes) if self._fit == "longest" else min(sizes)
+
+    def part(self, num_parts: int) -> Part:
+        """Return the shard as recorded in positions; a sampler's length may change from epoch to epoch."""
+        return (num_parts, None if isinstance(self.inner, SharedOrder) else self.inner.size())
+
+    def num_real(self) -> int | None:
+        """Return the number of units of the shard itself; None while it is unknown and no padding was yielded."""
+        return self._num_drawn
+
+    def begin(self, at: Position) -> Position:
+        return self.inner.begin(at)
+
+    def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
+        found = self.inner.seek(at)
+        if found is None:
+            return None
+        size, prepared = self.inner.size() or 0, self._sizes[self._comm.rank]
+        if size != prepared and self._fit != "own":
+            raise DataError(
+                f"this rank's part of the data has {size} samples, and had {prepared} when it was prepared; other ranks rely on that "
+                "number, so some would wait forever. Prepare a new loader, or keep the length."
+            )
+        self._num_drawn = size
+        return lambda positions: found(positions % max(size, 1))
+
+    def draw(self, at: Position) -> Iterator[Any]:
+        self._num_drawn = None
+        units = self.inner.draw(at)
+        if self._fit == "own":
+            yield from units
+            return
+        first_units: list[Any] = []
+        given = 0
+        while True:
+            chunk, counts = self._exchanged(units)
+            first_units = first_units or chunk
+            self._refuse_empty(counts, given)
+            most = max(counts) if self._fit == "longest" else min(counts)
+            if len(chunk) < _CHUNK and self._num_drawn is None:
+                self._num_drawn = given + len(chunk)
+            yield from chunk[:most]
+            for place in range(given + len(chunk), given + most):
+                yield first_units[(place - (self._num_drawn or 0)) % len(first_units)]
+            given += most
+            if most < _CHUNK:
+                return
+
+    def _exchanged(self, units: Iterator[Any]) -> tuple[list[Any], list[int]]:
+        """Return the next units of this rank, and the number of units on each rank.
+
+        Raises: the sampler's error; PeerFailedError on the other ranks.
+        """
+        error: Exception | None = None
+        chunk: list[Any] = []
+        try:
+            chunk = list(islice(units, _CHUNK))
+        except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
+            error = raised
+        mine = torch.tensor([_FAILED if error is not None else len(chunk)], dtype=torch.int64)
+        counts: list[int] = self._comm.all_gather(mine).flatten().tolist()
+        if error is not None:
+            raise error
+        failed = [self._comm.ranks[member] for member, count in enumerate(counts) if count == _FAILED]
+        if failed:
+            raise PeerFailedError(
+                f"the sampler raised on rank(s) {', '.join(map(str, failed))}, so this rank would wait for them at the end of "
+                f"the epoch. See the traceback of that rank."
+            )
+        return chunk, counts
+
+    def _refuse_empty(self, counts: list[int], given: int) -> None:
+        empty = [self._comm.ranks[member] for member, count in enumerate(counts) if not count]
+        if self._fit == "longest" and not given and 0 < len(empty) < len(counts):
+            raise empty_part(empty, len(counts))
+
+
+def empty_part(ranks: list[int], num_ranks: int) -> DataError:
+    """Return the error for ranks that have no sample to take a step with."""
+    return DataError(
+        f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} has no samples, so these ranks could not take part in a step. "
+        "Give every rank a part with samples; with drop_last=True the epoch ends with the shortest part, with even_batches=False each "
+        "rank ends separately."
+    )
+
+
+def fit_of(even: bool, drop_last: bool) -> Fit:
+    """Return the fit of shards of different size."""
+    return "own" if not even else "shortest" if drop_last else "longest"
 
 
 def order_of(

@@ -1,9 +1,9 @@
-"""A loader's position as plain JSON values, sufficient to resume, also with another world size."""
+"""A loader's position and its form as JSON values, sufficient to resume, also with another world size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
@@ -13,6 +13,9 @@ Unit = Literal["samples", "batches", "stream"]
 
 Part = tuple[int, int | None]
 """The number of shards, and the number of units of this rank's shard, if known."""
+
+BatchRange = tuple[int, int, int]
+"""A global batch: its epoch, and its first position and end there, in units of the order (streams: in batches)."""
 
 Witness = tuple[int, int]
 """The number of units at the start of the order that were checked, and their checksum."""
@@ -29,7 +32,7 @@ class Position:
     """Number of units of the epoch's global order that the ranks have returned."""
     seed: int = 0
     generator: Mapping[str, Any] | None = None
-    """State of the user's sampler at the start of the epoch, on the rank that draws (see Memory)."""
+    """State of the user's sampler at the start of the epoch, on the rank that draws (see CarriedState)."""
     witness: Witness | None = None
     """Checksum of the start of the epoch's order, if it is drawn from a sampler of the user."""
     stream: Mapping[str, Any] | None = None
@@ -38,10 +41,51 @@ class Position:
     """True if batches from here on are read ahead of their use, each under separate random states."""
     part: Part | None = None
     """The shard that the count refers to, if every rank has separate map-style data."""
+    batches: int = 0
+    """Number of this rank's batches of the epoch before this position, if they were counted: for streams, and by skipping."""
+    workers_ran: bool | None = None
+    """True if persistent workers ran when the position was saved, False if not, None if they do not matter."""
 
     def begin(self, epoch: int) -> Position:
         """Return the start of `epoch`."""
-        return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False, part=None)
+        return Position(epoch=epoch, seed=self.seed)
+
+
+@dataclass(slots=True)
+class LoaderIteration:
+    """The pass over a loader that runs or comes next, shared by the loader's skipping copies.
+
+    The loop's position is `start` and the number of batches since; a `Position` is computed from them only when it is
+    saved, because that takes longer than to count a batch.
+    """
+
+    start: Position
+    steps: int = 0
+    """Number of batches returned to the user since `start`."""
+    source_state: Any = None  # Any: each source has another
+    """State of the source after the latest of these batches."""
+    fresh: bool = True
+    """True if the next iteration starts at `start`; False once an iteration has started there."""
+    left_out: set[BatchRange] = field(default_factory=set)
+    """Batches that are read and not returned."""
+
+    def upcoming(self) -> Position:
+        """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
+        return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
+
+    def enter(self, at: Position) -> None:
+        """Record that an iteration starts at `at`."""
+        self.start, self.steps, self.source_state, self.fresh = at, 0, None, False
+
+    def place(self, at: Position) -> None:
+        """Make the next iteration start at `at`."""
+        self.enter(at)
+        self.fresh = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
+        if not (self.fresh and self.start.epoch == epoch):
+            self.place(self.start.begin(epoch))
 
 
 def _is_count(value: object) -> bool:
@@ -77,7 +121,7 @@ _VALUES: Final = MappingProxyType[str, Callable[[Any], bool]](
         "stream": lambda value: value is None or _is_stream(value),
         "ahead": lambda value: isinstance(value, bool),
         "batches": _is_count,
-        "lasting": lambda value: value is None or isinstance(value, bool),
+        "workers_ran": lambda value: value is None or isinstance(value, bool),
         "left_out": lambda value: isinstance(value, list | tuple) and all(_are_counts(one, 3) for one in value),
     }
 )
@@ -104,6 +148,10 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         state["ahead"] = True
     if position.part is not None:
         state["part"] = list(position.part)
+    if position.workers_ran is not None:
+        state["workers_ran"] = position.workers_ran
+    if unit == "stream" and position.consumed:  # of other loaders, another world size has another number
+        state["batches"] = position.batches
     return state
 
 
@@ -154,4 +202,6 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
         stream=state.get("stream"),
         ahead=bool(state.get("ahead", False)),
         part=tuple(state["part"]) if "part" in state else None,
+        batches=state.get("batches", 0),
+        workers_ran=state.get("workers_ran"),
     )

@@ -175,21 +175,21 @@ class Prefetch:
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
         in_line = InLine(self._device, self._skip_keys)
         for item in items:
-            batch, real, last, mark = item
+            batch, real, last, state = item
             if not in_line.takes(batch):
-                if isinstance(mark, ReadAhead):
-                    mark.now = True
+                if isinstance(state, ReadAhead):
+                    state.now = True
                 yield from self._ahead(item, items, in_line)
                 return
-            yield in_line.copy(batch), real, last, mark
+            yield in_line.copy(batch), real, last, state
 
     def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
         """Yield the first large batch and those after it; small ones stay in order and are copied synchronously."""
         queue: deque[tuple[Padding | None, bool, Any]] = deque()
         with Queue(self._device, self._depth, in_line) as batches:
-            for batch, real, last, mark in _chained(first, items):
+            for batch, real, last, state in _chained(first, items):
                 batches.append(batch)
-                queue.append((real, last, mark))
+                queue.append((real, last, state))
                 if len(queue) > self._depth:
                     yield batches.popleft(), *queue.popleft()
             while queue:
@@ -203,7 +203,7 @@ class Queue:
         self._device = device
         self._depth = depth
         self._in_line = in_line
-        self._lane: CopyStream | None = None
+        self._copy_stream: CopyStream | None = None
         self._batches: deque[tuple[Any, bool]] = deque()
 
     def __len__(self) -> int:
@@ -212,21 +212,21 @@ class Queue:
     def append(self, batch: Any) -> None:
         """Append a batch, and start its copy if it is large."""
         small = self._in_line.takes(batch)
-        if not small and self._lane is None:
-            self._lane = CopyStream(self._device, self._depth, self._in_line.skip_keys)
-        self._batches.append((batch if small or self._lane is None else self._lane.send(batch), small))
+        if not small and self._copy_stream is None:
+            self._copy_stream = CopyStream(self._device, self._depth, self._in_line.skip_keys)
+        self._batches.append((batch if small or self._copy_stream is None else self._copy_stream.send(batch), small))
 
     def popleft(self) -> Any:
         """Return the first batch, on the device."""
         batch, small = self._batches.popleft()
-        return self._in_line.copy(batch) if small or self._lane is None else self._lane.hand_over(batch)
+        return self._in_line.copy(batch) if small or self._copy_stream is None else self._copy_stream.hand_over(batch)
 
     def __enter__(self) -> Queue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lane is not None:
-            self._lane.close()
+        if self._copy_stream is not None:
+            self._copy_stream.close()
 
 
 def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import derive_seed
-from hasten.data.first_samples import read_head
+from hasten.data.carried_state import CarriedState
 from hasten.data.foreign import ForeignSplit, is_hub_items, is_hub_stream, length_of, parts_of, plainly, split_by_itself
-from hasten.data.rank_differences import asks_for_rank, decoded, description, different_data, samples_differ
+from hasten.data.random_states import RandomStates, seed_everything
+from hasten.data.rank_differences import (
+    NUM_SAMPLES,
+    Sample,
+    asks_for_rank,
+    decoded,
+    description,
+    different_data,
+    leaves_of,
+    samples_differ,
+)
+from hasten.data.source import Forwarding, engine_of
 from hasten.errors import DataError
 from hasten.runtime.logs import get_logger
 
-# Any in this file: objects of `datasets` and pyarrow.
+log = get_logger(__name__)
+
+# Any in this file: datasets, samples and samplers of the user, objects of `datasets` and pyarrow, and JSON values.
+_LENGTH: Final = "the dataset's length"
 _NUM_ROWS: Final = 16
 _MOST_INDICES: Final = 50_000_000
 
@@ -108,12 +123,6 @@ def _source(source: Any) -> int | None:
     if isinstance(source, str | PurePath):
         return zlib.crc32(str(source).rsplit("/", 1)[-1].encode())
     return None
-
-
-log = get_logger(__name__)
-
-# Any in this file: the user's datasets and samplers, and JSON values.
-_LENGTH: Final = "the dataset's length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +228,88 @@ def _compare(loader: DataLoader[Any], found: list[dict[str, Any]], seed: int, co
     alike = all(one[name] == found[0][name] for one in found for name in ("description", "part"))
     if not compares or (alike and not any(one["asks"] for one in found)):
         return
-    reads = comm.all_gather_object(read_head(loader, seed))
+    reads = comm.all_gather_object(read_first_samples(loader, seed))
     if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
         raise different_data(f"the first samples of {type(loader.dataset).__name__} differ between ranks", comm.size)
+
+
+# -- first samples -----------------------------------------------------------------------------------------------------
+NUM_TURNS: Final = 3
+
+
+def seed_of_turn(seed: int, turn: int) -> int:
+    """Return the seed of one reading; the first two readings have equal seeds."""
+    return derive_seed(seed, turn == 2)
+
+
+class FirstItems(Forwarding):
+    """The first items of a map-style dataset: twice from equal random states, then from different ones."""
+
+    def __init__(self, dataset: Any, count: int, seed: int) -> None:
+        self.hasten_dataset = dataset
+        self.hasten_count = count
+        self.hasten_seed = seed
+
+    def __len__(self) -> int:
+        return NUM_TURNS * self.hasten_count
+
+    def __getitem__(self, place: int) -> Any:
+        turn, index = divmod(place, self.hasten_count)
+        if not index:
+            seed_everything(seed_of_turn(self.hasten_seed, turn))
+        return turn, self.hasten_dataset[index]
+
+
+class FirstElements(Forwarding, IterableDataset[Any]):
+    """The first elements of a stream: twice from equal random states, then from different ones."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.hasten_dataset = dataset
+        self.hasten_seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        for turn in range(NUM_TURNS):
+            seed_everything(seed_of_turn(self.hasten_seed, turn))
+            yield from ((turn, element) for element in islice(iter(self.hasten_dataset), NUM_SAMPLES))
+
+
+def leaves_of_turn(read: Any) -> tuple[int, Sample]:
+    """Return (turn, leaves) for an element of FirstItems or FirstElements."""
+    turn, sample = read
+    return turn, leaves_of(sample)
+
+
+def read_first_samples(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
+    """Read the first samples three times, in a worker if the loader has any; None if they cannot be read."""
+    dataset: Any = loader.dataset
+    size = length_of(dataset) or 0
+    streams = isinstance(dataset, IterableDataset)
+    if not streams and not size:
+        return None
+    first: Any = FirstElements(dataset, seed) if streams else FirstItems(dataset, min(size, NUM_SAMPLES), seed)
+    engine = engine_of(
+        loader,
+        dataset=first,
+        batch_size=None,
+        batch_sampler=None,
+        drop_last=False,
+        sampler=count() if streams else range(len(first)),
+        collate_fn=leaves_of_turn,
+        num_workers=min(loader.num_workers, 1),
+        persistent_workers=False,
+        pin_memory=False,
+    )
+    engine.generator = torch.Generator().manual_seed(seed % 2**63)
+    carried = CarriedState(dataset)
+    before = carried.capture()
+    turns: list[list[Sample]] = [[] for _ in range(NUM_TURNS)]
+    try:
+        with RandomStates().kept():
+            for turn, leaves in engine:
+                turns[turn].append(leaves)
+    except Exception as error:  # the user's dataset: the training loop raises its error when it reads
+        log.info("the first samples could not be compared between ranks: %r", error)
+        return None
+    finally:
+        carried.restore(before)
+    return turns

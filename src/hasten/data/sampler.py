@@ -15,10 +15,18 @@ from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, Indices, LoaderPlan, cut, plan_batches, plan_rows, reading_of
 from hasten.data.foreign import plainly
-from hasten.data.order import DistributedOrder, SampleOrder, SequentialOrder, ShuffledOrder, check_distributed, order_of
+from hasten.data.order import (
+    DistributedOrder,
+    PartOrder,
+    SampleOrder,
+    SequentialOrder,
+    ShuffledOrder,
+    check_distributed,
+    empty_part,
+    fit_of,
+    order_of,
+)
 from hasten.data.position import Part, Position, Unit
-from hasten.data.sharded_order import PartOrder, empty_part, fit_of
-from hasten.data.workers import Picked
 from hasten.errors import ConfigError, DataError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
@@ -26,7 +34,7 @@ from hasten.runtime.mesh_plan import BATCH
 Form = Literal["rows", "batches", "items"]
 
 
-Lot = tuple[Any, int | None, bool]
+IndexBatch = tuple[Any, int | None, bool]
 """One batch of indices for this rank: the indices for the dataset, the number of rows that are not padding (None for
 all), and whether it is the rank's last of the epoch. A plain tuple, because one is made for every batch."""
 
@@ -69,7 +77,7 @@ class Assignment:
             order = order.fitted(fit_of(even, self.plan.drop_last))
         return replace(self, order=order, plan=replace(self.plan, even=even))
 
-    def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
+    def index_batches(self, at: Position, ends: bool = True) -> Iterator[IndexBatch]:
         """Yield this rank's batches from `at` to the end of its epoch.
 
         Without `ends` none is marked as the last, and no unit is drawn before it is needed.
@@ -80,12 +88,15 @@ class Assignment:
         seek = self._seek(at)
         if seek is not None:
             found = self._sought(seek, start)
-            return self._marked(found, start) if isinstance(self.order, PartOrder) else found
+            return self._padded(found, start) if isinstance(self.order, PartOrder) else found
         shards = [self.plan.shard]
-        lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
+        index_batches = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
         if self.split is not None:
-            lots = (None if lot is None else self._share_of(lot, self.split[1]) for lot in lots)
-        return (lot for lot in lots if lot is not None)
+            index_batches = (
+                None if index_batch is None else self._share_of(index_batch, self.split[1])
+                for index_batch in index_batches
+            )
+        return (index_batch for index_batch in index_batches if index_batch is not None)
 
     def batch_of(self, at: Position, step: int) -> list[int] | None:
         """Return the dataset indices of this rank's `step`-th batch from `at`, without padding; None if unknown."""
@@ -107,7 +118,7 @@ class Assignment:
             return None
         return reading_of(self.plan, isinstance(self.order, ShuffledOrder))
 
-    def rounds(self, at: Position) -> Iterator[list[Lot | None]]:
+    def rounds(self, at: Position) -> Iterator[list[IndexBatch | None]]:
         """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""
         start = self._start(at)
         seek = self._seek(at)
@@ -149,17 +160,17 @@ class Assignment:
             f"its order is different, so samples would be repeated or lost. Restore the part, or start a new epoch."
         )
 
-    def _marked(self, lots: Iterator[Lot], done: int) -> Iterator[Lot]:
-        """Yield the lots of a shard, with units past its end marked as padding."""
-        for indices, real, last in lots:
+    def _padded(self, index_batches: Iterator[IndexBatch], done: int) -> Iterator[IndexBatch]:
+        """Yield the batches of indices of a shard, with units past its end marked as padding."""
+        for indices, real, last in index_batches:
             rows = len(indices) if self.form == "rows" else 1
-            yield (indices, self._mark(rows if real is None else real, rows, done), last)
+            yield (indices, self._real_or_none(rows if real is None else real, rows, done), last)
             done += self.plan.rows
 
     def _seek(self, at: Position) -> Callable[[Indices], Indices] | None:
         return self.order.seek(at) if self.form != "batches" else None
 
-    def _sought(self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None) -> Iterator[Lot]:
+    def _sought(self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None) -> Iterator[IndexBatch]:
         plan = self.plan if shard is None else replace(self.plan, shard=shard)
         size = self.order.size()
         assert size is not None, "an order that can be computed has a size"
@@ -177,12 +188,12 @@ class Assignment:
 
     def _drawn(
         self, units: Iterator[Any], start: int, shards: Sequence[int], ends: bool = True
-    ) -> Iterator[list[Lot | None]]:
+    ) -> Iterator[list[IndexBatch | None]]:
         """Yield batches cut from units that can only be drawn sequentially."""
         plan = self.plan
         size = self.order.size() if self.order.as_torch else None
-        head = list(islice(units, plan.head))
-        units = chain(head, units)
+        first_units = list(islice(units, plan.max_padding))
+        units = chain(first_units, units)
         deque(islice(units, start), maxlen=0)
         block = list(islice(units, plan.global_batch))
         done = passed = start
@@ -192,37 +203,39 @@ class Assignment:
             ahead = ends and (size is None or passed >= size)
             ahead = ahead or (self.fill is not None and self._is_short(block, self.fill))
             following = self._following(units, block) if ahead else None
-            yield [self._lot(block, following, head, shard, done) for shard in shards]
+            yield [self._index_batch(block, following, first_units, shard, done) for shard in shards]
             done += plan.rows
             block = self._following(units, block) if following is None else following
 
     def _following(self, units: Iterator[Any], block: list[Any]) -> list[Any]:
         return list(islice(units, self.plan.global_batch)) if len(block) == self.plan.global_batch else []
 
-    def _lot(self, block: list[Any], following: list[Any] | None, head: list[Any], shard: int, done: int) -> Lot | None:
+    def _index_batch(
+        self, block: list[Any], following: list[Any] | None, first_units: list[Any], shard: int, done: int
+    ) -> IndexBatch | None:
         plan, rows = self.plan, self.fill
         if rows and plan.even and not plan.drop_last and following == [] and self._is_short(block, rows):
-            filled = self._filled(rows, block, head, shard)
+            filled = self._filled(rows, block, first_units, shard)
             return filled if self._num_real(1, done) else (filled[0], 0, filled[2])
-        mine, real = self._take(block, head, shard)
+        mine, real = self._take(block, first_units, shard)
         if not mine:
             return None
-        last = following is not None and not self._take(following, head, shard)[0]
-        return (mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
+        last = following is not None and not self._take(following, first_units, shard)[0]
+        return (mine if self.form == "rows" else mine[0], self._real_or_none(real, len(mine), done), last)
 
     def _is_short(self, block: list[Any], rows: int) -> bool:
         return len(block) < self.plan.global_batch or len(block[-1]) < rows
 
-    def _filled(self, rows: int, block: list[Any], head: list[Any], shard: int) -> Lot:
+    def _filled(self, rows: int, block: list[Any], first_units: list[Any], shard: int) -> IndexBatch:
         """Return a rank's share of the last batches together, filled with rows from the start of the epoch."""
-        left, first = ([row for batch in batches for row in batch] for batches in (block, head))
+        left, first = ([row for batch in batches for row in batch] for batches in (block, first_units))
         share = cut(len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards)
         mine = left[share.first : share.first + rows]
         pads = range(max(share.first, len(left)), share.first + rows)
         mine.extend(first[(place - len(left)) % len(first)] for place in pads)
         return (mine, None if share.real == rows else share.real, True)
 
-    def _take(self, block: list[Any], head: list[Any], shard: int) -> tuple[list[Any], int]:
+    def _take(self, block: list[Any], first_units: list[Any], shard: int) -> tuple[list[Any], int]:
         """Return a rank's share of a block, padded from the start of the epoch, and the number of real units in it."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
@@ -230,10 +243,10 @@ class Assignment:
         share = cut(len(block), plan.num_shards, shard, plan.even, plan.whole)
         mine = block[share.first : share.first + share.rows]
         pads = range(max(share.first, len(block)), share.first + share.rows)
-        mine.extend(head[(place - len(block)) % len(head)] for place in pads)
+        mine.extend(first_units[(place - len(block)) % len(first_units)] for place in pads)
         return mine, share.real
 
-    def _mark(self, real: int, rows: int, done: int) -> int | None:
+    def _real_or_none(self, real: int, rows: int, done: int) -> int | None:
         real = self._num_real(real, done)
         return None if real == rows else real
 
@@ -242,15 +255,15 @@ class Assignment:
         own = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
         return real if own is None else min(max(own - done, 0), real)
 
-    def _shares_of(self, round_: list[Lot | None]) -> list[Lot | None]:
+    def _shares_of(self, round_: list[IndexBatch | None]) -> list[IndexBatch | None]:
         assert self.split is not None, "only split assignments share batches"
-        lot = round_[0]
-        assert lot is not None, "a drawn batch is there for everyone"
-        return [self._share_of(lot, share) for share in range(self.split[0])]
+        index_batch = round_[0]
+        assert index_batch is not None, "a drawn batch is there for everyone"
+        return [self._share_of(index_batch, share) for share in range(self.split[0])]
 
-    def _share_of(self, lot: Lot, share: int) -> Lot | None:
+    def _share_of(self, index_batch: IndexBatch, share: int) -> IndexBatch | None:
         assert self.split is not None, "only split assignments share batches"
-        num_shares, size, even = self.split[0], len(lot[0]), self.plan.even
+        num_shares, size, even = self.split[0], len(index_batch[0]), self.plan.even
         whole = self.fill if size <= (self.fill or 0) else None
         mine = cut(size, num_shares, share, even, whole)
         if (
@@ -263,16 +276,16 @@ class Assignment:
             )
         if not mine.rows:
             return None
-        indices = [lot[0][place % size] for place in range(mine.first, mine.first + mine.rows)]
-        real = mine.real if lot[1] is None else min(max(lot[1] - mine.first, 0), mine.real)
-        return (indices, None if real == mine.rows else real, lot[2])
+        indices = [index_batch[0][place % size] for place in range(mine.first, mine.first + mine.rows)]
+        real = mine.real if index_batch[1] is None else min(max(index_batch[1] - mine.first, 0), mine.real)
+        return (indices, None if real == mine.rows else real, index_batch[2])
 
 
 def assignment_of(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
-    seats: DataRanks,
+    data_ranks: DataRanks,
     sharded: bool = False,
     checks: bool = False,
 ) -> Assignment:
@@ -293,25 +306,25 @@ def assignment_of(
     order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch, checks=checks)
     stride = 1
     if isinstance(order, DistributedOrder):
-        check_distributed(order.sampler, seats.num_shards, seats.shard, dispatch)
-        stride, seats, split = seats.num_shards, ALONE, False
+        check_distributed(order.sampler, data_ranks.num_shards, data_ranks.shard, dispatch)
+        stride, data_ranks, split = data_ranks.num_shards, ALONE, False
     elif sharded:
-        stride, order = seats.num_shards, _part(order, ctx, config.even_batches, _drops_last(batches))
+        stride, order = data_ranks.num_shards, _part(order, ctx, config.even_batches, _drops_last(batches))
     if not plainly(batches, BatchSampler):
-        return _whole_batches(order, batches, config, ALONE if sharded else seats, split, stride)
+        return _whole_batches(order, batches, config, ALONE if sharded else data_ranks, split, stride)
     batch_size = batches.batch_size
     if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
-        batch_size, seats, split = _plan(batch_size, batches, config, seats, split).rows, ALONE, False
-    return Assignment(order, _plan(batch_size, batches, config, seats, split), "rows", stride=stride)
+        batch_size, data_ranks, split = _plan(batch_size, batches, config, data_ranks, split).rows, ALONE, False
+    return Assignment(order, _plan(batch_size, batches, config, data_ranks, split), "rows", stride=stride)
 
 
 def _plan(
-    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: DataRanks, split: bool
+    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, data_ranks: DataRanks, split: bool
 ) -> LoaderPlan:
     return plan_rows(
         batch_size=batch_size,
-        num_shards=seats.num_shards,
-        shard=seats.shard,
+        num_shards=data_ranks.num_shards,
+        shard=data_ranks.shard,
         split=split,
         dispatch=bool(config.dispatch_batches),
         drop_last=batches.drop_last,
@@ -324,7 +337,7 @@ def _whole_batches(
     order: SampleOrder,
     batches: Any,  # Any: the user's batch sampler
     config: DataLoaderConfiguration,
-    seats: DataRanks,
+    data_ranks: DataRanks,
     split: bool,
     stride: int,
 ) -> Assignment:
@@ -335,14 +348,14 @@ def _whole_batches(
         what = items if batches is None else f"{type(batches).__name__}, a batch sampler without batch_size"
         refuse_full_padding(config, what)
     plan = plan_batches(
-        num_shards=seats.num_shards,
-        shard=seats.shard,
+        num_shards=data_ranks.num_shards,
+        shard=data_ranks.shard,
         split=split,
         dispatch=bool(config.dispatch_batches),
         drop_last=_drops_last(batches),
         even=config.even_batches,
     )
-    shares = (seats.num_shards, seats.shard) if split and batches is not None else None
+    shares = (data_ranks.num_shards, data_ranks.shard) if split and batches is not None else None
     return Assignment(order, plan, "items" if batches is None else "batches", shares, stride, fill)
 
 
@@ -372,11 +385,15 @@ def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
         )
 
 
+Picked = tuple[list[Any], int]
+"""A batch of indices, and the seed for drawing its samples. A plain tuple: one is pickled for every batch."""
+
+
 class PlannedSampler(BatchSampler):
     """The batch sampler that a prepared loader shows: this rank's batches of the coming epoch."""
 
     def __init__(self, assignment: Assignment, sampler: Any, position: Any) -> None:
-        # Any: the user's sampler, and the loader's track, of which only `upcoming()` is used
+        # Any: the user's sampler, and the loader's iteration, of which only `upcoming()` is used
         self.assignment = assignment
         self.sampler = sampler
         self.batch_size = assignment.plan.rows
@@ -385,8 +402,8 @@ class PlannedSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         at = replace(self._position.upcoming(), consumed=0)
-        for lot in self.assignment.lots(at):
-            yield lot[0]
+        for index_batch in self.assignment.index_batches(at):
+            yield index_batch[0]
 
     def __len__(self) -> int:
         steps = self.assignment.steps()
@@ -400,30 +417,32 @@ class PlannedSampler(BatchSampler):
 
 
 class Feed:
-    """Index source of the engine: yields lots and records each until its batch arrives."""
+    """Index source of the engine: yields batches of indices and records each until its batch arrives."""
 
     def __init__(self, batched: bool) -> None:
-        self.notes: deque[Lot] = deque()
+        self.notes: deque[IndexBatch] = deque()
         self._batched = batched
-        self._lots: Iterator[Lot] = iter(())
+        self._index_batches: Iterator[IndexBatch] = iter(())
         self._seeds: Iterator[int] | None = None
 
-    def load(self, lots: Iterator[Lot], seeds: Iterator[int] | None) -> deque[Lot]:
-        """Make the next iteration yield `lots`, with seeds for workers; return the queue of its records."""
+    def load(self, index_batches: Iterator[IndexBatch], seeds: Iterator[int] | None) -> deque[IndexBatch]:
+        """Make the next iteration yield `index_batches`, with seeds for workers; return the queue of its records."""
         self.notes = deque()
-        self._lots, self._seeds = lots, seeds
+        self._index_batches, self._seeds = index_batches, seeds
         return self.notes
 
     def __iter__(self) -> Iterator[Any]:
-        return self._hand_out(self.notes, self._lots, self._seeds)  # bound now, not at the first draw
+        return self._hand_out(self.notes, self._index_batches, self._seeds)  # bound now, not at the first draw
 
-    def _hand_out(self, notes: deque[Lot], lots: Iterator[Lot], seeds: Iterator[int] | None) -> Iterator[Any]:
+    def _hand_out(
+        self, notes: deque[IndexBatch], index_batches: Iterator[IndexBatch], seeds: Iterator[int] | None
+    ) -> Iterator[Any]:
         if seeds is None:
-            for lot in lots:
-                notes.append(lot)
-                yield lot[0]
+            for index_batch in index_batches:
+                notes.append(index_batch)
+                yield index_batch[0]
             return
-        for lot in lots:
-            notes.append(lot)
-            picked: Picked = (lot[0] if self._batched else [lot[0]], next(seeds))
+        for index_batch in index_batches:
+            notes.append(index_batch)
+            picked: Picked = (index_batch[0] if self._batched else [index_batch[0]], next(seeds))
             yield picked

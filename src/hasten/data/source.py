@@ -11,19 +11,19 @@ from itertools import count
 from typing import Any, Final, Literal, NoReturn, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
-from hasten.data.order import SharedOrder
+from hasten.data.order import PartOrder, SharedOrder
 from hasten.data.position import Position, Unit
-from hasten.data.sampler import Assignment, Feed, Lot
-from hasten.data.sharded_order import PartOrder
-from hasten.data.workers import RandomStates, WorkerDataset, seed_of_batch
+from hasten.data.random_states import RandomStates, seed_everything
+from hasten.data.sampler import Assignment, Feed, IndexBatch, Picked
 from hasten.errors import DataError
 
 Item = tuple[Any, Padding | None, bool, Any]
-"""(batch, its padding or None for none, last of the epoch, mark of the source's position)."""
+"""(batch, its padding or None for none, last of the epoch, state of the source, which `reached` makes a position of)."""
 
 Ahead = Literal["never", "always", "when large"]
 """Read-ahead of batches; the move of large batches to the device enables it (see ReadAhead)."""
@@ -31,7 +31,7 @@ Ahead = Literal["never", "always", "when large"]
 
 @dataclass(slots=True)
 class ReadAhead:
-    """Mark of an epoch that may be read ahead; `now` enables it from the next batch on."""
+    """Switch of an epoch that may be read ahead; `now` enables it from the next batch on."""
 
     now: bool = False
 
@@ -71,8 +71,8 @@ class BatchSource(Protocol):
         """Yield the batches from `at` to the end of its epoch."""
         ...
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:
-        """Return the position after `steps` batches from `start`; `mark` came with the last of them."""
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
+        """Return the position after `steps` batches from `start`; `source_state` came with the last of them."""
         ...
 
     def skipped(self, start: Position, num_batches: int) -> Position:
@@ -126,7 +126,7 @@ class IndexedSource:
         loader: DataLoader[Any],
         assignment: Assignment,
         rank: int,
-        lots_per_step: int = 1,
+        batches_per_step: int = 1,
         ahead: Ahead = "never",
         shard: int | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class IndexedSource:
         self.unit = assignment.unit
         self._loader = loader
         self._rank = rank
-        self._lots_per_step = lots_per_step
+        self._batches_per_step = batches_per_step
         self._feed = Feed(batched=assignment.form != "items")
         replaced: dict[str, Any] = {"batch_sampler": self._feed}
         if assignment.form == "items":
@@ -165,6 +165,7 @@ class IndexedSource:
         twin = self.copied()
         twin.engine.generator = own_generator(at)
         with self._process.kept():
+            seed_everything(derive_seed(at.seed, at.epoch, 6))
             items = twin.open(replace(at, consumed=0, witness=None))
             item = next(items, None)
         items.close()  # ends its workers
@@ -172,42 +173,42 @@ class IndexedSource:
         return None if item is None else item[0]
 
     def open(self, at: Position) -> Generator[Item]:
-        return self.read(self.assignment.lots(at), at)
+        return self.read(self.assignment.index_batches(at), at)
 
-    def read(self, lots: Iterator[Lot], at: Position) -> Generator[Item]:
-        """Yield the batches of the given lots, which start at `at`."""
+    def read(self, index_batches: Iterator[IndexBatch], at: Position) -> Generator[Item]:
+        """Yield the batches of the given batches of indices, which start at `at`."""
         if not self._loader.num_workers and self._ahead == "never":
-            notes = self._feed.load(lots, None)
+            notes = self._feed.load(index_batches, None)
             return self._read(iter(self.engine), notes, at)
         plan = self.assignment.plan
-        first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
+        first = at.consumed // (plan.global_batch * self.assignment.stride) * self._batches_per_step
         seed_of = partial(seed_of_batch, at.seed, at.epoch, plan.shard if self._shard is None else self._shard)
         if self._loader.num_workers:
-            notes = self._feed.load(lots, map(seed_of, count(first)))
+            notes = self._feed.load(index_batches, map(seed_of, count(first)))
             return self._read(iter(self.engine), notes, at)
-        notes, batches = self._feed.load(lots, None), iter(self.engine)
-        mark = ReadAhead(at.ahead) if self._ahead == "when large" else None
-        return self._read(self._seeded(batches, seed_of, first, mark), notes, at, mark)
+        notes, batches = self._feed.load(index_batches, None), iter(self.engine)
+        switch = ReadAhead(at.ahead) if self._ahead == "when large" else None
+        return self._read(self._seeded(batches, seed_of, first, switch), notes, at, switch)
 
     def _seeded(
-        self, batches: Iterator[Any], seed_of: Callable[[int], int], first: int, mark: ReadAhead | None
+        self, batches: Iterator[Any], seed_of: Callable[[int], int], first: int, switch: ReadAhead | None
     ) -> Iterator[Any]:
         """Yield batches read ahead in this process: each under a separate seed, as in a worker.
 
         Batches that are read on request draw from the training's states, as in a plain loop.
         """
         for number in count(first):
-            if mark is not None and not mark.now:
+            if switch is not None and not switch.now:
                 batch = next(batches, _END)
             else:
                 with self._process.kept():
-                    self._process.seed(seed_of(number))
+                    seed_everything(seed_of(number))
                     batch = next(batches, _END)
             if batch is _END:
                 return
             yield batch
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         order, stride, part = self.assignment.order, self.assignment.stride, None
         first = start.consumed // stride
         consumed = first + steps * self.assignment.plan.global_batch
@@ -217,7 +218,7 @@ class IndexedSource:
             consumed = min(consumed, max(size, first))
         consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
-        ahead = mark.now if isinstance(mark, ReadAhead) else start.ahead
+        ahead = source_state.now if isinstance(source_state, ReadAhead) else start.ahead
         return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=part)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
@@ -228,10 +229,10 @@ class IndexedSource:
 
     def copied(self, even: bool | None = None) -> IndexedSource:
         assignment = self.assignment.evened(even)
-        return IndexedSource(self._loader, assignment, self._rank, self._lots_per_step, self._ahead, self._shard)
+        return IndexedSource(self._loader, assignment, self._rank, self._batches_per_step, self._ahead, self._shard)
 
     def _read(
-        self, batches: Iterator[Any], notes: deque[Lot], at: Position, mark: ReadAhead | None = None
+        self, batches: Iterator[Any], notes: deque[IndexBatch], at: Position, switch: ReadAhead | None = None
     ) -> Generator[Item]:
         whole = self.assignment.form == "items"
         take = notes.popleft
@@ -251,9 +252,9 @@ class IndexedSource:
                 )
             indices, real, last = take()
             number += 1
-            yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, mark
+            yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, switch
 
-    def _explain(self, error: Exception, notes: deque[Lot], at: Position, number: int) -> NoReturn:
+    def _explain(self, error: Exception, notes: deque[IndexBatch], at: Position, number: int) -> NoReturn:
         """Add rank, epoch, batch and indices to the error as a note, and re-raise it."""
         where = f"rank {self._rank}, epoch {at.epoch}, batch {number} after position {at.consumed}"
         indices = notes[0][0] if notes else "unknown"
@@ -274,6 +275,69 @@ def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     return engine
 
 
+def own_copy(leaf: Any) -> Any:
+    """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
 def own_generator(at: Position) -> torch.Generator:
     """Return the generator for the worker seeds of a DataLoader that reads separately."""
     return torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, 5))
+
+
+class Forwarding:
+    """Proxy of the user's dataset: attributes it does not define are read from and written to that dataset.
+
+    So `get_worker_info().dataset` works in a worker_init_fn as the dataset itself would. Its attributes start with
+    `hasten_`, to avoid name clashes.
+    """
+
+    hasten_dataset: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "hasten_")):
+            raise AttributeError(name)
+        return getattr(self.hasten_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("hasten_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.hasten_dataset, name, value)
+
+
+class WorkerDataset(Forwarding):
+    """The user's dataset in a worker. Each batch starts from random states that depend on its position in the epoch.
+
+    So a resumed run augments its batches as the uninterrupted one would have, regardless of earlier work.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.hasten_dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.hasten_dataset)
+
+    def __getitems__(self, picked: Picked) -> Any:
+        indices, seed = picked
+        seed_everything(seed)
+        fetch = getattr(self.hasten_dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [_sample(self.hasten_dataset, index) for index in indices]
+
+    def __getitem__(self, picked: Picked) -> Any:
+        (index,), seed = picked
+        seed_everything(seed)
+        return _sample(self.hasten_dataset, index)
+
+
+def _sample(dataset: Any, index: Any) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # of the user's dataset: any type, re-raised unchanged
+        error.add_note(f"hasten: raised by the dataset at index {index!r}.")
+        raise
+
+
+def seed_of_batch(seed: int, epoch: int, shard: int, number: int) -> int:
+    """Return the seed of batch `number` of an epoch on one rank."""
+    return derive_seed(seed, epoch, shard, number, 2)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Padding, derive_seed
-from hasten.data.first_samples import read_head
 from hasten.data.foreign import has_fixed_shard_order, length_of
-from hasten.data.iterable import BlockCollate, Cutting, Start, StreamShard, WorkerPosition
 from hasten.data.position import Position, Unit
+from hasten.data.random_states import RandomStates, decode_states, encode_states
+from hasten.data.rank_check import read_first_samples
 from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
-from hasten.data.source import Item, engine_of, own_generator
-from hasten.data.workers import RandomStates, decode_states, encode_states
+from hasten.data.source import Item, engine_of, own_copy, own_generator
+from hasten.data.stream_shard import BlockCollate, Cutting, StreamShard, StreamState, WorkerState
 from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are objects of the user.
@@ -28,19 +27,6 @@ _EMPTY: Final = 0
 _ENDED: Final = 1
 _MORE: Final = 2
 _FAILED: Final = 3
-
-
-class StreamPosition(NamedTuple):
-    """Positions of all workers' streams after a batch."""
-
-    stands: tuple[WorkerPosition, ...]
-    turn: int
-    """Index of the worker whose batch comes next."""
-
-    @property
-    def position(self) -> int:
-        """Number of elements that all workers have read."""
-        return sum(stand.position for stand in self.stands)
 
 
 class StreamSource:
@@ -54,9 +40,9 @@ class StreamSource:
         self._loader = loader
         # ranks that read the same stream compare its first elements once, if they exchange in every step anyway
         checks = checks and comm.size > 1 and cutting.even and cutting.sharing == "strided" and cutting.split is None
-        self._head: tuple[Sample, ...] | None = None
+        self._first_samples: tuple[Sample, ...] | None = None
         self._checks = checks
-        self._cutting = cutting = replace(cutting, shows_head=checks)
+        self._cutting = cutting = replace(cutting, shows_first_samples=checks)
         self._dataset = dataset
         self._comm = comm
         self._rank = rank
@@ -64,7 +50,7 @@ class StreamSource:
         self._process = RandomStates()
         self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
         fixed = has_fixed_shard_order(loader.dataset)
-        self._made_with = self._shard.hasten_memory.capture() if fixed else None
+        self._made_with = self._shard.hasten_carried.capture() if fixed else None
         self._ends: list[Any] = [None] * self._num_workers  # states of the datasets of persistent workers
         self.engine = engine_of(
             loader,
@@ -72,7 +58,7 @@ class StreamSource:
             batch_size=None,
             batch_sampler=None,
             drop_last=False,
-            collate_fn=BlockCollate(loader.collate_fn, cutting, self._process),
+            collate_fn=BlockCollate(loader.collate_fn, cutting),
         )
 
     def size(self) -> int | None:
@@ -90,105 +76,104 @@ class StreamSource:
     def remember(self, at: Position) -> Position:
         if at.stream is not None:
             return at
-        lasting = self._loader.num_workers and self._loader.persistent_workers
-        here = self._shard.hasten_memory.capture()
-        stands = tuple(WorkerPosition(origin=(end if lasting and end is not None else here)) for end in self._ends)
-        return at if all(stand.origin is None for stand in stands) else self._encode(at, StreamPosition(stands, 0))
+        persistent = self._loader.num_workers and self._loader.persistent_workers
+        here = self._shard.hasten_carried.capture()
+        workers = tuple(WorkerState(origin=(end if persistent and end is not None else here)) for end in self._ends)
+        return at if all(worker.origin is None for worker in workers) else self._encode(at, StreamState(workers, 0))
 
     def first(self, at: Position) -> Any:
         twin = self.copied()
         twin.engine.generator = own_generator(at)
-        mark = twin._mark_of(at)
-        beginning = StreamPosition(tuple(WorkerPosition(origin=stand.origin) for stand in mark.stands), 0)
-        memory = self._shard.hasten_memory
-        before = memory.capture()
-        if all(stand.origin is None for stand in mark.stands):
-            memory.restore(None)
+        start = twin._decode(at)
+        beginning = StreamState(tuple(WorkerState(origin=worker.origin) for worker in start.workers), 0)
+        carried = self._shard.hasten_carried
+        before = carried.capture()
+        if all(worker.origin is None for worker in start.workers):
+            carried.restore(None)
         items = twin._items(beginning, at)
         item = next(items, None)
         items.close()  # ends its workers
-        memory.restore(before)  # without workers, the dataset itself has been read
+        carried.restore(before)  # without workers, the dataset itself has been read
         return None if item is None else item[0]
 
     def open(self, at: Position) -> Iterator[Item]:
-        mark = self._mark_of(at)
+        start = self._decode(at)
         cutting = self._cutting
         agrees = self._comm.size > 1 and cutting.even and self.size() is None
         # Ranks with separate shards may run out before others, and then repeat the epoch's first batch.
         pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
-        first = self.first(at) if pads and mark.position else None
+        first = self.first(at) if pads and start.position else None
         if at.stream is not None:  # persistent workers of an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
-        items = self._items(mark, at)
+        items = self._items(start, at)
         if not agrees:
             return looking_ahead(items)
-        compare = self._compare if self._checks and not mark.position else None
-        return agreed(items, self._comm, cutting.drop_last, mark, first, compare)
+        compare = self._compare if self._checks and not start.position else None
+        return agreed(items, self._comm, cutting.drop_last, start, first, compare)
 
     def _compare(self) -> None:
         """Raise DataError on every rank when the first elements of ranks come from different data."""
         self._checks = False
-        head = list(self._head or ())
-        gathered = [decoded(one) for one in self._comm.all_gather_object(head)]
+        gathered = [decoded(one) for one in self._comm.all_gather_object(list(self._first_samples or ()))]
         shortest = min(map(len, gathered))
         if all(one[:shortest] == gathered[0][:shortest] for one in gathered):
             return
         with self._process.kept():
-            reads = self._comm.all_gather_object(read_head(self._loader, derive_seed(len(gathered))))
+            reads = self._comm.all_gather_object(read_first_samples(self._loader, derive_seed(len(gathered))))
         if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
             kind = type(self._loader.dataset).__name__
             raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
 
-    def _items(self, mark: StreamPosition, at: Position) -> Generator[Item]:
-        """Yield the batches from a mark on."""
+    def _items(self, start: StreamState, at: Position) -> Generator[Item]:
+        """Yield the batches from a state on."""
         shard = self._shard
-        serial = shard.hasten_start.serial + 1
-        shard.hasten_control.copy_(torch.tensor([at.epoch, serial, derive_seed(at.seed)]))
-        shard.hasten_start = Start(serial, *mark)
+        shard.hasten_serial += 1
+        shard.hasten_control.copy_(torch.tensor([at.epoch, shard.hasten_serial, derive_seed(at.seed)]))
+        shard.hasten_start = start
         with nullcontext() if self._loader.num_workers else self._process.kept():
             blocks = iter(self.engine)
-        return self._read(blocks, mark, at)
+        return self._read(blocks, start, at)
 
-    def reached(self, start: Position, steps: int, mark: StreamPosition) -> Position:
-        return self._encode(start, mark)
+    def reached(self, start: Position, steps: int, source_state: StreamState) -> Position:
+        return self._encode(start, source_state)
 
-    def _encode(self, at: Position, mark: StreamPosition) -> Position:
-        stands = mark.stands
+    def _encode(self, at: Position, state: StreamState) -> Position:
+        workers = state.workers
         stream: dict[str, Any] = {
             "workers": self._num_workers,
-            "positions": [stand.position for stand in stands],
-            "turn": mark.turn,
+            "positions": [worker.position for worker in workers],
+            "turn": state.turn,
         }
-        if any(stand.state is not None for stand in stands):
-            stream["states"] = [stand.state for stand in stands]
-        if any(stand.rng is not None for stand in stands):
-            stream["rngs"] = [None if stand.rng is None else encode_states(stand.rng) for stand in stands]
-        if any(stand.origin is not None for stand in stands):
-            stream["origins"] = [stand.origin for stand in stands]
+        if any(worker.state is not None for worker in workers):
+            stream["states"] = [worker.state for worker in workers]
+        if any(worker.rng is not None for worker in workers):
+            stream["rngs"] = [None if worker.rng is None else encode_states(worker.rng) for worker in workers]
+        if any(worker.origin is not None for worker in workers):
+            stream["origins"] = [worker.origin for worker in workers]
         if self._cutting.sharing != "strided":
             stream["shards"] = self._cutting.num_shards
-        return replace(at, consumed=mark.position, stream=stream)
+        return replace(at, consumed=state.position, stream=stream)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, more = divmod(num_batches, self._num_workers)
         size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
-        stands = tuple(
-            WorkerPosition((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
+        workers = tuple(
+            WorkerState((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
             for worker in range(self._num_workers)
         )
-        return self._encode(start, StreamPosition(stands, more))
+        return self._encode(start, StreamState(workers, more))
 
     def change(self, name: str, value: Any) -> None:
-        setattr(self.engine, name, BlockCollate(value, self._cutting, self._process) if name == "collate_fn" else value)
+        setattr(self.engine, name, BlockCollate(value, self._cutting) if name == "collate_fn" else value)
 
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
         return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank, self._checks)
 
-    def _mark_of(self, at: Position) -> StreamPosition:
+    def _decode(self, at: Position) -> StreamState:
         if at.stream is None:
-            return StreamPosition((WorkerPosition(),) * self._num_workers, 0)
+            return StreamState((WorkerState(),) * self._num_workers, 0)
         saved, stream = at.stream["workers"], at.stream
         origins = stream.get("origins", (None,) * saved)
         if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
@@ -198,13 +183,13 @@ class StreamSource:
                 "the saved run; without one, start a new epoch with loader.set_epoch() instead of a loaded state."
             )
         if not any(stream["positions"]):  # the start of an epoch, for any number of workers and ranks
-            return StreamPosition(
-                tuple(WorkerPosition(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0
+            return StreamState(
+                tuple(WorkerState(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0
             )
         self._check(stream)
         rngs = [None if rng is None else decode_states(rng) for rng in stream.get("rngs", (None,) * saved)]
         states = stream.get("states", (None,) * saved)
-        return StreamPosition(tuple(map(WorkerPosition, stream["positions"], states, rngs, origins)), stream["turn"])
+        return StreamState(tuple(map(WorkerState, stream["positions"], states, rngs, origins)), stream["turn"])
 
     def _check(self, stream: Mapping[str, Any]) -> None:
         """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
@@ -224,8 +209,8 @@ class StreamSource:
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
-    def _read(self, blocks: Iterator[Any], mark: StreamPosition, at: Position) -> Generator[Item]:
-        stands = list(mark.stands)
+    def _read(self, blocks: Iterator[Any], start: StreamState, at: Position) -> Generator[Item]:
+        workers = list(start.workers)
         number = 0
         in_process = not self._loader.num_workers
         while True:
@@ -240,18 +225,18 @@ class StreamSource:
                     f"element {at.consumed}."
                 )
                 raise
-            batch, padding, (_, worker, stand, head, blank) = block
-            if head is not None and self._head is None:
-                self._head = head
+            batch, padding, (_, worker, state, first_samples, blank) = block
+            if first_samples is not None and self._first_samples is None:
+                self._first_samples = first_samples
             if blank == "begin":
-                stands[worker] = stand
+                workers[worker] = state
             elif blank == "end":
-                self._ends[worker] = stand.origin
+                self._ends[worker] = state.origin
             if blank:
                 continue
-            stands[worker] = stand
+            workers[worker] = state
             number += 1
-            yield batch, padding, False, StreamPosition(tuple(stands), (worker + 1) % self._num_workers)
+            yield batch, padding, False, StreamState(tuple(workers), (worker + 1) % self._num_workers)
 
 
 def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -266,37 +251,38 @@ def agreed(
     items: Iterator[Item],
     comm: Comm,
     drop_last: bool,
-    mark: StreamPosition,
+    start: StreamState,
     first: Any = None,
     compare: Callable[[], None] | None = None,
 ) -> Iterator[Item]:
     """Yield the same items for a step count common to all ranks, with one small exchange per step before each batch.
 
     A rank that runs out early repeats the epoch's first batch as padding until the others are done, or with
-    `drop_last` all end with the first that does. `mark` is the start of the items, and `first` the epoch's first batch
+    `drop_last` all end with the first that does. `start` is the state before the items, and `first` the epoch's first batch
     if they start inside it. `compare` compares the ranks' data, once each has read its first item.
 
     Raises: DataError on every rank when some rank has no batch; PeerFailedError when reading failed on another rank.
     """
     item, error = _next(items)
     if first is None and item is not None:
-        first = trees.map_leaves(_own_copy, item[0])
+        first = trees.map_leaves(own_copy, item[0])
     gathered = _share_ends(
-        comm, _FAILED if error else _MORE if item is not None else _ENDED if mark.position else _EMPTY
+        comm, _FAILED if error else _MORE if item is not None else _ENDED if start.position else _EMPTY
     )
     _raise_failures(gathered, error, comm)
     if compare is not None:
         compare()
     more = _has_next_step(gathered, comm, drop_last)
+    state = start
     while more:
-        batch, padding, _, mark = (
-            (trees.map_leaves(_own_copy, first), Padding(0, None), False, mark) if item is None else item
+        batch, padding, _, state = (
+            (trees.map_leaves(own_copy, first), Padding(0, None), False, state) if item is None else item
         )
         item, error = _next(items)
         gathered = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
         _raise_failures(gathered, error, comm)
         more = _has_next_step(gathered, comm, drop_last)
-        yield batch, padding, not more, mark
+        yield batch, padding, not more, state
 
 
 def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
@@ -323,11 +309,6 @@ def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) ->
         )
 
 
-def _own_copy(leaf: Any) -> Any:
-    """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
 def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:
     empty = [comm.ranks[member] for member, said in enumerate(gathered) if said == _EMPTY]
     if empty and len(empty) < len(gathered) and not drop_last:
@@ -341,5 +322,5 @@ def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:
 
 def ended(item: Item) -> Item:
     """Return the item, marked as the epoch's last."""
-    batch, padding, _, mark = item
-    return batch, padding, True, mark
+    batch, padding, _, state = item
+    return batch, padding, True, state

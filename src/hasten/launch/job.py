@@ -16,7 +16,7 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
-from hasten.launch import torchrun
+from hasten.launch import replicas, torchrun
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target, look
 from hasten.launch.cluster import deepspeed, kubernetes, mpi, ray, slurm, xla
 from hasten.launch.run import complete, execute
@@ -65,7 +65,8 @@ class Job:
 
     def run(self) -> int:
         """Run the job to completion and return its exit code, as `exit_codes` translates it."""
-        code = execute(self.plan, self.request.config, self.host)
+        run = replicas.run if starts_replicas(self.request.config) else execute
+        code = run(self.plan, self.request.config, self.host)
         return int(self.request.config.launch.exit_codes.get(str(code), code))
 
 
@@ -100,6 +101,9 @@ def prepare(
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     if not in_image:
         _check_script(target)
+    if starts_replicas(resolved.config):
+        replicas.check(resolved.config)
+        resolved = effective(env, config_file, [*settings, *replicas.ONE_PROCESS])
     request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
     plan = make_plan(
         request,
@@ -110,6 +114,11 @@ def prepare(
         tpu=xla.ask(request, host),
     )
     return Job(request, resolved, host, complete(plan, host.env))
+
+
+def starts_replicas(config: Config) -> bool:
+    """Return True if this launch starts replicas that may be lost, and is not itself one of them."""
+    return config.survive.replicas > 0 and config.survive.replica is None
 
 
 def _check_engine(config: Config) -> None:

@@ -25,8 +25,8 @@ _RECENT: Final = 16
 class StepPhases(Protocol):
     """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
 
-    def asked(self) -> None:
-        """Record that the loop requests the next batch from its loader."""
+    def asked(self, unused: bool = False) -> None:
+        """Record that the loop requests the next batch from its loader; `unused` means that no backward used the previous one."""
         ...
 
     def got(self, num_samples: int) -> None:
@@ -80,7 +80,7 @@ class StepClock:
     """True if the current window's gradients must be multiplied by `correction()` before use."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
-    cursors: ActiveLoaders = field(default_factory=ActiveLoaders)
+    loaders: ActiveLoaders = field(default_factory=ActiveLoaders)
     """The loaders being iterated."""
     _serial: int = 0
     num_updates: int = 0
@@ -96,6 +96,9 @@ class StepClock:
     """Callbacks of a step; None if there are none."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
+    exchange: Callable[[Holder], bool] | None = None
+    """Called with an optimizer before its gradients are read or used at a boundary, possibly several times: averages them over replicas
+    that are separate worlds. True skips the update, because the optimizer has received the state after it."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
@@ -107,7 +110,7 @@ class StepClock:
     @property
     def active(self) -> LoaderCursor | None:
         """The innermost loader being iterated."""
-        return self.cursors.innermost()
+        return self.loaders.innermost()
 
     @property
     def rates(self) -> Callable[[], Mapping[str, float]] | None:
@@ -163,7 +166,7 @@ class StepClock:
 
     def watching(self, cursor: LoaderCursor) -> StepObserver:
         """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
-        return StepObserver(self.cursors, cursor, self)
+        return StepObserver(self.loaders, cursor, self)
 
     def listening(self) -> StepListener:
         """Return the callbacks of a step, to set one of them."""
@@ -184,7 +187,7 @@ class StepClock:
         window.turn = 0
         self._current = window
         self.interrupted = False
-        at_end = self.cursors.tick(window.micro > 1)
+        at_end = self.loaders.tick(window.micro > 1)
         window.closed = self.boundary = window.micro >= window.every or (at_end and self.sync_with_dataloader)
         self.pending = self.boundary and self.correction_due()
         if self.boundary and not self.alone and self.shared:
@@ -210,7 +213,7 @@ class StepClock:
         window = self._current
         window.missing = window.micro
         window.losses = window.before = 0
-        window.weights, window.weighted, window.lanes = [], None, None
+        window.weights, window.weighted, window.separate_gradients = [], None, None
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:
@@ -276,6 +279,11 @@ class StepClock:
         length = window.micro - window.missing
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
 
+    def window_weights(self) -> list[float] | None:
+        """Return the total weight of each loss of the current window on this rank; None for losses without weights."""
+        window = self._current
+        return [float(weight) for weight in window.weights] if window.weighted else None
+
     def force(self, boundary: bool) -> None:
         """Make the current micro-step a boundary or not, regardless of the count."""
         window = self._current
@@ -317,7 +325,7 @@ class StepClock:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each open window as plain JSON values."""
         opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
-        if any(window.lanes is not None for _, window in opened):
+        if any(window.separate_gradients is not None for _, window in opened):
             raise StepError(
                 "the state was asked for in the middle of a window with several weighted losses per micro-step; their "
                 "gradients are kept apart until the window ends and are not part of a checkpoint. Save where "
@@ -358,19 +366,21 @@ class StepClock:
             for holder in self.holders():
                 holder.clear_late()
         last = self._windows.get(key)
-        if last is not None and last.lanes is not None:
-            last.lanes.refuse_leftovers(p for holder in self.holders() if not holder.spent for p in holder.parameters)
+        if last is not None and last.separate_gradients is not None:
+            last.separate_gradients.refuse_leftovers(
+                p for holder in self.holders() if not holder.spent for p in holder.parameters
+            )
         window = self._windows[key] = Window(self.every, self._serial)
         return window
 
     @property
-    def lanes(self) -> SeparateGradients | None:
+    def separate_gradients(self) -> SeparateGradients | None:
         """Gradients that the current window accumulates separately, if any."""
-        return self._current.lanes
+        return self._current.separate_gradients
 
-    def merge_lanes(self, parameters: list[Tensor]) -> None:
-        """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
-        self.weights.merge_lanes(self._current, parameters)
+    def merge_gradients(self, parameters: list[Tensor]) -> None:
+        """Set these parameters' gradients to the sum over the losses, each corrected by weight. Ranks: every rank."""
+        self.weights.merge_gradients(self._current, parameters)
 
 
 def check_every(every: object) -> None:

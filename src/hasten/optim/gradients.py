@@ -184,8 +184,8 @@ class WindowCorrection(Protocol):
     pending: bool
 
     @property
-    def lanes(self) -> object | None: ...
-    def merge_lanes(self, parameters: list[Tensor]) -> None: ...
+    def separate_gradients(self) -> object | None: ...
+    def merge_gradients(self, parameters: list[Tensor]) -> None: ...
     def correction(self) -> float | Tensor | None: ...
 
 
@@ -244,8 +244,8 @@ class Unowned:
         self._merged = True
         parameters, clock = self.parameters(), self._clock
         factor: float | Tensor | None = None
-        if clock.lanes is not None and clock.pending:
-            clock.merge_lanes(parameters)
+        if clock.separate_gradients is not None and clock.pending:
+            clock.merge_gradients(parameters)
         elif clock.pending:
             factor = clock.correction()
         scaler = self._precision.scaler

@@ -55,7 +55,7 @@ class CountsPasses(Protocol):
 class StepObserver:
     """Context manager that marks a loader as being iterated, also when loaders end out of order."""
 
-    cursors: ActiveLoaders
+    loaders: ActiveLoaders
     cursor: LoaderCursor
     clock: CountsPasses
     _num_passes: int = 0
@@ -63,15 +63,15 @@ class StepObserver:
     def __enter__(self) -> LoaderCursor:
         self._num_passes = self.clock.num_passes
         if not self.cursor.opened:
-            self.cursors.opening(self.cursor)
-        self.cursors.watched.append(self.cursor)
+            self.loaders.opening(self.cursor)
+        self.loaders.watched.append(self.cursor)
         return self.cursor
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         trained = self.clock.num_passes > self._num_passes
-        self.cursors.closed(self.cursor, exhausted=kind is None, trained=trained)
+        self.loaders.closed(self.cursor, exhausted=kind is None, trained=trained)
 
 
 @dataclass(slots=True)
@@ -86,11 +86,11 @@ class ActiveLoaders:
     watched: list[LoaderCursor] = field(default_factory=list)
     followed: LoaderCursor | None = None
     """The loader that the caller named for this step."""
-    go_back: Callable[[LoaderCursor], None] | None = None
+    roll_back: Callable[[LoaderCursor], None] | None = None
     """Called with a loader before its next batch, while a rollback to a checkpoint is pending."""
     before_next: Callable[[LoaderCursor], None] | None = None
     """Called with a loader before its next batch, or its end."""
-    times_back: int = 0
+    num_rollbacks: int = 0
     """Number of rollbacks: an iteration started before a rollback continues from the loader's new position."""
     num_ended: int = 0
     """Number of complete passes with training."""

@@ -99,15 +99,15 @@ class LossWeights:
         share = times(loss, weight / (self.unit * window.every))
         if len(window.weights) == 1:
             return share
-        if window.lanes is None and boundary and window.before == 0:
+        if window.separate_gradients is None and boundary and window.before == 0:
             # The one correction of the window is the first loss's; the others' totals are known here.
             self._agree(window, [0, place])
             return times(share, window.factors[place] / window.factors[0])
-        if window.lanes is None:
-            window.lanes = SeparateGradients()
+        if window.separate_gradients is None:
+            window.separate_gradients = SeparateGradients()
         loose = [] if unowned is None else unowned.parameters()
         held = (p for holder in holders if not holder.spent for p in holder.parameters)
-        window.lanes.switch(place, [*held, *loose])
+        window.separate_gradients.switch(place, [*held, *loose])
         return share
 
     def correction(self, window: Window) -> float | Tensor:
@@ -115,11 +115,11 @@ class LossWeights:
         self._agree(window, [0])
         return window.factors[0]
 
-    def merge_lanes(self, window: Window, parameters: list[Tensor]) -> None:
-        """Set these parameters' gradients to the sum of their lanes, each corrected by weight. Ranks: every rank."""
-        assert window.lanes is not None, "there are lanes to merge"
+    def merge_gradients(self, window: Window, parameters: list[Tensor]) -> None:
+        """Set these parameters' gradients to the sum over the losses, each corrected by weight. Ranks: every rank."""
+        assert window.separate_gradients is not None, "there are gradients to merge"
         self._agree(window, range(window.turn))
-        window.lanes.merge(parameters, window.factors)
+        window.separate_gradients.merge(parameters, window.factors)
 
     def _agree(self, window: Window, places: Sequence[int]) -> None:
         """Compute the missing correction factors of these losses from their weights on all ranks."""

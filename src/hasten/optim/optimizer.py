@@ -82,7 +82,7 @@ class SharedWindow:
         )
 
     def _rewind(self, parameters: Sequence[Tensor], clock: StepClock) -> None:
-        if clock.lanes is not None:
+        if clock.separate_gradients is not None:
             raise StepError(
                 "zero_grad() would have to clear the gradients of another optimizer's weighted loss and keep those of "
                 "the window's earlier micro-steps, which are spread over several weighted losses. Give this "
@@ -235,6 +235,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         else:
             if clock.pending:
                 self.settle()
+            if clock.exchange is not None and clock.exchange(self):
+                self._close(SKIPPED)
+                return None
             if listener is not None and listener.before_update is not None and listener.before_update(self):
                 self._close(SKIPPED)
                 return None
@@ -327,8 +330,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
         else:
             clear(set_to_none)
-        if (lanes := self._clock.lanes) is not None:
-            lanes.drop(self.parameters)
+        if (separate := self._clock.separate_gradients) is not None:
+            separate.drop(self.parameters)
 
     @property
     def scaled(self) -> bool:
@@ -363,7 +366,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def due(self) -> bool:
         """True if the gradients may need unscaling or normalising: the loss is scaled, or a correction is pending."""
-        return self._scaled or self._clock.pending
+        return self._scaled or self._clock.pending or self._clock.exchange is not None
 
     def settle(self) -> None:
         """Unscale and normalise the gradients before they are read or used; a second call does nothing.
@@ -374,14 +377,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         due = clock.pending and self._settled != clock.serial
         if due:
             self._settled = clock.serial
-        if due and clock.lanes is not None:
+        if due and clock.separate_gradients is not None:
             if self._engine is not None:
                 raise StepError(
                     "several weighted losses in each micro-step of a window have gradients of their own, which an engine adds "
                     "up at once; their means would be mixed. Add the losses before backward(), or set "
                     "gradient_accumulation_steps=1."
                 )
-            clock.merge_lanes(self.parameters)
+            clock.merge_gradients(self.parameters)
             due = False
         if self._scaled:
             self._precision.unscale(self.optimizer)
@@ -390,6 +393,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 multiply(self.optimizer.param_groups, factor)
             else:
                 self._engine.multiply_gradients(factor)
+        if clock.exchange is not None and clock.boundary:
+            clock.exchange(self)
 
     def _explain(self, error: Exception) -> None:
         """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
@@ -423,6 +428,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise StepError(
                 f"{name}.step(closure) cannot run under mixed_precision='fp16': the closure computes gradients inside "
                 "the step, where they can be neither unscaled nor skipped. Use 'bf16' or 'no'."
+            )
+        if self._clock.exchange is not None:
+            raise StepError(
+                f"{name}.step(closure) computes its gradients inside the step, where replicas that may be lost cannot exchange them (survive). Use an "
+                "optimizer without a closure, or run without survive."
             )
         if self._clock.every > 1:
             raise StepError(

@@ -38,6 +38,10 @@ class PreparedScheduler(LRScheduler):
             self._seen = optimizer.num_updates
         self.scheduler.step(*args, **kwargs)
 
+    def caught_up(self) -> None:
+        """Count the optimizer's updates so far as seen: the schedule was loaded together with the optimizer."""
+        self._seen = 0 if self._follows is None else self._follows.num_updates
+
     def get_last_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each group."""
         rates: list[float | Tensor] = self.scheduler.get_last_lr()

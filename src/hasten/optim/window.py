@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SeparateGradients:
-    """Separate gradients for each loss of a micro-step; those of the current lane are in the parameters' .grad."""
+    """Separate gradients for each loss of a micro-step; those of the current loss are in the parameters' .grad."""
 
     __slots__ = ("_current", "_kept")
 
@@ -25,14 +25,14 @@ class SeparateGradients:
         self._current = 0
         self._kept: dict[int, dict[Tensor, Tensor]] = {}
 
-    def switch(self, lane: int, parameters: Iterable[Tensor]) -> None:
-        """Make the next backward add to the gradients of this lane.
+    def switch(self, loss_index: int, parameters: Iterable[Tensor]) -> None:
+        """Make the next backward add to the gradients of this loss.
 
         Raises: StepError when the gradients so far are not in the parameters.
         """
-        if lane == self._current:
+        if loss_index == self._current:
             return
-        here, there = self._kept.setdefault(self._current, {}), self._kept.setdefault(lane, {})
+        here, there = self._kept.setdefault(self._current, {}), self._kept.setdefault(loss_index, {})
         parameters = list(dict.fromkeys(parameters))
         if not any(self._kept.values()) and not any(p.grad is not None for p in parameters):
             raise StepError(
@@ -46,28 +46,32 @@ class SeparateGradients:
                 # A view is in memory that the next reduction may overwrite.
                 here[parameter] = grad.clone() if grad._is_view() else grad
             parameter.grad = there.pop(parameter, None)
-        self._current = lane
+        self._current = loss_index
 
     @torch.no_grad()
     def merge(self, parameters: Iterable[Tensor], factors: Mapping[int, float | Tensor]) -> None:
-        """Set the parameters' .grad to the sum of all lanes, each multiplied by its factor.
+        """Set the parameters' .grad to the sum over all losses, each multiplied by its factor.
 
-        Raises: StepError for a lane without a factor.
+        Raises: StepError for a loss without a factor.
         """
         for parameter in parameters:
             held = [(self._current, parameter.grad)]
-            held += [(lane, kept.pop(parameter, None)) for lane, kept in self._kept.items() if lane != self._current]
+            held += [
+                (loss_index, kept.pop(parameter, None))
+                for loss_index, kept in self._kept.items()
+                if loss_index != self._current
+            ]
             total: Tensor | None = None
-            for lane, grad in held:
+            for loss_index, grad in held:
                 if grad is None:
                     continue
-                if lane not in factors:
+                if loss_index not in factors:
                     raise StepError(
-                        f"the window ends without loss number {lane + 1} of its micro-steps, whose gradients are "
+                        f"the window ends without loss number {loss_index + 1} of its micro-steps, whose gradients are "
                         "neither weighed nor synchronised. Call backward() equally often in every micro-step of a "
                         "window, with weight=0 for a loss that does not count."
                     )
-                factor = factors[lane]
+                factor = factors[loss_index]
                 part = grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
                 total = part if total is None else total.add_(part)
             parameter.grad = total
@@ -79,7 +83,7 @@ class SeparateGradients:
                 kept.pop(parameter, None)
 
     def refuse_leftovers(self, parameters: Iterable[Tensor]) -> None:
-        """Raise StepError when a parameter still has gradients in a lane that is not current."""
+        """Raise StepError when a parameter still has gradients of a loss that is not current."""
         wanted = set(parameters)
         if any(parameter in wanted for kept in self._kept.values() for parameter in kept):
             raise StepError(
@@ -149,7 +153,7 @@ class Window:
     """Total weight of the first, second, ... loss of the micro-steps, on this rank."""
     factors: dict[int, float | Tensor] = field(default_factory=dict)
     """Corrections of these losses, once the ranks have agreed on them."""
-    lanes: SeparateGradients | None = None
+    separate_gradients: SeparateGradients | None = None
     """Gradients of the second and further weighted losses, separate until the window's end."""
 
     def copy(self) -> Window:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from hasten.progress.display import Display, LineDisplay
 from hasten.progress.meter import MemoryGauge, Meter, MeterReading
 from hasten.progress.scalars import LateScalars
 from hasten.progress.straggler import BackwardTimer, StragglerWatch
+
+if TYPE_CHECKING:
+    from hasten.progress.trainjob import TrainJobStatus
 
 T = TypeVar("T")
 Counter = Callable[[Any], int]  # Any: a batch of any type
@@ -34,6 +37,8 @@ class BarContext:
     watch: StragglerWatch | None = None
     rates: Callable[[], Mapping[str, float]] | None = None
     """Returns tokens a second and MFU, while they are tracked."""
+    status: TrainJobStatus | None = None
+    """Takes every displayed reading, in a TrainJob of Kubeflow."""
 
 
 class Progress(Generic[T]):
@@ -114,8 +119,10 @@ class Progress(Generic[T]):
         if self._open:
             self._open = False
             if self._here.is_main:
-                now = time.perf_counter()
-                self._here.display.close(self._complete(self._meter.read_all(now, self._desc), wait=True))
+                last = self._complete(self._meter.read_all(time.perf_counter(), self._desc), wait=True)
+                self._here.display.close(last)
+                if self._here.status is not None:
+                    self._here.status.bar(self, last, closed=True)
 
     def __enter__(self) -> Self:
         # a loop left by `break` may end with the process, when nothing can be displayed any more
@@ -144,7 +151,10 @@ class Progress(Generic[T]):
                 self._hint = str(here.watch.found)
         if here.is_main and now >= self._next_draw_s:
             self._next_draw_s = now + here.display.every_s
-            here.display.draw(self._complete(self._meter.read(now, self._desc)))
+            reading = self._complete(self._meter.read(now, self._desc))
+            here.display.draw(reading)
+            if here.status is not None:
+                here.status.bar(self, reading)
 
     def _complete(self, reading: MeterReading, wait: bool = False) -> MeterReading:
         memory, watch = self._here.memory, self._here.watch

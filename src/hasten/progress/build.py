@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -14,21 +14,25 @@ from hasten.progress.straggler import BackwardTimer, StoreNotes, StragglerWatch
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 
+if TYPE_CHECKING:
+    from hasten.progress.trainjob import TrainJobStatus
+
 T = TypeVar("T")
 
 
 class ProgressMaker:
     """Factory of the progress bars of one Accelerator, which share a console, a timer of backward passes and a straggler watch."""
 
-    def __init__(self, ctx: ProcessContext) -> None:
+    def __init__(self, ctx: ProcessContext, status: TrainJobStatus | None = None) -> None:
         self._ctx = ctx
+        self._status = status
         self.pulse = BackwardTimer(ctx.device)
         """Notified when a backward pass starts."""
         self._watch = straggler_watch(ctx)
         self._console = error_console()  # one for all bars: nested bars share the screen
 
     def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
-        options = {"console": self._console, **options}
+        options = {"console": self._console, "status": self._status, **options}
         return progress(iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options)
 
 
@@ -54,6 +58,7 @@ def progress(
     pulse: BackwardTimer | None = None,
     watch: StragglerWatch | None = None,
     rates: Callable[[], Mapping[str, float]] | None = None,
+    status: TrainJobStatus | None = None,
 ) -> Progress[T]:
     """Return a progress bar over `iterable` for this process.
 
@@ -68,5 +73,6 @@ def progress(
         pulse=pulse,
         watch=watch,
         rates=rates,
+        status=status,
     )
     return Progress(iterable, here=here, total=total, initial=initial, desc=desc, samples=samples, tokens=tokens)

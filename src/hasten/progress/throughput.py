@@ -178,9 +178,9 @@ class Throughput:
     # -- the loop --------------------------------------------------------------------------------------------------
     def attach(self) -> None:
         """Follow the loaders and the updates, after the callbacks that are there."""
-        clock, cursors = self._clock, self._clock.cursors
+        clock, loaders = self._clock, self._clock.loaders
         listener = clock.listening()
-        updated, asked = self._before = listener.after_update, cursors.before_next
+        updated, asked = self._before = listener.after_update, loaders.before_next
 
         def after_update() -> None:
             if updated is not None:
@@ -192,7 +192,7 @@ class Throughput:
             if asked is not None:
                 asked(cursor)
 
-        listener.after_update, cursors.before_next = after_update, before_next
+        listener.after_update, loaders.before_next = after_update, before_next
         listener.rates = self.values
         if self._entry is None and self._peak_tflops is None and self._ctx.is_main:
             log.info(
@@ -204,7 +204,7 @@ class Throughput:
         """Restore the callbacks that were there before `attach`."""
         self.close()
         listener = self._clock.listening()
-        listener.after_update, self._clock.cursors.before_next = self._before
+        listener.after_update, self._clock.loaders.before_next = self._before
         listener.rates = None
 
     def asked(self, cursor: LoaderCursor) -> None:

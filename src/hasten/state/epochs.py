@@ -16,6 +16,7 @@ class _Loop:
 
     epoch: int = 0
     """Epoch of the running body, or the one to start with."""
+    num_epochs: int = 0
     inside: bool = False
     """True if a body of this loop runs, or was left by `break`."""
     trained: bool = False
@@ -47,7 +48,7 @@ class _Loaded:
 
     body: int
     """Epoch of the body that ran meanwhile; -1 for none."""
-    times_back: int
+    num_rollbacks: int
     num_ended: int
     epochs: tuple[int, ...]
     """Epochs of the loaders."""
@@ -70,6 +71,7 @@ class EpochLoops:
     def over(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs from 0, or from the resumed epoch, to `num_epochs` - 1."""
         loop = self._level().begin()
+        loop.num_epochs = num_epochs
         self._open.append(loop)
         try:
             while self._next(loop) < num_epochs:
@@ -78,6 +80,23 @@ class EpochLoops:
         finally:
             self._open.remove(loop)
             self._left = self._clock.num_passes, [loader.cursor.num_ended for loader in self._objects.loaders]
+
+    def share(self) -> float | None:
+        """Return the completed share of the newest outermost loop; None before the first. Any thread may call it."""
+        started = self._outermost.loops[: self._outermost.num_begun]
+        if not started or not started[-1].num_epochs:
+            return None
+        return min((started[-1].epoch + self._pass_share()) / started[-1].num_epochs, 1.0)
+
+    def _pass_share(self) -> float:
+        """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
+        for loader in self._objects.loaders:
+            source, start = loader.parts.source, loader.parts.iteration.start
+            steps, size = source.steps(), source.size()
+            if steps and (loader.is_running() or loader.parts.cursor.left):
+                before = start.batches or (steps * start.consumed / size if size else 0)
+                return min((before + loader.parts.cursor.batch) / steps, 1.0)
+        return 0.0
 
     def _level(self) -> _Level:
         return self._open[-1].inner if self._open else self._outermost
@@ -98,9 +117,9 @@ class EpochLoops:
 
     def _caught_up(self, loaded: _Loaded) -> bool:
         """Return True if the rolled-back body has read its loader to the end since."""
-        cursors = self._clock.cursors
-        went_back = loaded.body >= 0 and cursors.times_back > loaded.times_back
-        return went_back and cursors.num_ended > loaded.num_ended and not self._midway()
+        loaders = self._clock.loaders
+        went_back = loaded.body >= 0 and loaders.num_rollbacks > loaded.num_rollbacks
+        return went_back and loaders.num_ended > loaded.num_ended and not self._midway()
 
     def _midway(self) -> list[int]:
         """Return the indices of the loaders that are inside an epoch."""
@@ -169,13 +188,13 @@ class EpochLoops:
         level.num_begun = next((n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0)
         del level.loops[max(len(saved), level.num_begun) :]
         level.loops += [_Loop() for _ in saved[len(level.loops) :]]
-        cursors, epochs = self._clock.cursors, tuple(loader.epoch for loader in self._objects.loaders)
+        loaders, epochs = self._clock.loaders, tuple(loader.epoch for loader in self._objects.loaders)
         for index, loop in enumerate(level.loops):
             state = saved[index] if index < len(saved) else _begin_at(0)
             body = loop.loaded.body if loop.loaded is not None else loop.epoch if loop in self._open else -1
             loop.epoch, loop.inside, loop.trained = state["epoch"], state["inside"], state["trained"]
             loop.num_passes = self._clock.num_passes
-            loop.loaded = _Loaded(body, cursors.times_back, cursors.num_ended, epochs)
+            loop.loaded = _Loaded(body, loaders.num_rollbacks, loaders.num_ended, epochs)
             self._load(loop.inner, state["inner"])
 
 

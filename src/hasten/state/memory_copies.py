@@ -89,15 +89,15 @@ class MemoryCopies:
         self._space_checked = False
 
     # -- copying ----------------------------------------------------------------------------------------------------
-    def follow(self, cursors: ActiveLoaders) -> None:
+    def follow(self, loaders: ActiveLoaders) -> None:
         """Copy when the training loop requests the next batch from its loader: no update is in progress then."""
 
         def before_batch(cursor: LoaderCursor) -> None:
-            outermost = cursors.watched and cursors.watched[0] is cursor
+            outermost = loaders.watched and loaders.watched[0] is cursor
             if outermost and self._updates() - (self._newest or 0) >= self._every:
                 self.copy()
 
-        cursors.before_next = before_batch
+        loaders.before_next = before_batch
 
     def copy(self) -> None:
         """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""

@@ -121,7 +121,7 @@ class RestorePlan:
             previous.save_attributes(parts.precision.scaler)
         for thing, _ in self.stateful:
             if isinstance(thing, Loader):  # an iteration in progress continues; after load_state_dict it would not
-                previous.save_attributes(thing.parts.track)
+                previous.save_attributes(thing.parts.iteration)
             elif thing is not parts.precision:
                 previous.save_stateful(thing)
         self._save_tensors(previous)

@@ -156,7 +156,7 @@ class Run:
         inner = self.accelerator.unwrap_model(self.model)
         names = {id(p): name for name, p in inner.named_parameters()}
         clock = self.accelerator._clock
-        track = self.loader.parts.track
+        track = self.loader.parts.iteration
         scaler = self.accelerator._precision.scaler
         state = {
             names[id(p)]: {key: bits(value) for key, value in values.items()}

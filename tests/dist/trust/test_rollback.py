@@ -180,7 +180,7 @@ def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_pat
             step(parts, batch)
             if parts.accelerator.optimizer_step_was_skipped:
                 bad = len(saved)
-            if parts.loader.parts.track.left_out and not saved:
+            if parts.loader.parts.iteration.left_out and not saved:
                 saved = parts.accelerator.save_state()
     assert bad
     resumed = prepared(tmp_path, Rows, 1, trust={"numbers": "off"})
@@ -262,7 +262,7 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
     first, second = trainer("rollback", "a", SaveAt()), trainer("off", "b", leaving)
     with told() as messages:
         first.train()
-    left_out = first.train_loader.parts.track.left_out
+    left_out = first.train_loader.parts.iteration.left_out
     assert len(messages) == (len(left_out) if ctx.is_main else 0)
     assert len(left_out) >= 2
     leaving.left_out = left_out

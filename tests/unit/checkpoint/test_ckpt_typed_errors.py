@@ -185,7 +185,7 @@ def test_forged_states_of_loaders(kind: str) -> None:
     for _, _ in zip(range(3), loader, strict=False):
         pass
     state = loader.state_dict()
-    state |= {"witness": None, "generator": None, "ahead": False, "lasting": None, "left_out": [], "batches": 3}
+    state |= {"witness": None, "generator": None, "ahead": False, "workers_ran": None, "left_out": [], "batches": 3}
     del state["witness"]
     checked = fresh()
     checked.load_state_dict(state)

@@ -21,11 +21,11 @@ from torch.utils.data import (
 
 from hasten.comm.local import LocalComm
 from hasten.data.batch_plan import find, plan_rows
-from hasten.data.iterable import Cutting
+from hasten.data.dispatch import BatchReader
 from hasten.data.loader import Loader, skip_first_batches
 from hasten.data.position import Position
-from hasten.data.readers import BatchReader
 from hasten.data.stream import StreamSource
+from hasten.data.stream_shard import Cutting
 from hasten.errors import DataError
 from tests.support.loaders import CountingStream, global_order, prepared, seen
 

@@ -179,4 +179,4 @@ def test_a_queue_gives_batches_in_order_and_opens_no_lane_for_small_ones() -> No
             queue.append({"x": torch.full((2,), number)})
         assert len(queue) == 3
         assert [int(queue.popleft()["x"][0]) for _ in range(3)] == [0, 1, 2]
-        assert queue._lane is None
+        assert queue._copy_stream is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from hasten.errors import ConfigError, LaunchError
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target
 from hasten.launch.job import make_plan, prepare
 
+REPOSITORY: Final = Path(__file__).parents[3]
 BASE: Final = ("--submit=kubernetes", "--kubernetes_image=registry.example/train:1")
 
 
@@ -192,6 +194,7 @@ def test_the_token_is_referenced_and_never_written() -> None:
         (["--cpu", "--main_process_port=0"], r"main_process_port=0 cannot be the rendezvous of pods"),
         (["--cpu", "--main_process_ip=10.0.0.1"], r"main_process_ip.*first pod\. Remove main_process_ip"),
         (["--cpu", "--submit_options=time=1"], r"submit_options.*options of a batch script"),
+        (["--cpu", "--ray"], r"--ray places and starts the workers itself"),
         (["--cpu", "--launcher=mpi"], r"launcher=mpi cannot start the processes of a pod"),
     ],
 )
@@ -228,6 +231,20 @@ def test_a_credential_among_the_scripts_arguments_is_refused() -> None:
 def test_contradictions_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(flags=make_parser().parse_args(flags).settings)
+
+
+def test_planning_for_other_machines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--auto plans for the devices of this machine"):
+        main([*BASE, "--cpu", "--auto", "train.py"])
+
+
+def test_the_example_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    command = page.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(command)[2:]]) == 0
+    example = REPOSITORY / "examples" / "kubernetes" / "train-jobset.yaml"
+    assert Path("train-jobset.yaml").read_text() == example.read_text()
 
 
 def test_the_script_may_be_in_the_image_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,15 @@ import pytest
 
 from hasten import ray as public
 from hasten.config.resolve import resolve
-from hasten.errors import CheckpointError, ConfigError, MissingPackageError
+from hasten.config.root import Config
+from hasten.errors import CheckpointError, ConfigError, DeviceError, MissingPackageError
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target
 from hasten.launch.cluster.ray import failures_of, run_program, verdict
 from hasten.launch.job import make_plan
 from hasten.optional import available, check_installed
 from hasten.runtime import env as environment
+from hasten.runtime.topology import Topology
+from hasten.strategies.choose import device_for
 
 CPU = Host(name="here", cores=4, python="/py")
 GPUS = Host(name="here", cores=4, python="/py", device="cuda", num_devices=2)
@@ -62,7 +65,8 @@ def test_the_plan_is_one_command_with_the_run_as_json() -> None:
     ],
 )
 def test_workers_and_their_devices(host: Host, settings: dict[str, Any], expected: tuple[list[int], bool]) -> None:
-    run = json.loads(planned(host, **settings).procs[0].argv[3])
+    run = json.loads(planned(host, ray_storage="runs", **settings).procs[0].argv[3])
+    assert run["storage"] == "/home/me/runs", "Ray accepts absolute paths and URLs only"
     assert (run["workers"], run["use_gpu"]) == expected
 
 
@@ -141,6 +145,13 @@ def test_without_ray_the_error_names_the_package() -> None:
         public.fit(None)
     with pytest.raises(MissingPackageError, match="pip install"):
         check_installed("ray")
+
+
+def test_the_device_that_ray_assigned_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mtia:1")  # on no machine of these tests
+    with pytest.raises(DeviceError, match="'mtia:1' was asked for"):
+        device_for(Config(), Topology())
+    assert device_for(Config(cpu=True), Topology()).type == "cpu"
 
 
 def test_the_device_that_ray_assigned_is_read() -> None:

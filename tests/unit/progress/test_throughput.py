@@ -190,7 +190,7 @@ def test_nothing_is_left_behind_however_short_the_loop() -> None:
     throughput = trained(accelerator, Net(), batches=4)
     throughput.detach()
     assert accelerator._clock.listening().after_update is None
-    assert accelerator._clock.cursors.before_next is None
+    assert accelerator._clock.loaders.before_next is None
     assert accelerator._clock.rates is None
 
 
@@ -227,7 +227,7 @@ def test_a_compiled_model_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_costs_nothing_until_it_is_asked_for() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator._clock.listening().after_update is None
-    assert accelerator._clock.cursors.before_next is None
+    assert accelerator._clock.loaders.before_next is None
     assert accelerator._clock.rates is None
 
 

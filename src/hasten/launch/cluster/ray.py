@@ -81,7 +81,7 @@ def plan(request: LaunchRequest, host: Host, folder: str) -> LaunchPlan:
         resources=resources,
         max_failures=launch.max_restarts,
         address=launch.ray_address,
-        storage=launch.ray_storage,
+        storage=_storage(launch.ray_storage, folder),
         name=launch.ray_name,
         folder=folder,
         module=target.module,
@@ -135,6 +135,11 @@ def _workers(launch: LaunchConfig) -> tuple[int, int]:
         raise ConfigError(
             f"ray_workers={launch.ray_workers!r} is not a number of workers; write one number, or min:max such as 2:4."
         ) from error
+
+
+def _storage(asked: str | None, folder: str) -> str | None:
+    """Return the storage as Ray accepts it: a URL, or an absolute path."""
+    return asked if asked is None or "://" in asked else str(Path(folder, asked))
 
 
 def _resources(asked: Mapping[str, Any]) -> dict[str, float]:
@@ -207,8 +212,7 @@ def main() -> None:
     run = RayRun(**{**asked, "workers": tuple(asked["workers"])})
     program = sys.argv[2:]
     ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
-    quiet = {} if run.address else {"include_dashboard": False}
-    ray.init(address=run.address, **quiet)
+    ray.init(address=run.address)
     _say_waiting(run, ray.cluster_resources())
     variables = environment.snapshot()
     passed = {name: variables[name] for name in _PASSED if variables.get(name)}

@@ -222,6 +222,16 @@ def _resident() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
+def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
+    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
+    if trust == "off":
+        return {"stall": "off", "divergence": "off", "numbers": "report"}
+    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
+    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
+        return {**fields, "numbers": "report"}
+    return trust
+
+
 def main(argv: list[str]) -> int:
     """Run `spec.json script.py [arguments]` and write the measurements."""
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
@@ -250,13 +260,3 @@ def facade_rank() -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
-    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
-    if trust == "off":
-        return {"stall": "off", "divergence": "off", "numbers": "report"}
-    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
-    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
-        return {**fields, "numbers": "report"}
-    return trust

@@ -83,7 +83,7 @@ class Replicas:
     def _all(self) -> Iterator[Held]:
         done = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
         yield ComparedTensor("updates", "updates for each backward pass", COMPARED, said=done), None
-        for number, cursor in enumerate(self.clock.cursors.active()):
+        for number, cursor in enumerate(self.clock.loaders.active()):
             said = f"epoch {cursor.epoch}, batch {cursor.batch}"
             yield ComparedTensor("data", f"position of loader {number}", COMPARED, said=said), None
         if self.random and any(may_draw(model) for model in self.prepared.models):

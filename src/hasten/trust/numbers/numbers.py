@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from hasten.data.loader import Extent, Loader, LoaderPlace
+from hasten.data.loader import Loader
+from hasten.data.position import BatchRange, Position
 from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
@@ -38,18 +39,18 @@ class Rollback:
         self,
         newest: Callable[[], str | None],
         load: Callable[[str], object],
-        cursors: ActiveLoaders,
+        active_loaders: ActiveLoaders,
         limit: int,
     ) -> None:
         self._newest = newest
         self._load = load
-        self._cursors = cursors
+        self._active_loaders = active_loaders
         self.limit = limit
         self.times = 0
         """Number of rollbacks so far, including a pending one."""
         self.target: str | None = None
         """Checkpoint of a pending rollback, from the decision until it is loaded."""
-        self._left_out: WeakKeyDictionary[Loader, set[Extent]] = WeakKeyDictionary()
+        self._left_out: WeakKeyDictionary[Loader, set[BatchRange]] = WeakKeyDictionary()
         self._led: tuple[LoaderCursor, ...] = ()
 
     def refusal(self, knows_batches: bool) -> str:
@@ -68,17 +69,17 @@ class Rollback:
             )
         return ""
 
-    def decide(self, batches: Iterable[tuple[Loader, LoaderPlace]]) -> str:
+    def decide(self, batches: Iterable[tuple[Loader, Position, int]]) -> str:
         """Schedule a rollback before the next batch that omits `batches`; return the checkpoint. Ranks: every rank."""
         self.target = self._newest()
         assert self.target is not None, "asked only when nothing refuses"
         led = []
-        for loader, place in batches:
-            self._left_out.setdefault(loader, set()).add(loader.extent(place))
+        for loader, start, number in batches:
+            self._left_out.setdefault(loader, set()).add(loader.batch_range(start, number))
             led.append(loader.cursor)
         self._led = tuple(led)
         self.times += 1
-        self._cursors.go_back = self._before_batch
+        self._active_loaders.roll_back = self._before_batch
         return self.target
 
     def _before_batch(self, cursor: LoaderCursor) -> None:
@@ -90,11 +91,11 @@ class Rollback:
         target, self.target = self.target, None
         if target is None:
             return False
-        self._cursors.go_back, self._led = None, ()
+        self._active_loaders.roll_back, self._led = None, ()
         self._load(target)
         for loader, batches in self._left_out.items():
             loader.leave_out(batches)  # the checkpoint only has the batches excluded before it was saved
-        self._cursors.times_back += 1
+        self._active_loaders.num_rollbacks += 1
         return True
 
 
@@ -128,8 +129,8 @@ class NumbersSettings:
     """True if the memory of a loss is reused in the next step."""
 
 
-Batches = list[tuple[Loader, LoaderPlace]]
-"""The batches from which a loss was computed."""
+Batches = list[tuple[Loader, Position, int]]
+"""The batches from which a loss was computed: loader, start of its pass, and number of the batch since then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,9 @@ class NumbersWatch:
             if self._settings.spike is not None or loss.numel() != 1 or not math.isfinite(loss.item()):
                 self._read_now(loss, weight)
             return
-        watched = self._clock.cursors.watched
+        watched = self._clock.loaders.watched
         if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
-            batches = [(loader, loader.place())]  # the loop still iterates over the same loader
+            batches = [(loader, *loader.current())]  # the loop still iterates over the same loader
         else:
             batches = self._batches()
         due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
@@ -219,10 +220,10 @@ class NumbersWatch:
     def _batches(self) -> Batches:
         """Return the batches that the active loaders yielded last."""
         found: Batches = []
-        for cursor in self._clock.cursors.active():
+        for cursor in self._clock.loaders.active():
             for one in self._prepared.loaders:
                 if getattr(one, "cursor", None) is cursor:
-                    found.append((one, one.place()))
+                    found.append((one, *one.current()))
                     self._cursor, self._loader = cursor, ref(one)
         return found
 
@@ -367,17 +368,17 @@ class NumbersWatch:
         samples: list[int] = []
         odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
         for index in odd or range(len(values)):
-            for loader, place in seen.losses[index][2]:
-                indices = loader.samples(place)
-                where = f"  loss {values[index]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
+            for loader, start, steps in seen.losses[index][2]:
+                indices = loader.samples(start, steps)
+                where = f"  loss {values[index]:.6g}: epoch {start.epoch}, batch {steps} of this pass"
                 if indices is None:
                     lines.append(f"{where}, of a stream or sampler whose order is unknown")
                 else:
                     samples += indices
                     more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
                     lines.append(f"{where}, dataset indices {', '.join(map(str, indices[:_SHOWN]))}{more}")
-                    if number := loader.number(place):
-                        which = f"--rank {self._ctx.rank} --epoch {place.start.epoch} --batch {number}"
+                    if number := loader.number(start, steps):
+                        which = f"--rank {self._ctx.rank} --epoch {start.epoch} --batch {number}"
                         lines.append(f"  fetch it again: hasten data show {self._newest() or 'CHECKPOINT'} {which}")
         return BadValue("", samples, lines)
 

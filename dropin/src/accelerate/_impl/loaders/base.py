@@ -19,8 +19,8 @@ from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.random import synchronize_rng_states
-from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move, forward_epoch
-from hasten.data.position import Position
+from hasten.data.loader import Loader, LoaderParts, Move, forward_epoch
+from hasten.data.position import LoaderIteration, Position
 from hasten.data.source import BatchSource, Item
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
@@ -103,21 +103,21 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 
 class SnapshotSource(TorchSource):
-    """Source that marks each batch with torchdata's state as it is before the next batch is read ahead.
+    """Source whose state after each batch is torchdata's, as it is before the next batch is read ahead.
 
-    A mark is a list of one state: the last batch's becomes the state after the stream has ended.
+    It is a list of one state: the last batch's becomes the state after the stream has ended.
     """
 
     def open(self, at: Position) -> Iterator[Item]:
-        """Yield the batches from `at` on; those behind a position of hasten's have no mark."""
+        """Yield the batches from `at` on; those behind a position of hasten's have none."""
         if at.consumed:
             yield from super().open(at)
             return
-        mark: list[Any] = [None]
+        state: list[Any] = [None]
         for batch, padding, last, _ in super().open(at):
-            mark = [copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))]
-            yield batch, padding, last, mark
-        mark[0] = copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))
+            state = [copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))]
+            yield batch, padding, last, state
+        state[0] = copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))
 
 
 def torchdata_kind(loader: Any) -> Any:
@@ -148,7 +148,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
-        self.track, self.place_in_epoch = LoaderIteration(Position(epoch=iteration)), LoaderCursor(nests=True)
+        self.loader_iteration = LoaderIteration(Position(epoch=iteration))
+        self.place_in_epoch = LoaderCursor(nests=True)
         self.clock: StepClock | None = None
         self.latest: list[Any] | None = None  # torchdata's state at the batch in use, in a list that the source changes
         self.cut: SequenceSplitter | None = None  # how sequences are cut, where processes share them
@@ -161,7 +162,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         return LoaderParts(
             source=self.source() if self.cut is None else SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
-            track=self.track,
+            iteration=self.loader_iteration,
             move=self.move(),
             shard=self.process_index,
             total_batch_size=self.total_batch_size,
@@ -197,22 +198,25 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             batches = super().__iter__()
             for batch in batches:
                 self.end_of_dataloader = self.place_in_epoch.at_end
-                self.latest = self.track.mark if isinstance(self.track.mark, list) else None
+                state = self.loader_iteration.source_state
+                self.latest = state if isinstance(state, list) else None
                 yield self.given(batch)
             if self.latest is None:  # resumed by a position, which torchdata knows nothing of
                 self.latest = [self.saved_state()]
         finally:  # however the loop is left
             batches.close()
             self.end()
-            if not self.track.fresh:
-                self.track.place(self.track.upcoming())
+            if not self.loader_iteration.fresh:
+                self.loader_iteration.place(self.loader_iteration.upcoming())
 
     def given(self, batch: Any) -> Any:
         """The batch that the loop gets."""
         return batch
 
     iteration = shown(
-        "epoch", "The epoch that begins next, or is being read.", lambda self, epoch: self.track.set_epoch(epoch)
+        "epoch",
+        "The epoch that begins next, or is being read.",
+        lambda self, epoch: self.loader_iteration.set_epoch(epoch),
     )
 
     def set_epoch(self, epoch: int) -> None:
@@ -239,13 +243,15 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     def saved_state(self) -> dict[str, Any]:
         """The loop's position, which checkpoints hold."""
-        yielded = self.track.begun + self.track.steps
+        yielded = self.loader_iteration.start.batches + self.loader_iteration.steps
         shown = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
         return {**super().state_dict(), "batches": yielded, **shown}
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
-        if not self.use_stateful_dataloader or (self.latest is None and self.track.begun + self.track.steps):
+        if not self.use_stateful_dataloader or (
+            self.latest is None and self.loader_iteration.start.batches + self.loader_iteration.steps
+        ):
             return self.saved_state()
         state: dict[str, Any] = dict(torchdata_kind(self).state_dict(self) if self.latest is None else self.latest[0])
         # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
@@ -255,7 +261,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
         position = state_dict.get(POSITION, state_dict)
         if "unit" not in position:
-            self.track.place(self.track.upcoming().begin(self.epoch))
+            self.loader_iteration.place(self.loader_iteration.upcoming().begin(self.epoch))
             self.latest = [dict(state_dict)]
             torchdata_kind(self).load_state_dict(self, dict(state_dict))
             return

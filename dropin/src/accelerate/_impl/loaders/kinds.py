@@ -18,9 +18,8 @@ from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
 from hasten.data.batch_plan import DataRanks, Padding
-from hasten.data.dispatch import DispatchSource
+from hasten.data.dispatch import BatchReader, DispatchSource
 from hasten.data.loader import Move, SkippingLoader, plain_move
-from hasten.data.readers import BatchReader
 from hasten.data.source import BatchSource, Item
 from hasten.runtime.mesh_plan import BATCH
 
@@ -123,7 +122,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def given(self, batch: Any) -> Any:
         """The batch; the last tells how many samples all processes have of it."""
         if self.end_of_dataloader:
-            total = self.track.mark if isinstance(self.track.mark, int) else None
+            state = self.loader_iteration.source_state
+            total = state if isinstance(state, int) else None
             self.remainder = total or find_batch_size(batch) or -1
         else:
             self.remainder = -1

@@ -102,7 +102,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # quirk: LAST_BATCH_IS_FULL
-        return (lot[0] for lot in self._assignment.lots(Position(), ends=False))
+        return (index_batch[0] for index_batch in self._assignment.index_batches(Position(), ends=False))
 
 
 @dataclass(eq=False, repr=False)
@@ -137,8 +137,8 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         _seed_epoch(self.dataset, getattr(self, "epoch", None))
-        for lot in self._assignment.lots(Position(), ends=False):
-            yield from lot[0]
+        for index_batch in self._assignment.index_batches(Position(), ends=False):
+            yield from index_batch[0]
 
 
 def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class SequenceShardSource(OuterSource):
         items = self._inner.open(self._inner.skipped(replace(at, consumed=0), rounds))
         return islice(self._parts(items), given, None)
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         return replace(start, consumed=start.consumed + steps)
 
     def skipped(self, start: Position, num_batches: int) -> Position:

@@ -85,7 +85,7 @@ class TorchSource:
     def _iterated(self) -> Iterator[Any]:
         return super(Loader, self._loader).__iter__()
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         return replace(start, consumed=start.consumed + steps)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
@@ -112,16 +112,16 @@ class OneAhead:
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
         device = self._device
         if device is None or not kind_of(device).side_streams:
-            for (batch, real, _, mark), following in with_next(items):
-                yield _put(batch, device, self._non_blocking), real, following is None, mark
+            for (batch, real, _, state), following in with_next(items):
+                yield _put(batch, device, self._non_blocking), real, following is None, state
             return
         with Queue(device, 1, InLine(device)) as queue:
-            for (batch, real, _, mark), following in with_next(items):
+            for (batch, real, _, state), following in with_next(items):
                 if not len(queue):
                     queue.append(batch)
                 if following is not None:
                     queue.append(following[0])
-                yield queue.popleft(), real, following is None, mark
+                yield queue.popleft(), real, following is None, state
 
 
 def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:

@@ -35,7 +35,7 @@ _GENERATORS: Final = (
 _FOREIGN: Final = (type, types.ModuleType, nn.Module, Tensor, np.ndarray, str, bytes)
 
 
-class Memory:
+class CarriedState:
     """The generators and changing attributes of one object of the user."""
 
     def __init__(self, owner: Any, attributes: bool = True) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from hasten.data.memory import Memory
+from hasten.data.carried_state import CarriedState
 from hasten.errors import DataError
 from tests.support.loaders import prepared, seen
 
@@ -164,17 +164,17 @@ def test_a_memory_that_cannot_be_found_is_refused() -> None:
 
 
 def test_a_state_of_another_sampler_is_refused() -> None:
-    state = Memory(KINDS["python"]()).capture()
+    state = CarriedState(KINDS["python"]()).capture()
     with pytest.raises(DataError, match="no such attribute"):
-        Memory(InPlace()).restore(state)
+        CarriedState(InPlace()).restore(state)
     with pytest.raises(DataError, match="does not fit"):
-        Memory(KINDS["torch"]()).restore(state)
+        CarriedState(KINDS["torch"]()).restore(state)
 
 
 def test_memory_is_plain_data_and_small() -> None:
     sampler = KINDS["in place"]()
     sampler.data = list(range(10**6))
-    memory = Memory(sampler)
+    memory = CarriedState(sampler)
     assert memory.capture() is None, "nothing has changed"
     list(sampler)
     sampler.data.append(1)

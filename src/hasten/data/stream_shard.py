@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
@@ -15,10 +16,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hasten import trees
 from hasten.config.sections.loop import Pad
 from hasten.data.batch_plan import LoaderPlan, Padding, cut, derive_seed
+from hasten.data.carried_state import CarriedState
 from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
-from hasten.data.memory import Memory
+from hasten.data.random_states import OwnRng, RandomStates, States, seed_everything
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
-from hasten.data.workers import Forwarding, OwnRng, RandomStates, States
+from hasten.data.source import Forwarding
 
 # Any in this file: samples, batches and dataset states are objects of the user.
 Sharing = Literal["strided", "own", "asked", "given"]
@@ -27,8 +29,8 @@ the dataset returns the shard of each (rank, worker) from `shard(num_shards=, in
 this rank's shard already."""
 
 
-class WorkerPosition(NamedTuple):
-    """Position of one worker's stream."""
+class WorkerState(NamedTuple):
+    """Position of one worker's stream, with the state that continues it."""
 
     position: int = 0
     """Number of elements read since the start of the epoch."""
@@ -37,7 +39,20 @@ class WorkerPosition(NamedTuple):
     rng: States | None = None
     """Random states of the reader there, if there is a state and any number was drawn."""
     origin: Any = None
-    """State that the dataset carried over when the epoch started (see Memory)."""
+    """State that the dataset carried over when the epoch started (see CarriedState)."""
+
+
+class StreamState(NamedTuple):
+    """Positions of all workers' streams after a batch: the content of `Position.stream`, before it is encoded."""
+
+    workers: tuple[WorkerState, ...]
+    turn: int
+    """Index of the worker whose batch comes next."""
+
+    @property
+    def position(self) -> int:
+        """Number of elements that all workers have read."""
+        return sum(worker.position for worker in self.workers)
 
 
 class RankSamples(NamedTuple):
@@ -53,11 +68,11 @@ class RankSamples(NamedTuple):
 class SampleBlock(NamedTuple):
     """Samples that a worker read in one round, and the position of its stream afterwards."""
 
-    lumps: tuple[RankSamples | None, ...]
+    samples: tuple[RankSamples | None, ...]
     """This rank's samples, or those of every rank if one rank reads for all; None for a rank without samples."""
     worker: int
-    stand: WorkerPosition
-    head: tuple[Sample, ...] | None = None
+    state: WorkerState
+    first_samples: tuple[Sample, ...] | None = None
     """Leaves of the worker's first elements, with its first block of an epoch, if ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
     """Marks a block without a batch. begin: state of the worker's dataset at the start of the epoch. turn: placeholder
@@ -82,7 +97,7 @@ class Cutting:
     pad: Pad = "least"
     step: int | None = None
     """Number of elements that all ranks take in one round; None for `rows` on each."""
-    shows_head: bool = False
+    shows_first_samples: bool = False
     """True if blocks carry the leaves of the first elements."""
     every: bool = False
     """True if this rank cuts the blocks of all ranks, to send them."""
@@ -105,44 +120,36 @@ class Cutting:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start positions of the workers, and the serial number of the opening that they are for."""
-
-    serial: int
-    stands: tuple[WorkerPosition, ...] = ()
-    turn: int = 0
-
-
 class StreamShard(Forwarding, IterableDataset[SampleBlock]):
     """This rank's blocks of a stream, in whole rounds, so that positions mean the same on every rank."""
 
     def __init__(self, dataset: Any, cutting: Cutting, num_workers: int, process: RandomStates) -> None:
         self.hasten_cutting = cutting
-        self.hasten_start = Start(serial=0)
         self.hasten_process = process
+        self.hasten_start: StreamState | None = None
+        self.hasten_serial = 0  # of the opening that the start is for
         # (epoch, serial of the opening, seed): read by workers, also by persistent ones
         self.hasten_control = torch.zeros(3, dtype=torch.int64)
         if num_workers:
             self.hasten_control.share_memory_()  # type: ignore[no-untyped-call]
         self.hasten_dataset = dataset
-        self.hasten_memory = Memory(dataset, attributes=not is_hub_stream(dataset))
+        self.hasten_carried = CarriedState(dataset, attributes=not is_hub_stream(dataset))
 
     def __iter__(self) -> Iterator[SampleBlock]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch, serial, seed = self.hasten_control.tolist()
-        dataset, cutting, memory = self.hasten_dataset, self.hasten_cutting, self.hasten_memory
+        dataset, cutting, carried = self.hasten_dataset, self.hasten_cutting, self.hasten_carried
         if info is not None:
             set_epoch = getattr(dataset, "set_epoch", None)
             if callable(set_epoch):
                 own_epoch(dataset)
                 set_epoch(epoch)
-        start = self.hasten_start if self.hasten_start.serial == serial else Start(serial)
-        stand = start.stands[worker] if start.stands else WorkerPosition()
-        if stand.origin is not None or stand.position:  # without an origin, nothing had changed since prepare
-            memory.restore(stand.origin)
-        stand = stand._replace(origin=memory.capture())
+        start = self.hasten_start if self.hasten_serial == serial else None
+        state, turn = (WorkerState(), 0) if start is None else (start.workers[worker], start.turn)
+        if state.origin is not None or state.position:  # without an origin, nothing had changed since prepare
+            carried.restore(state.origin)
+        state = state._replace(origin=carried.capture())
         # Ranks that read the same elements draw the same numbers; so do ranks that shuffle before they split.
         alike = cutting.sharing in ("strided", "given")
         place = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
@@ -151,8 +158,8 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
         with rng.entered():
             stream = _part_of(dataset, cutting, worker, num_workers)
         cutter = _Cutter(stream, cutting, worker, rng, (seed, epoch))
-        end = memory if info is not None else None  # in a single process, the dataset itself can be inspected
-        return cutter.blocks(stand, worker < start.turn, end)  # evaluated now, not when a block is requested
+        end = carried if info is not None else None  # in a single process, the dataset itself can be inspected
+        return cutter.blocks(state, worker < turn, end)  # evaluated now, not when a block is requested
 
 
 def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
@@ -172,36 +179,40 @@ class _Cutter:
         self._rng = rng
         self._seeds = seeds
         self._batched = cutting.batched
-        self._shows = cutting.shows_head
+        self._shows = cutting.shows_first_samples
         self._plan = plan = cutting.plan
         self._shards = range(plan.num_shards) if cutting.every else range(plan.shard, plan.shard + 1)
         self._names = self._shards if cutting.every else (cutting.shard,)  # of the ranks, in the seeds of their batches
-        self._most_head = plan.head if plan.even and (plan.num_shards > 1 or plan.pad == "full") else 0
+        self._num_first = plan.max_padding if plan.even and (plan.num_shards > 1 or plan.pad == "full") else 0
         self._trusted = has_plain_state(stream) and not state_loses_samples(
             stream, in_worker=get_worker_info() is not None
         )
         # The state of a stream of `datasets` includes its generators. For other streams this is unknown, so those that
         # draw random numbers are read again up to the position instead.
-        self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
+        self._watched = CarriedState(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
         self._drawn_from = None if self._watched is None else self._watched.capture()
 
-    def blocks(self, stand: WorkerPosition, had_turn: bool, end: Memory | None) -> Iterator[SampleBlock]:
+    def blocks(self, start: WorkerState, had_turn: bool, end: CarriedState | None) -> Iterator[SampleBlock]:
         """Yield the blocks from a position on; a worker reports its position before the user gets any of them."""
+        with closing(self._rng):
+            yield from self._blocks(start, had_turn, end)
+
+    def _blocks(self, start: WorkerState, had_turn: bool, end: CarriedState | None) -> Iterator[SampleBlock]:
         if end is not None:
-            yield SampleBlock((), self._worker, stand, blank="begin")
+            yield SampleBlock((), self._worker, start, blank="begin")
         if had_turn:
-            yield SampleBlock((), self._worker, stand, blank="turn")
+            yield SampleBlock((), self._worker, start, blank="turn")
         with self._rng.entered():
-            head, elements = self._seek(stand)
-        if stand.state is not None:
-            self._rng.place(stand.rng)
-        plan, position = self._plan, stand.position
+            first_elements, elements = self._seek(start)
+        if start.state is not None:
+            self._rng.place(start.rng)
+        plan, position = self._plan, start.position
         while True:
             with self._rng.entered():
-                wanted = self._most_head - len(head)
+                wanted = self._num_first - len(first_elements)
                 shown_of = NUM_SAMPLES if self._shows and not position else 0
                 round_ = _round(elements, plan, self._shards, max(wanted, shown_of))
-            head += round_.first[: max(wanted, 0)]
+            first_elements += round_.first[: max(wanted, 0)]
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
@@ -209,21 +220,21 @@ class _Cutter:
             state = self._state() if full else None
             position += round_.taken
             rng = self._rng.state() if state is not None else None
-            lumps = tuple(self._lump(round_, head, shard, position) for shard in self._shards)
-            if any(lumps):
+            samples = tuple(self._samples_of(round_, first_elements, shard, position) for shard in self._shards)
+            if any(samples):
                 shown = (
                     tuple(map(leaves_of, round_.first[:NUM_SAMPLES]))
                     if self._shows and position == round_.taken
                     else None
                 )
-                yield SampleBlock(lumps, self._worker, WorkerPosition(position, state, rng, stand.origin), shown)
+                yield SampleBlock(samples, self._worker, WorkerState(position, state, rng, start.origin), shown)
             if not full:
                 break
-        memory = None if end is None else end.capture()
-        if memory is not None:
-            yield SampleBlock((), self._worker, WorkerPosition(position, origin=memory), blank="end")
+        carried = None if end is None else end.capture()
+        if carried is not None:
+            yield SampleBlock((), self._worker, WorkerState(position, origin=carried), blank="end")
 
-    def _lump(self, round_: _Round, head: list[Any], shard: int, position: int) -> RankSamples | None:
+    def _samples_of(self, round_: _Round, first_elements: list[Any], shard: int, position: int) -> RankSamples | None:
         """Return the samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
         share = self._plan.part(round_.taken, shard=shard)
         if not share.rows:
@@ -231,23 +242,23 @@ class _Cutter:
         end = share.first + share.rows
         mine = round_.held[share.first - round_.begin : end - round_.begin]
         pads = range(max(share.first, round_.taken), end)
-        mine.extend(head[(place - round_.taken) % len(head)] for place in pads)
+        mine.extend(first_elements[(place - round_.taken) % len(first_elements)] for place in pads)
         name = self._names[shard - self._shards.start]
         seed = derive_seed(*self._seeds, name, self._worker, position, 4)
         return RankSamples(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
 
-    def _seek(self, stand: WorkerPosition) -> tuple[list[Any], Iterator[Any]]:
+    def _seek(self, start: WorkerState) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
         elements: Iterator[Any] = chain(iter(stream))  # chain stays exhausted: litdata streams restart on the next call
-        if not stand.position:
+        if not start.position:
             return [], elements
-        head = list(islice(elements, min(self._most_head, stand.position)))
-        if stand.state is None:
-            _skip(elements, stand.position - len(head))
-            return head, elements
-        stream.load_state_dict(stand.state)
-        return head, chain(iter(stream))
+        first_elements = list(islice(elements, min(self._num_first, start.position)))
+        if start.state is None:
+            _skip(elements, start.position - len(first_elements))
+            return first_elements, elements
+        stream.load_state_dict(start.state)
+        return first_elements, chain(iter(stream))
 
     def _state(self) -> Any:
         """Return the stream's `state_dict()`, if resuming from here needs nothing else; else None."""
@@ -264,22 +275,21 @@ class _Cutter:
 class BlockCollate:
     """Wrapper that applies the user's collate_fn to a block's samples and passes the other fields on."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], cutting: Cutting, process: RandomStates) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], cutting: Cutting) -> None:
         self.collate_fn = collate_fn
         self.cutting = cutting
-        self.process = process
 
     def __call__(self, block: SampleBlock) -> tuple[Any, Padding | None, SampleBlock]:
         """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
-        parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
+        parts = [None if one is None else self._collated(one) for one in block.samples]
         batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
-        return batch, padding, block._replace(lumps=())
+        return batch, padding, block._replace(samples=())
 
-    def _collated(self, lump: RankSamples) -> tuple[Any, Padding | None]:
-        self.process.seed(lump.seed)
-        batch = self.collate_fn(lump.samples)
-        rows = len(lump.samples) if self.cutting.batched else None
-        padding = None if lump.real is None else Padding(lump.real, rows)
+    def _collated(self, mine: RankSamples) -> tuple[Any, Padding | None]:
+        seed_everything(mine.seed)
+        batch = self.collate_fn(mine.samples)
+        rows = len(mine.samples) if self.cutting.batched else None
+        padding = None if mine.real is None else Padding(mine.real, rows)
         if self.cutting.split is not None:
             batch, padding = split_batch(batch, *self.cutting.split, even=self.cutting.even)
         return batch, padding

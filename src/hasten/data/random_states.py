@@ -1,0 +1,262 @@
+"""Random states of the process that reads data: separate ones for each reader, which a resume restores."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.errors import DataError
+
+# Any in this file: states of three libraries, in three formats.
+_PYTHON_WORDS: Final = 625
+_NUMPY_BYTES: Final = 624 * 4 + 4  # numpy's MT19937: its words, then its index among them
+
+NumpyState = dict[str, Any]
+"""A state of np.random, as `np.random.get_state(legacy=False)` returns it."""
+
+
+class States(NamedTuple):
+    """The CPU random states of a process."""
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: NumpyState
+
+    def same(self, other: States) -> bool:
+        """Return True if nothing was drawn between the two, of which the second was read first."""
+        # NumpyGenerator.read returns the same object while nothing is drawn
+        return self.numpy is other.numpy and self.python == other.python and torch.equal(self.torch, other.torch)
+
+
+class NumpyGenerator:
+    """A bit generator for np.random's functions, exchanged by `np.random.set_bit_generator`.
+
+    An exchange takes less than 1 us, whereas numpy takes about 60 us to read or to write the state of its MT19937, more
+    than reading most batches takes. An exchange drops the second number of a pair of normal numbers, if it is cached. So
+    the state is read after draws only, which are detected by comparing the generator's memory, and written only if it
+    has such a number.
+    """
+
+    def __init__(self, bits: Any = None) -> None:
+        self.bits: Any = np.random.MT19937(0) if bits is None else bits
+        self._comparable = isinstance(self.bits, np.random.MT19937) and _is_known_layout()
+        self._state: NumpyState | None = None
+        self._memory: bytes | None = None
+
+    def install(self) -> None:
+        """Make np.random's functions draw from this generator."""
+        _install(self.bits)
+        if self._state is not None and self._state["has_gauss"]:
+            np.random.set_state(self._state)
+
+    def read(self) -> NumpyState:
+        """Return the state of this generator, which is installed; the same object while nothing is drawn."""
+        state, memory = self._state, self._read_memory()
+        if state is not None and memory is not None and memory == self._memory and not state["has_gauss"]:
+            return state
+        self._state, self._memory = np.random.get_state(legacy=False), memory
+        return self._state
+
+    def forget(self) -> None:
+        """Drop the state that was read: the generator will be seeded or written by others."""
+        self._state = None
+
+    def write(self, state: NumpyState) -> None:
+        """Install this generator with a state."""
+        _install(self.bits)
+        np.random.set_state(state)
+        self._state, self._memory = state, self._read_memory()
+
+    def _read_memory(self) -> bytes | None:
+        """Return the memory of the generator's state, which every draw changes; None if its size is unknown."""
+        return _memory_of(self.bits) if self._comparable else None
+
+
+def _memory_of(bits: np.random.MT19937) -> bytes:
+    return ctypes.string_at(bits.ctypes.state_address, _NUMPY_BYTES)
+
+
+@cache  # a fact about the installed numpy
+def _is_known_layout() -> bool:
+    """Return True if the memory of an MT19937 is its words and its index; else states are read after every block."""
+    bits = np.random.MT19937(0)
+    bits.random_raw(3)
+    return _memory_of(bits) == _words_and_index(bits.state)
+
+
+def _words_and_index(state: Any) -> bytes:
+    inner = state["state"]
+    return np.append(inner["key"], inner["pos"]).astype(np.uint32).tobytes()
+
+
+def _install(bits: Any) -> None:
+    np.random.set_bit_generator(bits)  # type: ignore[attr-defined] # public, and missing in numpy's stubs
+
+
+def _installed() -> Any:
+    return np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
+
+
+class RandomStates:
+    """Reader and keeper of the CPU random states of this process."""
+
+    def __init__(self) -> None:
+        self._outside: NumpyGenerator | None = None
+        self._unused: list[NumpyGenerator] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_outside": None, "_unused": []}  # generators of another process are not installed in this one
+
+    def read(self) -> States:
+        """Return the current states. Raises: DataError if np.random draws from a generator that cannot be saved."""
+        numpy = self._current().read()
+        if (kind := numpy["bit_generator"]) != "MT19937":
+            raise DataError(
+                f"numpy's global generator is a {kind}, whose state hasten does not save, so data could not be reproduced on "
+                "resume. Use np.random's default MT19937, or draw from a separate Generator."
+            )
+        return States(torch.get_rng_state(), random.getstate(), numpy)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context manager that restores the states on exit. Inside, np.random has another generator: seed it first."""
+        outside = self._current()
+        outside.read()
+        torch_state, python_state = torch.get_rng_state(), random.getstate()
+        inside = self.borrow()
+        inside.install()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(torch_state)
+            random.setstate(python_state)
+            outside.install()
+            self.give_back(inside)
+
+    def borrow(self) -> NumpyGenerator:
+        """Return a generator in any state; making one takes 0.2 ms, so that generators are reused."""
+        return self._unused.pop() if self._unused else NumpyGenerator()
+
+    def give_back(self, generator: NumpyGenerator) -> None:
+        """Make a generator that was borrowed available to others."""
+        generator.forget()
+        self._unused.append(generator)
+
+    def _current(self) -> NumpyGenerator:
+        bits = _installed()
+        if self._outside is None or self._outside.bits is not bits:
+            self._outside = NumpyGenerator(bits)
+        return self._outside
+
+
+class OwnRng:
+    """Random states of one reader. They start from a seed, and continue from the end of the last `entered` block."""
+
+    def __init__(self, seed: int, process: RandomStates) -> None:
+        self._seed = seed
+        self._process = process
+        self._numpy: NumpyGenerator | None = None
+        self._states: States | None = None
+        self._loaded = False
+        self._drawn = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context manager that draws from these states; only np.random's are restored on exit (see RandomStates.kept)."""
+        before = _installed()
+        numpy = self._numpy = self._process.borrow() if self._numpy is None else self._numpy
+        if self._states is None:
+            numpy.install()
+            seed_everything(self._seed)
+            self._states = States(torch.get_rng_state(), random.getstate(), numpy.read())
+        else:
+            torch.set_rng_state(self._states.torch)
+            random.setstate(self._states.python)
+            if self._loaded:
+                numpy.write(self._states.numpy)
+            else:
+                numpy.install()
+            self._loaded = False
+        try:
+            yield
+        finally:
+            states = States(torch.get_rng_state(), random.getstate(), numpy.read())
+            self._drawn = self._drawn or not states.same(self._states)
+            self._states = states
+            _install(before)
+
+    def close(self) -> None:
+        """Give numpy's generator back; the states are not entered again."""
+        if self._numpy is not None:
+            self._process.give_back(self._numpy)
+            self._numpy = None
+
+    def state(self) -> States | None:
+        """Return the states; None while nothing was drawn."""
+        return self._states if self._drawn else None
+
+    def place(self, states: States | None) -> None:
+        """Continue from a value that `state` returned."""
+        self._states = states
+        self._loaded = self._drawn = states is not None
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the CPU random states that datasets draw from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def encode_states(states: States) -> dict[str, Any]:
+    """Return the states as JSON values."""
+    version, words, gauss = states.python
+    return {
+        "torch": _text(bytes(states.torch.numpy())),
+        "python": [version, _text(np.array(words, dtype=np.uint32).tobytes()), gauss],
+        "numpy": [_text(_words_and_index(states.numpy)), states.numpy["has_gauss"], states.numpy["gauss"]],
+    }
+
+
+def decode_states(saved: Mapping[str, Any]) -> States:
+    """Return the states that `encode_states` wrote, after testing them on unused generators. Raises: DataError."""
+    try:
+        version, words, gauss = saved["python"]
+        numbers = np.frombuffer(base64.b64decode(words), dtype=np.uint32)
+        if len(numbers) != _PYTHON_WORDS:
+            raise ValueError(f"{len(numbers)} words instead of {_PYTHON_WORDS}")
+        python = (version, tuple(numbers.tolist()), gauss)
+        random.Random().setstate(python)
+        text, has_gauss, cached = saved["numpy"]
+        raw = base64.b64decode(text)
+        if len(raw) != _NUMPY_BYTES:
+            raise ValueError(f"{len(raw)} bytes instead of {_NUMPY_BYTES}")
+        *key, pos = np.frombuffer(raw, dtype=np.uint32).tolist()
+        numpy = {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": pos},
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        }
+        np.random.RandomState().set_state(numpy)
+        state = torch.from_numpy(np.frombuffer(base64.b64decode(saved["torch"]), dtype=np.uint8).copy())
+        torch.Generator().set_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the loader's state holds random states that cannot be read ({error}), so data would be drawn differently. "
+            f"Use another checkpoint, or start a new epoch."
+        ) from error
+    return States(state, python, numpy)
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()

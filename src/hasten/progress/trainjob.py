@@ -1,0 +1,207 @@
+"""Progress of a run for Kubeflow's TrainJob: percentage, time left and metrics, posted to its status endpoint by a thread."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http.client import HTTPException
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
+
+from torch import Tensor
+
+from hasten.progress.meter import MeterReading
+from hasten.progress.scalars import LateScalars
+
+log = logging.getLogger(__name__)
+
+URL: Final = "KUBEFLOW_TRAINER_SERVER_URL"
+CA_CERT: Final = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
+TOKEN: Final = "KUBEFLOW_TRAINER_SERVER_TOKEN"
+
+_EVERY_S: Final = 5.0
+_TIMEOUT_S: Final = 5.0
+_LAST_TIMEOUT_S: Final = 2.0
+_MOST_METRICS: Final = 50
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Handler that follows no redirect, which would send the token to another host."""
+
+    def redirect_request(self, *unused: Any) -> None:  # Any: arguments of urllib
+        """Refuse the redirect."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusEndpoint:
+    """Address of the status endpoint, with the files of its certificate authority and of the pod's token."""
+
+    url: str
+    ca_cert: str | None = None
+    token: str | None = None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> StatusEndpoint | None:
+        """Return the endpoint that the TrainJob's controller has injected; None outside of a TrainJob, or if it is not safe."""
+        url = env.get(URL, "")
+        if not url:
+            return None
+        parts = urlsplit(url)
+        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
+            log.warning("%s=%s is not an https address, so the pod's token is not sent there", URL, url)
+            return None
+        return cls(url, env.get(CA_CERT) or None, env.get(TOKEN) or None)
+
+    def post(self, status: Mapping[str, Any], timeout_s: float) -> None:  # Any: JSON values
+        """Post a status; certificate and token are read again each time, because both are rotated.
+
+        Raises: OSError, ValueError or HTTPException for any failure.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {Path(self.token).read_text().strip()}"
+        body = json.dumps({"trainerStatus": status}).encode()
+        with self._opener().open(Request(self.url, body, headers, method="POST"), timeout=timeout_s) as answer:
+            answer.read()
+
+    def _opener(self) -> OpenerDirector:
+        secure = ssl.create_default_context(cafile=self.ca_cert)
+        return build_opener(HTTPSHandler(context=secure), ProxyHandler({}), _NoRedirect())
+
+
+class TrainJobStatus:
+    """Reporter of a run's progress: posts at most every five seconds, from a thread, and never raises.
+
+    Ranks: main only.
+    """
+
+    def __init__(
+        self,
+        endpoint: StatusEndpoint,
+        share: Callable[[], float | None],
+        step: Callable[[], int | None],
+        every_s: float = _EVERY_S,
+    ) -> None:
+        """Start the thread; `share` returns the completed share of the run, `step` its updates, or None after its end."""
+        self._endpoint, self._share, self._step, self._every_s = endpoint, share, step, every_s
+        self._late = LateScalars()
+        self._metrics: Mapping[str, float] = MappingProxyType({})  # replaced as a whole, read by the thread
+        self._read_at = 0.0
+        self._leader: object = None
+        self._bar_share: float | None = None
+        self._began: tuple[float, float] | None = None
+        self._sent: Mapping[str, Any] = MappingProxyType({})
+        self._reachable = True
+        self._ended = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._work, name="hasten-trainjob", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    # -- called by the training thread -----------------------------------------------------------------------------
+    def log(self, values: Mapping[str, Any]) -> None:  # Any: of any type; other than numbers are left out
+        """Take the newest metrics; tensors are read later, without waiting for their device."""
+        self._late.give({str(name): value for name, value in values.items() if _is_number(value)})
+        self._read()
+
+    def bar(self, key: object, reading: MeterReading, *, closed: bool = False) -> None:
+        """Take the reading of a progress bar. The outermost bar gives the share, unless an epoch loop encloses it."""
+        if self._leader is None and not closed:
+            self._leader = key
+        if self._leader is key and reading.total:
+            self._bar_share = min(reading.step / reading.total, 1.0)
+        if closed and self._leader is key:
+            self._leader = None
+        self.log(reading.values)
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        if now - self._read_at >= self._every_s / 2:
+            self._read_at = now
+            found = {name: value for name, value in self._late.read().items() if isinstance(value, float | int)}
+            self._metrics = MappingProxyType(found)
+
+    def close(self) -> None:
+        """Post the last state and end the thread; a second call does nothing."""
+        atexit.unregister(self.close)
+        if self._ended.is_set() or os.getpid() != self._pid:  # a forked child has no such thread
+            return
+        self._read_at = -math.inf
+        self._read()
+        self._ended.set()
+        self._thread.join(2 * _TIMEOUT_S)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+    def _work(self) -> None:
+        while not self._ended.wait(self._every_s):
+            if self._step() is None:  # the Accelerator is gone
+                return
+            self._post(_TIMEOUT_S)
+        self._post(_LAST_TIMEOUT_S)
+
+    def _post(self, timeout_s: float) -> None:
+        status = self._status()
+        if status == self._sent:
+            return
+        try:
+            self._endpoint.post({**status, "lastUpdatedTime": _now()}, timeout_s)
+        except (OSError, ValueError, HTTPException) as error:  # the training does not depend on its display
+            if isinstance(error, HTTPError):
+                error.close()  # it is also the answer, with its connection
+            if self._reachable:
+                log.warning("the status of this TrainJob cannot be posted to %s: %s", self._endpoint.url, error)
+            self._reachable = False
+            return
+        self._reachable, self._sent = True, status
+
+    def _status(self) -> dict[str, Any]:  # Any: JSON values
+        """Return the current status in the field names of the TrainJob; values of metrics are strings."""
+        share, step = self._completed(), self._step()
+        status: dict[str, Any] = {}
+        if share is not None:
+            status["progressPercentage"] = math.floor(share * 100)
+            if (left_s := self._left_s(share)) is not None:
+                status["estimatedRemainingSeconds"] = left_s
+        metrics = {**({} if step is None else {"step": step}), **self._metrics}
+        status["metrics"] = [
+            {"name": name, "value": f"{value:.8g}"} for name, value in [*metrics.items()][:_MOST_METRICS]
+        ]
+        return status
+
+    def _completed(self) -> float | None:
+        epochs, bar = self._share(), self._bar_share
+        return bar if epochs is None else epochs
+
+    def _left_s(self, share: float) -> int | None:
+        """Return the remaining seconds at the average speed since the first report, which a resumed run starts midway."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = (now, share)
+        then, first = self._began
+        if share >= 1.0:
+            return 0
+        return round((now - then) * (1.0 - share) / (share - first)) if share > first else None
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,0 +1,404 @@
+"""One replica of a run that continues when others are lost: its window of samples, its exchange and its healing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.config.sections.launch import SurviveSettings
+from hasten.data.batch_plan import derive_seed
+from hasten.errors import CommError, HastenError, StepError
+from hasten.optim.clock import StepClock
+from hasten.optim.window import Holder
+from hasten.prepare_args import PreparedObjects
+from hasten.survive import healing
+from hasten.survive.coordination import Answer, Coordinator, Quorum, local_address
+from hasten.survive.exchange import LostReplicaError, ReplicaGroup
+from hasten.survive.healing import HealingPort, NotHealedError, State
+from hasten.survive.ledger_plan import Ledger, Range
+from hasten.survive.roles_plan import Member, Roles, divide
+
+log = logging.getLogger(__name__)
+
+FINISHED: Final = "finished"
+"""File in the launcher's folder once a replica has ended the run with success."""
+_AGREED: Final = "agreed"
+"""File in the launcher's folder with the update and the history on which the replicas have agreed last."""
+FIRST: Final = "0"
+"""Name of the replica that leads before the members are known."""
+
+
+@dataclass(slots=True)
+class SurvivalReport:
+    """Lost, returned and healed replicas of a run, as seen by one of them."""
+
+    lost: list[tuple[int, str]] = field(default_factory=list)
+    """(update, replica): replicas whose gradients are not in that update, though they had samples of it."""
+    joined: list[tuple[int, str]] = field(default_factory=list)
+    """(update, replica): replicas that have received the run's state after that update."""
+    healed: list[int] = field(default_factory=list)
+    """Updates after which this replica has received the run's state from another."""
+    num_retries: int = 0
+    """Number of exchanges that were repeated because a replica was lost in them."""
+    longest_pause_s: float = 0.0
+    """Longest time that an update waited for the exchange to succeed, in updates with a retry or a lost replica."""
+    num_returned: int = 0
+    """Number of samples that were given out again."""
+
+
+class Replica:
+    """This process as a replica: gives out its samples, exchanges its gradients, heals others and is healed."""
+
+    def __init__(
+        self,
+        settings: SurviveSettings,
+        prepared: PreparedObjects,
+        unwrap: Callable[[nn.Module], nn.Module],
+        clock: StepClock,
+        token: bytes | None,
+    ) -> None:
+        assert settings.lighthouse is not None, "checked before"
+        assert settings.replica is not None, "checked before"
+        self.name = settings.replica
+        self.ledger = Ledger(0, 1)
+        self.report = SurvivalReport()
+        self._settings = settings
+        self._prepared = prepared
+        self._unwrap = unwrap
+        self._clock = clock
+        self._token = token
+        self._fresh = True
+        self._host = local_address(settings.lighthouse)
+        self._port = HealingPort(self._host, token)
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._coordinator = Coordinator(settings, self._card)
+        self._asked: Answer | None = None
+        self._group: ReplicaGroup | None = None
+        self._grouped = False
+        self.contributors: tuple[str, ...] = ()
+        """The replicas whose gradients are in the latest update, in the order of the sum."""
+        self._to_heal: list[Member] = []
+        self._done: tuple[int, int] | None = None
+        self._skips = False
+        self._checked = False
+        self._agreed_at: int | None = None
+        self.registered: Callable[[], list[Any]] = list  # Any: objects with state_dict and load_state_dict
+
+    def _card(self) -> Member:
+        ledger = self.ledger
+        store = f"{self._host}:{self._store.port}"
+        return Member(self.name, ledger.step, ledger.lineage, self._fresh, store, self._port.address)
+
+    @property
+    def leads(self) -> bool:
+        """True on exactly one of the present replicas: the one that prints, saves and logs."""
+        members = self.ledger.members
+        return self.name == (members[0] if members else FIRST)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
+        """Create the ledger for a loader of these settings, or compare it with the ledger of the run."""
+        ledger = self.ledger
+        if ledger.size == 0:
+            self.ledger = Ledger(size, rows, drop_last, seed)
+        elif (ledger.size, ledger.rows, ledger.drop_last) != (size, rows, drop_last):
+            raise HastenError(
+                f"the loader has {size} samples in batches of {rows}, and the run's ledger {ledger.size} in batches of {ledger.rows}, so "
+                "positions would mean other samples. Prepare the same training loader first, on all replicas and after a resume."
+            )
+
+    def enter(self, epoch: int) -> None:
+        """Join the run if this replica has not, and start the epoch if it is new."""
+        if self._fresh:
+            self._join()
+        if epoch > self.ledger.epoch:
+            self.ledger.begin(epoch)
+
+    def round(self, epoch: int) -> list[Range] | None:
+        """Return the positions of this replica's next batch; None when the epoch is over, here or for the run."""
+        while self.ledger.epoch == epoch:
+            ledger = self.ledger
+            if not ledger.rounds:
+                self._send_state()
+            if ledger.exhausted and (ledger.rounds or self._agreed()):
+                return None
+            if ledger.exhausted:
+                continue  # this replica was healed, and its ledger may have samples again
+            if self._asked is None:
+                self._asked = self._coordinator.ask()
+            return ledger.deal()[self.name]
+        return None
+
+    def _agreed(self) -> bool:
+        """Meet the others at the end of an epoch: the replicas that are behind are healed before anybody leaves.
+
+        Returns: False when this replica was healed.
+        """
+        while True:
+            _, roles = self._met()
+            if not roles.is_active(self.name):
+                if self._heal(roles):
+                    return False
+                continue
+            self._note_joined(roles)
+            self.ledger.members = roles.names
+            self._to_heal = roles.healed_by(self.name)
+            self._send_state()
+            if not roles.healing:
+                self._note_agreed()
+                return True
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+    def exchange(self, holder: Holder) -> bool:
+        """Set the gradients to their mean over the replicas, once in each window.
+
+        Returns: True if this replica was healed instead: it has the run's newest state, and the update must be skipped.
+        """
+        key = (self._clock.serial, self._clock.num_updates)
+        if key == self._done:
+            return self._skips
+        if self._fresh:
+            raise StepError(
+                "step() came before the first batch of the training loader, so this replica has not joined the run and does not know the "
+                "others. Iterate over the loader that was prepared first, and call step() inside that loop."
+            )
+        began, retries = time.monotonic(), 0
+        while True:
+            quorum, roles = self._met()
+            if not roles.is_active(self.name):
+                if not self._heal(roles, in_step=True):
+                    continue
+                self._done, self._skips = (self._clock.serial, self._clock.num_updates), True
+                return True
+            try:
+                self._update(holder, quorum, roles)
+                break
+            except LostReplicaError as error:
+                retries += 1
+                log.warning("survive: update %d of replica %s is repeated: %s", self.ledger.step, self.name, error)
+                self._ungroup()
+        self.report.num_retries += retries
+        self._done, self._skips = key, False
+        lost = self._commit(roles)
+        if lost or retries:
+            self.report.longest_pause_s = max(self.report.longest_pause_s, time.monotonic() - began)
+        return False
+
+    def _met(self) -> tuple[Quorum, Roles]:
+        """Return the members of this update, and their roles; waits until enough replicas are there."""
+        asked, self._asked = self._asked or self._coordinator.ask(), None
+        quorum = asked.result()
+        roles = divide(quorum.members)
+        self._refuse_to_continue_a_finished_run(roles)
+        return quorum, roles
+
+    def _note_agreed(self) -> None:
+        self._agreed_at = self.ledger.step
+        if self._settings.folder is not None and self.leads:
+            path = Path(self._settings.folder) / _AGREED
+            draft = path.with_suffix(f".{self.name}")
+            draft.write_text(self._history())
+            draft.replace(path)
+
+    def _history(self) -> str:
+        return f"{self.ledger.step} {self.ledger.lineage}"
+
+    def _refuse_to_continue_a_finished_run(self, roles: Roles) -> None:
+        """Raise CommError if this replica was away while the others have finished the run."""
+        folder = self._settings.folder
+        if folder is None or len(roles.names) >= self._settings.replicas or not (Path(folder) / FINISHED).exists():
+            return
+        agreed = Path(folder) / _AGREED
+        if agreed.exists() and agreed.read_text() == self._history():
+            return
+        raise CommError(
+            f"replica {self.name} was away at update {self.ledger.step} while the others finished the run, so the run's result is theirs, and this "
+            "replica would use samples again. Nothing has to be done: this replica ends here."
+        )
+
+    def _update(self, holder: Holder, quorum: Quorum, roles: Roles) -> None:
+        """Exchange the gradients of the active replicas and write the mean to the parameters."""
+        names = tuple(one.name for one in roles.active)
+        parameters = [one for one in holder.parameters if one.requires_grad]
+        weight, share = self._weights()
+        if names != self.contributors or not self._grouped:
+            self._ungroup()
+            if len(names) > 1:
+                rank = names.index(self.name)
+                key = f"{quorum.key}/{'+'.join(names)}"
+                self._group = ReplicaGroup(roles.active[0].store, key, rank, len(names), self._settings.timeout_s)
+            self.contributors, self._grouped = names, True
+        facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
+        if self._group is None:
+            _alone(parameters, weight / share if share else 0.0)
+        else:
+            _write(parameters, self._group.mean(parameters, weight, share, facts))
+
+    def _weights(self) -> tuple[float, float]:
+        """Return the factor of this replica's gradients, and its share of the sum of weights."""
+        rounds, real = self.ledger.amounts(self.name)
+        weights = self._clock.window_weights()
+        if weights is None:
+            return (float(rounds), float(real)) if rounds else (1.0, 1.0)
+        if len(weights) > 1:
+            raise StepError(
+                f"a window has {len(weights)} weighted losses in each micro-step, and replicas exchange gradients that have one common weight. "
+                "Add the losses before backward()."
+            )
+        return weights[0], weights[0]
+
+    def _commit(self, roles: Roles) -> bool:
+        """Record the update that is about to be applied; returns whether samples were given out again."""
+        ledger = self.ledger
+        present = {one.name for one in roles.active}
+        absent = [name for name in ledger.members if name not in present]
+        returned = ledger.commit([one.name for one in roles.active], roles.names)
+        self._note_joined(roles)
+        self._to_heal = roles.healed_by(self.name)
+        if not absent:
+            return False
+        self.report.lost += [(ledger.step, name) for name in absent]
+        number = sum(end - start for start, end in returned)
+        self.report.num_returned += number
+        log.warning(
+            "survive: update %d was made by %d replica(s), without %s; %d samples are given out again",
+            *(ledger.step, len(present), ", ".join(absent), number),
+        )
+        return True
+
+    def _note_joined(self, roles: Roles) -> None:
+        self.report.joined += [(self.ledger.step, one.name) for one, _ in roles.healing]
+
+    def _ungroup(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._grouped = None, False
+
+    # -- healing ---------------------------------------------------------------------------------------------------
+    def _join(self) -> None:
+        """Take part in the run: with the state of a replica that has joined, or at the start with that of the first."""
+        if len(self._prepared.optimizers) > 1:
+            raise StepError(
+                f"{len(self._prepared.optimizers)} optimizers were prepared, and survive exchanges the gradients of one: the steps of several would have to "
+                "be applied together or not at all. Put all parameters into groups of one optimizer."
+            )
+        while self._fresh:
+            _, roles = self._met()
+            if roles.is_active(self.name):
+                self._fresh = False
+                self.ledger.members = roles.names
+                self._to_heal = roles.healed_by(self.name)
+                self._send_state()
+            else:
+                self._heal(roles)
+
+    def _send_state(self) -> None:
+        """Send this replica's state to those that have to be healed by it; called between two updates."""
+        waiting, self._to_heal = self._to_heal, []
+        if not waiting:
+            return
+        content = healing.pack(self._state(), check=not self._checked)
+        self._checked = True
+        for one in waiting:
+            try:
+                healing.send(content, one.heal, self._token, self._settings.timeout_s)
+            except OSError as error:
+                log.warning("survive: replica %s could not be healed: %s", one.name, error)
+
+    def _heal(self, roles: Roles, in_step: bool = False) -> bool:
+        """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
+        source = roles.source_of(self.name)
+        self._ungroup()
+        try:
+            state = self._port.receive(source.heal, self._settings.heal_timeout_s, self._settings.timeout_s)
+        except NotHealedError as error:
+            log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
+            return False
+        self._load(state, in_step)
+        return True
+
+    def _state(self) -> State:
+        prepared = self._prepared
+        return {
+            "ledger": self.ledger.encoded(),
+            "models": [self._unwrap(model).state_dict() for model in prepared.models],
+            "optimizers": [one.optimizer.state_dict() for one in prepared.optimizers],
+            "updates": [one.num_updates for one in prepared.optimizers],
+            "schedulers": [one.state_dict() for one in prepared.schedulers],
+            "averages": [one.state_dict() for one in prepared.averages],
+            "registered": [one.state_dict() for one in self.registered()],
+            "clock": self._clock.num_updates,
+        }
+
+    def _load(self, state: Mapping[str, Any], in_step: bool) -> None:
+        prepared = self._prepared
+        for model, values in zip(prepared.models, state["models"], strict=True):
+            self._unwrap(model).load_state_dict(values)
+        for optimizer, values, updates in zip(prepared.optimizers, state["optimizers"], state["updates"], strict=True):
+            optimizer.optimizer.load_state_dict(values)
+            optimizer.num_updates = optimizer.num_attempts = updates
+        for scheduler, values in zip(prepared.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(values)
+            scheduler.caught_up()
+        for one, values in [
+            *zip(prepared.averages, state["averages"], strict=True),
+            *zip(self.registered(), state["registered"], strict=True),
+        ]:
+            one.load_state_dict(values)
+        self.ledger = Ledger.decoded(state["ledger"])
+        self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
+        self._fresh = False
+        self.report.healed.append(self.ledger.step)
+        torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode()))
+        log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)
+
+    # -- checkpoints and end ---------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger; it is part of every checkpoint."""
+        return self.ledger.encoded()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the ledger of a checkpoint."""
+        self.ledger = Ledger.decoded(state)
+        self.ledger.rounds = []
+
+    def finish(self) -> None:
+        """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
+        if not self._fresh and self._agreed_at != self.ledger.step:
+            self._agreed()
+        self.close()
+
+    def close(self) -> None:
+        """Leave the run and close all connections."""
+        self._coordinator.close()
+        self._ungroup()
+        self._port.close()
+
+
+@torch.no_grad()
+def _write(parameters: Iterable[Tensor], means: Iterable[Tensor | None]) -> None:
+    for parameter, mean in zip(parameters, means, strict=True):
+        if mean is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = mean.to(parameter.device, parameter.dtype)
+        else:
+            parameter.grad.copy_(mean)
+
+
+@torch.no_grad()
+def _alone(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients of the only replica; the common factor is one."""
+    if factor == 1.0:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

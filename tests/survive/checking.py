@@ -1,0 +1,145 @@
+"""Checks of a run with lost replicas: the account of its samples, and its weights against a run on one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hasten import Accelerator
+from hasten.data.position import Position
+from hasten.survive.exchange import weighted_sum
+from hasten.survive.ledger_plan import positions
+from tests.survive.replica_program import Numbered, model_of
+
+Row = Mapping[str, Any]
+
+
+def results(folder: Path) -> dict[str, Row]:
+    """Return what the replicas that reached the end have written, by name."""
+    return {path.stem.removeprefix("result-"): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return all rows of all processes; the last line of a killed one may be incomplete."""
+    found = []
+    for path in folder.glob("replica-*.jsonl"):
+        name = path.stem.split("-")[1]
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                found.append(json.loads(line) | {"name": name})
+    return found
+
+
+def chain(folder: Path, lineage: str) -> list[dict[str, Any]]:
+    """Return the updates that led to this history, first to last."""
+    applied = {row["lineage"]: row for row in rows(folder) if row["applied"]}
+    found = []
+    while lineage:
+        found.append(applied[lineage])
+        lineage = applied[lineage]["parent"]
+    return found[::-1]
+
+
+def check_account(updates: Sequence[Row], size: int, epochs: int) -> None:
+    """Raise unless the applied updates have used each position of each epoch exactly once."""
+    for epoch in range(epochs):
+        used = [
+            place
+            for update in updates
+            if update["epoch"] == epoch
+            for one in update["rounds"]
+            for name in update["contributors"]
+            for place in positions(one.get(name, []))
+        ]
+        assert sorted(used) == list(range(size)), (epoch, len(used), len(set(used)))
+    assert [update["step"] for update in updates] == list(range(1, len(updates) + 1))
+
+
+def check_indices(folder: Path, updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> None:
+    """Raise unless the loops have seen the samples that the ledger names."""
+    lineages = {update["lineage"] for update in updates}
+    for row in rows(folder):
+        if row["lineage"] in lineages and row["applied"]:
+            wanted = [_indices(one[row["name"]], row["epoch"], options, seed) for one in row["rounds"]]
+            assert row["window"] == wanted
+
+
+@lru_cache
+def _order(size: int, epoch: int, seed: int) -> list[int]:
+    """Return the indices of an epoch in the order in which hasten shuffles them."""
+    loader = DataLoader(Numbered(size), batch_size=1, shuffle=True)
+    source: Any = Accelerator(cpu=True).prepare(loader).parts.source  # Any: the source of map-style data
+    found: list[int] = source.assignment.order.seek(Position(epoch=epoch, seed=seed))(np.arange(size)).tolist()
+    return found
+
+
+def _indices(ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int) -> list[int]:
+    order = _order(options["size"], epoch, seed)
+    return [order[place] for place in positions(ranges)]
+
+
+def check_run(folder: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Check the samples and the weights of a finished run; return its updates."""
+    found = results(folder)
+    assert found, "a replica has reached the end"
+    ledger = next(iter(found.values()))["ledger"]
+    updates = chain(folder, ledger["lineage"])
+    check_account(updates, options["size"], options["epochs"])
+    check_indices(folder, updates, options, ledger["seed"])
+    wanted = reference(updates, options, ledger["seed"])
+    for result in found.values():
+        assert result["ledger"] == ledger
+        assert result["ledger"]["unused"] == {}
+        assert result["weights"] == wanted  # bit by bit
+        assert result["updates"] == len(updates)
+    return updates
+
+
+def reference(updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> list[Any]:
+    """Return the weights of a run on one process, in plain torch, whose updates have these members and samples."""
+    model = model_of(5 + int(updates[0]["first"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+    dataset = Numbered(options["size"])
+    for update in updates:
+        parts: list[list[Tensor]] = []
+        weights: list[tuple[float, float]] = []
+        for name in update["contributors"]:
+            batches = [_indices(one[name], update["epoch"], options, seed) for one in update["rounds"]]
+            parts.append(_gradients(model, dataset, batches, options))
+            real = sum(map(bool, batches))
+            rows_ = float(sum(map(len, batches)))
+            weights.append((rows_, rows_) if options["weighted"] else (float(len(batches)), float(real)))
+        total = sum(share for _, share in weights)
+        factors = [weight / total if share else 0.0 for weight, share in weights]
+        for parameter, several in zip(model.parameters(), zip(*parts, strict=True), strict=True):
+            parameter.grad = weighted_sum(several, factors)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def _gradients(
+    model: nn.Module, dataset: Numbered, batches: list[list[int]], options: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return one replica's mean gradients of a window, as hasten computes them on one process."""
+    model.zero_grad()
+    every = int(options["every"])
+    for batch in batches:
+        if not batch:
+            continue
+        samples = [dataset[index] for index in batch]
+        x, y = torch.stack([one[0] for one in samples]), torch.stack([one[1] for one in samples])
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward(gradient=torch.tensor(1.0) / every)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return found if len(batches) == every else [one * (every / len(batches)) for one in found]

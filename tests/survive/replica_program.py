@@ -1,0 +1,104 @@
+"""Program of a replica under test: trains a small model and writes what it saw to a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from hasten import Accelerator
+from hasten.accelerator.components import components
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples that are computed from their index."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(8, generator=generator)
+        return x, x[:1] * 2 + 0.5 * x[1:2] ** 2, index
+
+
+def model_of(seed: int = 5) -> nn.Module:
+    """Return the model, with weights of this seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def main() -> None:
+    """Train with the options of the command line, as JSON."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    options = json.loads(sys.argv[2])
+    folder = Path(sys.argv[1])
+    name = os.environ["HASTEN_SURVIVE_REPLICA"]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options["every"])
+    model = model_of(5 + int(name))  # replicas start with different weights: the first one's are taken
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+    loader = DataLoader(
+        Numbered(options["size"]), batch_size=options["batch"], shuffle=True, num_workers=options["workers"]
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    log = (folder / f"replica-{name}-{os.getpid()}.jsonl").open("a", buffering=1)
+    replica = accelerator._replica
+    assert replica is not None
+    window: list[list[int]] = []
+    first = ""
+    for _ in range(options["epochs"]):
+        for x, y, index in loader:
+            with accelerator.accumulate(model):
+                if replica.ledger.rounds and not replica.ledger.rounds[-1][name]:
+                    window.append([])
+                else:
+                    window.append(index.tolist())
+                loss = nn.functional.mse_loss(model(x), y)
+                time.sleep(options["sleep"])
+                accelerator.backward(loss, weight=len(x) if options["weighted"] else None)
+                before = replica.ledger.copied()
+                first = first or before.members[0]
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    row = {"step": replica.ledger.step, "epoch": before.epoch, "window": window, "time": time.time()}
+                    row["applied"] = optimizer.last is not None and optimizer.last.applied
+                    row |= {"lineage": replica.ledger.lineage, "contributors": replica.contributors, "first": first}
+                    row |= {"parent": before.lineage, "rounds": before.rounds}
+                    log.write(json.dumps(row) + "\n")
+                    window = []
+                scheduler.step()
+                optimizer.zero_grad()
+    accelerator.end_training()
+    report = accelerator.survival
+    assert report is not None
+    result = {
+        "weights": [parameter.tolist() for parameter in model.parameters()],
+        "lr": scheduler.get_last_lr(),
+        "ledger": replica.ledger.encoded(),
+        "updates": components(accelerator).clock.num_updates,
+        "retries": report.num_retries,
+        "pause_s": report.longest_pause_s,
+        "lost": report.lost,
+        "healed": report.healed,
+        "joined": report.joined,
+        "returned": report.num_returned,
+        "leads": accelerator.is_main_process,
+    }
+    (folder / f"result-{name}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

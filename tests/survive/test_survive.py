@@ -1,0 +1,140 @@
+"""Runs whose replicas are killed and stopped: no run ends, each sample is used once, and the weights are those of the same updates."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.survive.checking import check_run, results
+from tests.survive.driving import HERE, disturb, finish, options_of, start, wait_for
+
+pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again and again
+LIMIT_S = 400.0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "given"),
+    [
+        (2, {"size": 231, "every": 2}),  # windows of two batches, a short last one
+        (3, {"size": 122}),  # a last update in which a replica has no samples
+        (2, {"size": 90, "workers": 2}),  # batches that are read ahead
+    ],
+)
+def test_without_a_loss_the_run_equals_one_process(tmp_path: Path, replicas: int, given: dict[str, Any]) -> None:
+    options = options_of(given)
+    finish(start(tmp_path, replicas, options), tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    assert {len(update["contributors"]) for update in updates} == {replicas}
+    assert len(results(tmp_path)) == replicas
+    assert sum(one["leads"] for one in results(tmp_path).values()) == 1
+
+
+def test_a_killed_replica_costs_neither_an_update_nor_a_sample(tmp_path: Path) -> None:
+    options = options_of({"size": 600, "sleep": 0.03})
+    run = start(tmp_path, 3, options)
+    found = wait_for(run, tmp_path, 3)
+    os.kill(found["1"], signal.SIGKILL)
+    text = finish(run, tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    assert "without 1; 4 samples are given out again" in text
+    assert "replica 1 ended with killed by SIGKILL; it is started again, 2 continue" in text
+    numbers = [len(update["contributors"]) for update in updates]
+    assert numbers[0] == 3
+    assert 2 in numbers
+    survivor = results(tmp_path)["0"]
+    assert survivor["healed"] == []  # it has never left its process, nor its history
+    assert survivor["lost"][0][1] == "1"
+
+
+def test_a_returning_replica_is_healed_and_takes_part_again(tmp_path: Path) -> None:
+    options = options_of({"size": 4000, "epochs": 1, "sleep": 0.04})
+    run = start(tmp_path, 2, options)
+    found = wait_for(run, tmp_path, 2)
+    os.kill(found["0"], signal.SIGKILL)  # the one that leads
+    finish(run, tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    numbers = [len(update["contributors"]) for update in updates]
+    assert numbers[0] == numbers[-1] == 2
+    assert results(tmp_path)["0"]["healed"]
+    assert [name for _, name in results(tmp_path)["1"]["joined"]] == ["0"]
+
+
+@pytest.mark.parametrize("seconds", [0.3, 6.0])
+def test_a_stopped_replica_is_left_behind_and_healed_when_it_wakes(tmp_path: Path, seconds: float) -> None:
+    options = options_of({"size": 2400, "epochs": 1, "sleep": 0.04})
+    run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
+    found = wait_for(run, tmp_path, 3)
+    os.kill(found["2"], signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(found["2"], signal.SIGCONT)
+    finish(run, tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    numbers = [len(update["contributors"]) for update in updates]
+    assert numbers[-1] == 3
+    assert (2 in numbers) == (seconds > 4)
+    assert bool(results(tmp_path)["2"]["healed"][1:]) == (seconds > 4)  # the first was at the start
+
+
+def test_below_the_minimum_the_run_waits(tmp_path: Path) -> None:
+    options = options_of({"size": 400, "epochs": 1, "sleep": 0.03})
+    run = start(tmp_path, 2, options, "--min_replicas", "2")
+    found = wait_for(run, tmp_path, 2)
+    os.kill(found["1"], signal.SIGKILL)
+    finish(run, tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    numbers = [len(update["contributors"]) for update in updates]
+    assert numbers.count(1) == 1  # the interrupted update; its members are counted with the returned replica
+    assert numbers[-1] == 2
+
+
+def test_replicas_lost_at_random_instants(tmp_path: Path) -> None:
+    number = 40 if "HASTEN_LONG_TESTS" in os.environ else 5
+    options = options_of({"size": 600 * number, "epochs": 2, "sleep": 0.03})
+    run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
+    done = disturb(run, tmp_path, number, 3, random.Random(3))
+    finish(run, tmp_path, LIMIT_S)
+    check_run(tmp_path, options)
+    assert done.kills
+
+
+def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(tmp_path: Path) -> None:
+    program = str(HERE / "resuming_program.py")
+    for stop in ("6", "0"):  # six updates of two replicas, then the rest
+        command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", program, str(tmp_path), stop]
+        subprocess.run(command, check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": _path()})
+    written = [json.loads(path.read_text()) for path in tmp_path.glob("*-?.json")]
+    assert len(written) == 4
+    seen = Counter(index for one in written for index in one["seen"])
+    assert seen == dict.fromkeys(range(120), 2)  # two epochs
+    first, second = (json.loads((tmp_path / f"second-{name}.json").read_text())["weights"] for name in "01")
+    assert first == second
+
+
+def _path() -> str:
+    """Return the module search path of this process for a child that imports tests."""
+    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+
+
+def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(tmp_path: Path) -> None:
+    options = options_of({"size": 300, "epochs": 1, "sleep": 0.03})
+    run = start(tmp_path, 3, options, "--survive_timeout_s", "2", "--survive_heal_timeout_s", "40")
+    found = wait_for(run, tmp_path, 3)
+    os.kill(found["1"], signal.SIGSTOP)
+    until = time.monotonic() + LIMIT_S
+    while len(results(tmp_path)) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(4.0)  # the others have left, and their heartbeats are forgotten
+    os.kill(found["1"], signal.SIGCONT)
+    finish(run, tmp_path, LIMIT_S)
+    check_run(tmp_path, options)
+    assert sorted(results(tmp_path)) == ["0", "2"]

@@ -1,0 +1,90 @@
+"""Settings that cannot lose replicas are refused, each with a reason and an alternative."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten import Accelerator
+from hasten.config.resolve import resolve
+from hasten.config.sections.launch import SurviveSettings
+from hasten.errors import ConfigError, MissingPackageError
+from hasten.launch import job
+from hasten.optional import available
+from hasten.survive import build
+
+SURVIVE = SurviveSettings(lighthouse="127.0.0.1:1", replica="0", replicas=2)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the settings as if torchft were installed."""
+    monkeypatch.setattr(build, "check_installed", lambda *_: None)
+
+
+@pytest.mark.skipif(available("torchft"), reason="torchft is installed here")
+def test_a_missing_torchft_is_named_with_its_command() -> None:
+    with pytest.raises(MissingPackageError, match=r"torchft.*continue when a replica is lost.*pip install"):
+        Accelerator(cpu=True, survive=SURVIVE)
+
+
+@pytest.mark.skipif(available("torchft"), reason="torchft is installed here")
+def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigError, match=r"torchft.*--replicas.*pip install"):
+        _prepared(script, "--replicas", "2")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"strategy": "fsdp"}, "strategy='fsdp': a replica is one process .* Use strategy='auto'"),
+        ({"strategy": "deepspeed"}, "strategy='deepspeed': a replica is one process .* Use strategy='auto'"),
+        ({"strategy": "megatron"}, "strategy='megatron': .* Use strategy='auto'"),
+        ({"strategy": "xla"}, "strategy='xla': .* Use strategy='auto'"),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16': .* loss scale .* Use 'bf16'"),
+        ({"trust": {"numbers": "skip"}}, "trust.numbers='skip': .* Use 'report'"),
+        ({"checkpoint_in_memory": 5}, "checkpoint_in_memory=5: .* Leave it out"),
+        ({"gradient_accumulation_plugin": {"sync_each_batch": True}}, "sync_each_batch=True: .* Leave it out"),
+    ],
+)
+def test_settings_that_cannot_be_combined(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build.check(resolve(code={"survive": SURVIVE, **given}, env={}).config)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_replica_needs_a_name() -> None:
+    config = resolve(code={"survive": {"lighthouse": "127.0.0.1:1"}}, env={}).config
+    with pytest.raises(ConfigError, match="Give each replica a name"):
+        build.check(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--replicas", "2", "--num_processes", "4"),
+            "num_processes=4 asks for more in each.*Leave --num_processes out",
+        ),
+        (("--replicas", "2", "--submit", "slurm"), "submit=slurm.*Leave both out"),
+        (("--replicas", "2", "--num_machines", "2"), "num_machines=2 asks for several.*--survive_lighthouse"),
+        (("--replicas", "2", "--min_replicas", "3"), "more than --replicas 2.*Give at most 2"),
+    ],
+)
+def test_launches_that_cannot_be(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigError, match=words):
+        _prepared(script, *flags)
+
+
+def _prepared(script: Path, *flags: str) -> job.Job:
+    from hasten.cli.launch_cmd import make_parser
+
+    given = make_parser().parse_args([*flags, str(script)])
+    return job.prepare([str(script)], settings=given.settings)
