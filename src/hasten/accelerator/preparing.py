@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -156,6 +157,9 @@ class Preparer:
         for item in bundle.items:
             if self.done.holds(item.value):
                 item.kind = "nothing"
+        if "bitsandbytes" in sys.modules:
+            for item in bundle.of("model"):
+                import_module("hasten.modules.quantized").restore_states_on_load(item.value)  # on first use
         bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
         models = [item.value for item in bundle.of("model")]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, PrepareError
+from hasten.modules.names import is_dtensor
+from hasten.modules.quantized import is_four_bit, is_torchao
 from hasten.optional import need
 
 BnbKind = Literal["nf4", "fp4", "llm_int8"]
@@ -124,3 +126,47 @@ def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any
     raise ConfigError(
         f"quantization to {kind!r} is not supported; choose 'int8' or 'int4', or of {', '.join(BNB_KINDS)}."
     )
+
+
+@torch.no_grad()
+def dequantize_weights(model: nn.Module) -> nn.Module:
+    """Return the model with plain linear layers that hold the values of its quantized weights, in place.
+
+    Adapters trained on the quantized model fit this model exactly: merge them into it to export one model.
+    Raises: PrepareError for weights of a sharded model, and for layers of bitsandbytes with eight bits.
+    """
+    for name, layer in list(model.named_modules()):
+        if is_four_bit(layer):
+            made = _plain_linear(name, layer)
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, made)
+            continue
+        for key, parameter in list(layer.named_parameters(recurse=False)):
+            if is_torchao(parameter):
+                whole: Any = parameter.data  # Any: the classes of torchao share no public base
+                values = getattr(
+                    whole, "get_original_weight", whole.dequantize
+                )  # NF4Tensor's dequantize is another one
+                layer._parameters[key] = nn.Parameter(values(), requires_grad=False)
+            elif is_quantized(parameter):
+                raise PrepareError(
+                    f"{name}.{key} is a {type(parameter).__name__} of bitsandbytes, whose values depend on the inputs, so there is no "
+                    "plain weight equal to it; merge adapters into a model of four bits, or into the original weights."
+                )
+    return model
+
+
+def _plain_linear(name: str, layer: Any) -> nn.Linear:  # Any: a class of bitsandbytes
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None or is_dtensor(layer.weight):
+        raise PrepareError(
+            f"{name}.weight is sharded, or was never quantized, so its values are not all here; save the adapters, build and quantize "
+            "the model again on one process, and dequantize that."
+        )
+    values = need("bitsandbytes.functional", why="four-bit weights").dequantize_4bit(layer.weight.data, state)
+    sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+    with torch.device("meta"):
+        made = nn.Linear(*sizes)
+    made.weight = nn.Parameter(values.to(state.dtype), requires_grad=False)
+    made.bias = layer.bias
+    return made.train(layer.training)

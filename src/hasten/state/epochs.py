@@ -91,10 +91,10 @@ class EpochLoops:
     def _pass_share(self) -> float:
         """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
         for loader in self._objects.loaders:
-            source, track = loader.parts.source, loader.parts.track
+            source, start = loader.parts.source, loader.parts.iteration.start
             steps, size = source.steps(), source.size()
             if steps and (loader.is_running() or loader.parts.cursor.left):
-                before = track.begun or (steps * track.start.consumed / size if size else 0)
+                before = start.batches or (steps * start.consumed / size if size else 0)
                 return min((before + loader.parts.cursor.batch) / steps, 1.0)
         return 0.0
 

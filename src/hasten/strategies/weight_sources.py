@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 import torch
@@ -100,6 +100,12 @@ def copy_from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
     for _, tensor in named_tensors(model):
         if not tensor.is_meta and not isinstance(tensor, DTensor):  # shards of split layers were already equal
             tensor.data.copy_(ctx.world.broadcast(tensor.data))
+
+
+def copy_tensors(tensors: Iterable[Tensor], ctx: ProcessContext) -> None:
+    """Broadcast tensors from rank 0 in place. Ranks: every rank, with as many tensors."""
+    for tensor in tensors if ctx.world.size > 1 else ():
+        tensor.copy_(ctx.world.broadcast(tensor))
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def connected(ctx: ProcessContext, cache: Path) -> Iterator[Hub | None]:
 
 
 def prepared(ctx: ProcessContext, strategy: str) -> tuple[Accelerator, nn.Module, Any]:
-    accelerator = Accelerator(cpu=True, context=ctx, strategy=strategy if ctx.world.size > 1 else "none")
+    accelerator = Accelerator(cpu=True, strategy=strategy if ctx.world.size > 1 else "none")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

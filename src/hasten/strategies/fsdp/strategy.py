@@ -30,6 +30,7 @@ from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.modules.lazy_logits import ChunkedHead
+from hasten.modules.quantized import PackedLayers
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
@@ -54,6 +55,7 @@ from hasten.strategies.weight_sources import (
     WeightSource,
     allocate_meta,
     copy_from_rank_0,
+    copy_tensors,
     fill_by_function,
     keep_rest_on_device,
     named_tensors,
@@ -104,6 +106,7 @@ class ShardModel:
             return model.to(ctx.device) if request.place and not hasattr(model, "hf_device_map") else model
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
+            packed = PackedLayers(model, ctx.device)
             layout = self._decide(model, precision, ctx)
         source = source_of(model, self._config, ctx)
         self._remember(model)
@@ -111,10 +114,12 @@ class ShardModel:
         _make_dense(model, layout.whole)
         if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
+            copy_tensors(packed.tensors(), ctx)
         wholes = (
             {name: t.data for name, t in named_tensors(model)} if source is WeightSource.RANK_0 and ctx.is_main else {}
         )
         self._shard(model, layout, mesh, ctx)
+        packed.attach_states()
         allocate_meta(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
         keep_rest_on_device(model, ctx)
         if source is WeightSource.RANK_0:
@@ -126,7 +131,7 @@ class ShardModel:
         refuse_later_hooks(model)
         average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
-            for note in (*layout.notes, _banner(model, mesh, layout, self._config, source)):
+            for note in (*layout.notes, *packed.notes, _banner(model, mesh, layout, self._config, source)):
                 log.info(note)
         return model
 

@@ -1,0 +1,202 @@
+"""Quantized weights of torchao and bitsandbytes as plain bytes, which are sharded, broadcast and saved like any tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import PrepareError
+
+# Any in this file: layers, tensors and quantization states of bitsandbytes and torchao.
+
+_ALIGNED: Final = 16
+_STATE_ATTRIBUTE: Final = "quant_state"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteLayout:
+    """Positions of a quantized tensor's inner tensors in a vector of bytes, and the arguments that rebuild it."""
+
+    kind: Any
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    inner: tuple[tuple[str, torch.dtype, torch.Size, int], ...]
+    """Name, dtype, shape and first byte of each inner tensor."""
+
+
+def is_torchao(tensor: Tensor) -> bool:
+    """Return True for a quantized tensor of torchao, which is made of plain tensors."""
+    tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
+
+
+def is_four_bit(layer: nn.Module) -> bool:
+    """Return True for a layer of bitsandbytes with weights of four bits, sharded or whole."""
+    library = sys.modules.get("bitsandbytes.nn")
+    return library is not None and isinstance(layer, library.Linear4bit)
+
+
+def to_bytes(tensor: Tensor) -> tuple[Tensor, ByteLayout]:
+    """Return the inner tensors of a quantized tensor as one column of bytes, and their layout."""
+    whole: Any = tensor.detach()
+    names, context = whole.__tensor_flatten__()
+    pieces: list[Tensor] = []
+    inner: list[tuple[str, torch.dtype, torch.Size, int]] = []
+    position = 0
+    for name in names:
+        piece = getattr(whole, name).contiguous()
+        raw = piece.reshape(-1).view(torch.uint8)
+        rest = -len(raw) % _ALIGNED
+        inner.append((name, piece.dtype, piece.shape, position))
+        pieces += [raw, raw.new_zeros(rest)]
+        position += len(raw) + rest
+    layout = ByteLayout(type(whole), context, whole.shape, whole.stride(), tuple(inner))
+    return torch.cat(pieces).unsqueeze(1), layout
+
+
+def from_bytes(data: Tensor, layout: ByteLayout) -> Tensor:
+    """Return the quantized tensor whose inner tensors are views of these bytes."""
+    flat = data.reshape(-1)
+    inner = {}
+    for name, dtype, shape, start in layout.inner:
+        length = shape.numel() * dtype.itemsize
+        inner[name] = flat.narrow(0, start, length).view(dtype).view(shape)
+    context = _on_device(layout.context, data.device)
+    made: Tensor = layout.kind.__tensor_unflatten__(inner, context, layout.size, layout.stride)
+    return made
+
+
+def _on_device(context: Any, device: torch.device) -> Any:
+    """Return the arguments of a rebuilt tensor with the device of its bytes."""
+    if isinstance(context, torch.device):
+        return device
+    if isinstance(context, Mapping):
+        return {key: _on_device(value, device) for key, value in context.items()}
+    if is_dataclass(context) and not isinstance(context, type) and any(f.name == "device" for f in fields(context)):
+        return replace(context, device=device)
+    return context
+
+
+class UnpackedInForward:
+    """Pair of forward hooks that replace a layer's bytes by its quantized weight while the layer runs."""
+
+    def __init__(self, layer: nn.Module, name: str, layout: ByteLayout) -> None:
+        self._name = name
+        self._layout = layout
+        self._bytes: nn.Parameter | None = None
+        layer.register_forward_pre_hook(self._unpack)
+        layer.register_forward_hook(self._restore, always_call=True)
+
+    def _unpack(self, layer: nn.Module, inputs: object) -> None:
+        held = layer._parameters[self._name]
+        assert held is not None, "the layer has lost its weight"
+        if held.dtype == torch.uint8 and type(held.data) is Tensor:
+            self._bytes = held
+            layer._parameters[self._name] = nn.Parameter(from_bytes(held.data, self._layout), requires_grad=False)
+
+    def _restore(self, layer: nn.Module, inputs: object, outputs: object) -> None:
+        if self._bytes is not None:
+            layer._parameters[self._name], self._bytes = self._bytes, None
+
+
+class PackedLayers:
+    """Quantized layers of one model whose weights have become plain bytes, for sharding."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Replace the model's quantized weights by bytes, in place.
+
+        Raises: PrepareError for quantized weights that are trained, or that have no values on this rank.
+        """
+        self.num_bytes = 0
+        self._four_bit: list[Any] = []
+        for prefix, layer in model.named_modules():
+            if is_four_bit(layer):
+                self._pack_four_bit(prefix, layer, device)
+            else:
+                self._pack_torchao(prefix, layer)
+
+    def _pack_torchao(self, prefix: str, layer: nn.Module) -> None:
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            if is_torchao(parameter):
+                _check_frozen(f"{prefix}.{name}", parameter)
+                data, layout = to_bytes(parameter.data)
+                self.num_bytes += len(data)
+                layer._parameters[name] = nn.Parameter(data, requires_grad=False)
+                UnpackedInForward(layer, name, layout)
+
+    def _pack_four_bit(self, prefix: str, layer: Any, device: torch.device) -> None:
+        weight = layer.weight
+        _check_frozen(f"{prefix}.weight", weight)
+        layer.state_dict()  # undoes the layout that bitsandbytes uses for inference on some processors
+        state = getattr(layer.weight, _STATE_ATTRIBUTE, None)
+        if state is None or weight.is_meta:
+            raise PrepareError(
+                f"{prefix}.weight is a four-bit weight without values or scales on this rank ({weight.device}), so it cannot be "
+                "sharded; load and quantize the model on every rank (move the layer to a device) before prepare()."
+            )
+        state.to(device)
+        data = layer.weight.data.contiguous().view(torch.uint8).reshape(-1, 1)
+        self.num_bytes += len(data)
+        layer.weight = nn.Parameter(data, requires_grad=False)
+        layer.quant_state, layer.quant_storage = state, torch.uint8
+        layer.support_avx512bf16_for_cpu = False  # that layout cannot be gathered from shards
+        self._four_bit.append(layer)
+
+    @property
+    def notes(self) -> list[str]:
+        """One line about the quantized weights, if there are any."""
+        if not self.num_bytes:
+            return []
+        return [
+            f"{self.num_bytes / 2**20:.1f} MiB of quantized weights are sharded as bytes; four-bit scales are replicated"
+        ]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of scales, which are replicated."""
+        for layer in self._four_bit:
+            yield from state_tensors(layer.quant_state)
+
+    def attach_states(self) -> None:
+        """Give the sharded weights their scales, so that state dicts have the entries of bitsandbytes."""
+        for layer in self._four_bit:
+            setattr(layer.weight, _STATE_ATTRIBUTE, layer.quant_state)
+
+
+def _check_frozen(name: str, weight: Tensor) -> None:
+    if weight.requires_grad:
+        raise PrepareError(
+            f"{name} is quantized and requires gradients, and steps of an optimizer would be lost in its rounding; freeze it with "
+            "requires_grad_(False) and train adapters, for example LoRA of peft."
+        )
+
+
+def state_tensors(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a quantization state of bitsandbytes, with those of nested scales."""
+    found = (state.absmax, state.code, getattr(state, "offset", None))
+    yield from (tensor for tensor in found if isinstance(tensor, Tensor))
+    if getattr(state, "state2", None) is not None:
+        yield from state_tensors(state.state2)
+
+
+def restore_states_on_load(model: nn.Module) -> None:
+    """Make loads of a state dict restore the scales of four-bit layers too, which bitsandbytes only saves."""
+    for layer in model.modules():
+        if is_four_bit(layer) and not getattr(layer, "restores_quant_state", False):
+            layer.register_load_state_dict_pre_hook(_restore_state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            layer.restores_quant_state = True  # type: ignore[assignment]  # a mark, no module or tensor
+
+
+def _restore_state(layer: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    start = f"{prefix}weight."
+    entries = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+    if entries:
+        known = layer.quant_state if layer.quant_state is not None else layer.weight.quant_state
+        made = type(known).from_dict(qs_dict=entries, device=known.absmax.device)
+        for old, new in zip(state_tensors(known), state_tensors(made), strict=True):
+            old.copy_(new)
