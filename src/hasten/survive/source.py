@@ -11,7 +11,7 @@ import numpy as np
 
 from hasten.data.batch_plan import Indices
 from hasten.data.position import Position
-from hasten.data.sampler import Lot
+from hasten.data.sampler import IndexBatch
 from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
@@ -68,8 +68,8 @@ class LedgerSource(OuterSource):
         whole = self._rows * self._num_replicas
         return size // whole if self._drop_last else -(-size // whole)
 
-    def reached(self, start: Position, steps: int, mark: Any) -> Position:
-        return self._indexed.reached(start, steps, mark)
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
+        return self._indexed.reached(start, steps, source_state)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         raise ConfigError(
@@ -132,7 +132,7 @@ class _ReadAhead:
         """Return the batch at these positions, and whether it is expected to be the epoch's last."""
         for _ in range(2):
             if self._items is None:
-                self._items = self._inner.read(self._lots(ranges), self._at)
+                self._items = self._inner.read(self._index_batches(ranges), self._at)
             item = next(self._items, None)
             if item is not None:
                 expected, last = self._expected.popleft()
@@ -141,14 +141,14 @@ class _ReadAhead:
             self.close()
         raise AssertionError("reading starts at the positions that were asked for")
 
-    def _lots(self, first: list[Range]) -> Iterator[Lot]:
+    def _index_batches(self, first: list[Range]) -> Iterator[IndexBatch]:
         """Yield the indices of the batch at `first`, then of those that follow it."""
         ledger = self._replica.ledger
-        yield self._lot(first, ledger.exhausted)
+        yield self._index_batch(first, ledger.exhausted)
         for ranges, last in ledger.preview(self._replica.name):
-            yield self._lot(ranges, last)
+            yield self._index_batch(ranges, last)
 
-    def _lot(self, ranges: list[Range], last: bool) -> Lot:
+    def _index_batch(self, ranges: list[Range], last: bool) -> IndexBatch:
         self._expected.append((ranges, last))
         places = positions(ranges) or [0]
         indices: list[int] = self._seek(np.array(places, dtype=np.int64)).tolist()
