@@ -65,8 +65,8 @@ test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device a
 
 # TORCHFT_WHEELS names a folder with the wheel of torchft, if it is not to be downloaded.
 test-survive: ## run replicas that are killed and stopped while they train, on a real torchft: ten minutes
-	@$(PYTHON) tests/survive/environment.py .torchft $(TORCHFT_WHEELS); code=$$?; if [ $$code = 3 ]; then exit 0; else exit $$code; fi
-	@test ! -e .torchft/.ready || .torchft/bin/python -m pytest -o faulthandler_timeout=0 tests/survive
+	@$(PYTHON) tests/survive/environment.py .torch-ft $(TORCHFT_WHEELS); code=$$?; if [ $$code = 3 ]; then exit 0; else exit $$code; fi
+	@test ! -e .torch-ft/.ready || .torch-ft/bin/python -m pytest -o faulthandler_timeout=0 tests/survive
 
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
 	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/launch/test_launch_slurm.py
@@ -151,5 +151,5 @@ bench-ledger: $(READY) ## list every published number: its benchmark, commit and
 	@$(BIN)/python benchmarks/published.py
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) $(PARITY) .ray .torch-oldest .torch-newest .torch-xla .torchft $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) .ray .torch-oldest .torch-newest .torch-xla .torch-ft $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,6 +47,7 @@ PLANS = (
     Plan("gather.py", ("--quick",)),
     Plan("pipeline_bubble.py", ("--quick",)),
     Plan("launch_overhead.py", ("--rounds", "3")),
+    Plan("metrics_overhead.py", ("--rounds", "11")),
     Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", "{results}")),
     Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",)),
     Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu")),

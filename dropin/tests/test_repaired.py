@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, ParallelismConfig, notebook_launcher, skip_first_batches
+from accelerate._impl.commands import launch
 from accelerate._impl.commands.launch_flags import words_of
 from accelerate.commands import env
 from accelerate.commands.config.config_args import load_config_from_file
@@ -205,6 +207,34 @@ def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.M
 def test_precision_given_to_a_notebook_reaches_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     assert notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf16") == (3, 2, "bf16", "bf16")
+
+
+def fail_on_the_second() -> None:
+    if Accelerator().process_index == 1:
+        raise ValueError("what the second process says")
+
+
+@pytest.mark.exhaustive
+def test_a_failed_process_of_a_notebook_is_torchs_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    with pytest.raises(ChildFailedError, match="ValueError: what the second process says") as raised:
+        notebook_launcher(fail_on_the_second, num_processes=2)
+    assert raised.value.get_first_failure()[0] == 1
+    assert capsys.readouterr().out.startswith("Launching training on 2 CPUs.")
+
+
+@pytest.mark.parametrize("flags", [["--cpu"], ["--cpu", "--gradient_accumulation_steps=2"]])
+def test_a_launch_starts_one_process_on_the_cpu(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import os\nprint('started by', os.environ.get('WORLD_SIZE', 'a plain launch'))\n")
+    assert launch.run([*flags, "--num_processes=3", str(script)]) == 0
+    said = capfd.readouterr()
+    assert said.out == "started by a plain launch\n"
+    assert said.err == "accelerate launch starts 1 process on the CPU; for 3, use torchrun or hasten launch.\n"
 
 
 def test_uneven_loaders_join_and_windows_clip_at_their_end(tmp_path: Path, warm: Any) -> None:

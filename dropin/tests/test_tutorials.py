@@ -60,13 +60,13 @@ def test_prints_what_it_prints_on_the_original(
 def test_the_launcher_starts_a_tutorial_on_two_processes(
     tmp_path: Path, offline: dict[str, str], warm: Any, parity: ModuleType, name: str
 ) -> None:
-    """Nothing is warm here but the Hub cache: the command, the launcher and the script as a user starts them.
+    """Nothing is warm here but the Hub cache: torch's launcher and the script as a user starts them.
 
     What it prints is compared with the same record as above, so that the exhaustive tests alone run `accumulation` there on two ranks.
     """
     if name in FROM_HUB:
         pytest.importorskip("evaluate")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launch, str(HERE / "tutorials" / f"{name}.py")],
         cwd=tmp_path,

@@ -13,6 +13,15 @@ import hasten
 
 PACKAGE: Final = Path(hasten.__file__).parent
 FEWEST_LINES: Final = 60
+MOST_FILES: Final = 16
+FULL: Final = MappingProxyType(
+    {
+        "cli": "one thin file for each command",
+        "data": "loaders, samplers and sources of every kind",
+        "runtime": "files imported separately by processes that must not load torch",
+    }
+)
+"""Folders with more files, each with the reason."""
 SMALL: Final = MappingProxyType(
     {
         "__main__.py": "`python -m hasten`",
@@ -60,6 +69,13 @@ def without_reason(sizes: Mapping[str, int]) -> list[str]:
     return [f"{name} has {size} lines" for name, size in sizes.items() if name not in SMALL]
 
 
+def full_folders(package: Path) -> dict[str, int]:
+    """Return the number of files of each folder over the limit that is not listed, without `__init__.py`."""
+    folders = (path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")
+    counts = {folder.relative_to(package).as_posix(): len([*folder.glob("*.py")]) - 1 for folder in folders}
+    return {name: count for name, count in counts.items() if count > MOST_FILES and name not in FULL}
+
+
 def names_used_twice(folder: Path) -> dict[str, list[str]]:
     """Return the names of classes that several files define, with the files."""
     places = defaultdict[str, list[str]](list)
@@ -80,6 +96,20 @@ def test_a_small_file_without_a_reason_is_found(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text("pass\n" * FEWEST_LINES)
     (tmp_path / "__init__.py").write_text("")
     assert without_reason(small_files(tmp_path)) == ["small.py has 59 lines"]
+
+
+def test_a_folder_holds_few_files() -> None:
+    assert full_folders(PACKAGE) == {}, (
+        "merge files, make a folder for one capability, or add it to FULL with the reason"
+    )
+
+
+def test_a_full_folder_is_found(tmp_path: Path) -> None:
+    for name, count in (("full", MOST_FILES + 2), ("fits", MOST_FILES + 1), ("cli", MOST_FILES + 2)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            (tmp_path / name / f"{number}.py").touch()
+    assert full_folders(tmp_path) == {"full": MOST_FILES + 1}
 
 
 def test_every_class_has_its_own_name() -> None:

@@ -14,7 +14,7 @@ import pytest
 import hasten
 
 PACKAGE: Final = Path(hasten.__file__).parent
-PURE_FOLDERS: Final = ("cli", "config", "launch", "tracking")
+PURE_FOLDERS: Final = ("cli", "config", "launch", "metrics", "tracking")
 PURE_FILES: Final = MappingProxyType(
     {
         "checkpoint.format.manifest": "`hasten checkpoint` reads manifests on machines without torch",

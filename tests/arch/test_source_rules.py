@@ -245,6 +245,13 @@ def give_reasons_for_late_imports(source: Source) -> Iterator[str]:
                 yield source.say(node, f"`{ast.unparse(node)}` inside {function.name}() without a reason on the line")
 
 
+def run_last(source: Source) -> Iterator[str]:
+    """A file that is also a program runs after all of its definitions."""
+    for node in source.tree.body[:-1]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            yield source.say(node, "runs before what is defined below it; move it to the end of the file")
+
+
 def stay_short(source: Source) -> Iterator[str]:
     """A file has fewer than 500 lines, a function's body at most 50."""
     length = len(source.text.splitlines())
@@ -267,6 +274,7 @@ LIBRARY_RULES: Final[tuple[Rule, ...]] = (
     name_what_it_is,
     keep_inner_packages_empty,
     do_no_work_at_import,
+    run_last,
     stay_short,
 )
 DROPIN_RULES: Final[tuple[Rule, ...]] = (
@@ -276,7 +284,7 @@ DROPIN_RULES: Final[tuple[Rule, ...]] = (
     give_reasons_for_late_imports,
     stay_short,
 )
-EVERYWHERE_RULES: Final[tuple[Rule, ...]] = (number_what_is_left_to_do, begin_with_a_docstring)
+EVERYWHERE_RULES: Final[tuple[Rule, ...]] = (number_what_is_left_to_do, begin_with_a_docstring, run_last)
 
 
 @cache  # the files do not change while their rules are checked
@@ -328,6 +336,7 @@ BAD: Final[tuple[tuple[Rule, str], ...]] = (
     (import_at_the_top, "def f():\n    import deepspeed"),
     (import_at_the_top, "def f():\n    m = importlib.import_module('x')"),
     (do_no_work_at_import, "setup_logging()"),
+    (run_last, "if __name__ == '__main__': f()\ndef f(): ..."),
     (give_reasons_for_late_imports, "def f():\n    x = 1\n    from deepspeed import ops\n    return ops"),
     (stay_short, "\n" * 500),
     (stay_short, "def f():\n" + "    x = 1\n" * 51),

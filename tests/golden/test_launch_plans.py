@@ -104,6 +104,15 @@ CASES: Final[dict[str, Case]] = {
         GPUS,
         {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "job-0"},
     ),
+    "pod_of_an_elastic_pytorchjob": Case(
+        "--processes_per_machine=1 --max_restarts=2 --cpu=true --exit_codes=85=143 train.py",
+        env={
+            "PET_NNODES": "2:4",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": "train-worker-0:29500",
+            "PET_MAX_RESTARTS": "2",
+        },
+    ),
     "kubernetes_jobset": Case(
         "--submit kubernetes --num_machines 2 --kubernetes_image registry.example/train:1 --kubernetes_gpus 8 --kubernetes_cpu 64 "
         "--kubernetes_memory 512Gi --kubernetes_shared_memory 64Gi --kubernetes_volume runs --kubernetes_namespace team "

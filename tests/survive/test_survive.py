@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.survive.checking import check_run, results
-from tests.survive.driving import disturb, finish, options_of, start, wait_for
+from tests.survive.driving import HERE, disturb, finish, options_of, start, wait_for
 
-pytestmark = pytest.mark.timeout(600)  # processes that load torch, some of them again and again
+pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again and again
 LIMIT_S = 400.0
 
 
@@ -94,9 +98,43 @@ def test_below_the_minimum_the_run_waits(tmp_path: Path) -> None:
 
 
 def test_replicas_lost_at_random_instants(tmp_path: Path) -> None:
-    options = options_of({"size": 3000, "epochs": 2, "sleep": 0.03})
+    number = 40 if "HASTEN_LONG_TESTS" in os.environ else 5
+    options = options_of({"size": 600 * number, "epochs": 2, "sleep": 0.03})
     run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
-    done = disturb(run, tmp_path, 5, 3, random.Random(3))
+    done = disturb(run, tmp_path, number, 3, random.Random(3))
     finish(run, tmp_path, LIMIT_S)
     check_run(tmp_path, options)
     assert done.kills
+
+
+def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(tmp_path: Path) -> None:
+    program = str(HERE / "resuming_program.py")
+    for stop in ("6", "0"):  # six updates of two replicas, then the rest
+        command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", program, str(tmp_path), stop]
+        subprocess.run(command, check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": _path()})
+    written = [json.loads(path.read_text()) for path in tmp_path.glob("*-?.json")]
+    assert len(written) == 4
+    seen = Counter(index for one in written for index in one["seen"])
+    assert seen == dict.fromkeys(range(120), 2)  # two epochs
+    first, second = (json.loads((tmp_path / f"second-{name}.json").read_text())["weights"] for name in "01")
+    assert first == second
+
+
+def _path() -> str:
+    """Return the module search path of this process for a child that imports tests."""
+    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+
+
+def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(tmp_path: Path) -> None:
+    options = options_of({"size": 300, "epochs": 1, "sleep": 0.03})
+    run = start(tmp_path, 3, options, "--survive_timeout_s", "2", "--survive_heal_timeout_s", "40")
+    found = wait_for(run, tmp_path, 3)
+    os.kill(found["1"], signal.SIGSTOP)
+    until = time.monotonic() + LIMIT_S
+    while len(results(tmp_path)) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(4.0)  # the others have left, and their heartbeats are forgotten
+    os.kill(found["1"], signal.SIGCONT)
+    finish(run, tmp_path, LIMIT_S)
+    check_run(tmp_path, options)
+    assert sorted(results(tmp_path)) == ["0", "2"]

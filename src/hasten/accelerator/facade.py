@@ -26,7 +26,14 @@ from hasten.accelerator import step as profile
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.setup import AcceleratorObjects, EventRecorder, build, reports_in, trainjob_status
+from hasten.accelerator.setup import (
+    AcceleratorObjects,
+    EventRecorder,
+    build,
+    reports_in,
+    serves_metrics,
+    trainjob_status,
+)
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -38,6 +45,7 @@ from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    MetricsSettings,
     PerformanceSettings,
     ProfileKwargs,
     ProjectConfiguration,
@@ -67,6 +75,7 @@ from hasten.version import __version__
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
+    from hasten.accelerator.operations import RankMetrics
     from hasten.accelerator.retrying import Retrying, Split
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
@@ -123,6 +132,7 @@ class Accelerator:
         survive: Replicas that may be lost while the run continues; `hasten launch --replicas` sets it.
         trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
         tracking: Settings of trackers that `log_with` does not hold.
+        metrics: Metrics for operations: a port for Prometheus, an endpoint of OTLP.
         kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
@@ -160,6 +170,7 @@ class Accelerator:
         survive: SurviveSettings | Fields | None = None,
         trust: TrustSettings | Fields | str | None = None,
         tracking: TrackingConfig | Fields | None = None,
+        metrics: MetricsSettings | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
@@ -184,6 +195,7 @@ class Accelerator:
         self._precision = parts.precision
         self._tracking = parts.tracking
         self._run_log = parts.run_log
+        self._phases = parts.run_log if parts.run_log is not None and parts.run_log.tells_phases else None
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
         self._rehearsal = parts.rehearsal
@@ -197,6 +209,9 @@ class Accelerator:
         if parts.watch is not None:
             parts.watch(self)
         self._watch_values(parts)
+        self._metrics: RankMetrics | None = None
+        if parts.run_log is not None and parts.rehearsal is None and serves_metrics(parts.config):
+            self._metrics = import_module("hasten.accelerator.operations").start(self, parts.run_log)  # if asked for
         self._replica: Replica | None = None
         if parts.config.survive.lighthouse is not None:
             self._survive(parts)
@@ -227,6 +242,7 @@ class Accelerator:
             notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+        made.on_saved = None if self._run_log is None else self._run_log.saved
         return made
 
     @cached_property
@@ -606,8 +622,8 @@ class Accelerator:
         self._clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        if self._run_log is not None:
-            self._run_log.backward_begins()
+        if self._phases is not None:
+            self._phases.backward_begins()
         clock = self._clock
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
@@ -617,13 +633,15 @@ class Accelerator:
             weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
+        if self._metrics is not None:
+            self._metrics.sampled.see("loss", loss)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
         else:
             with zero_if_weightless(loss, weight, weights.joined):
                 self._strategy.backward(weighed, parts, **kwargs)
-        if self._run_log is not None:
-            self._run_log.backward_done(exchanged=self._clock.boundary)
+        if self._phases is not None:
+            self._phases.backward_done(exchanged=self._clock.boundary)
 
     def forward_backward(
         self,
@@ -656,6 +674,8 @@ class Accelerator:
         loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, amounts[-1])
+        if self._metrics is not None:
+            self._metrics.sampled.see("loss", loss)
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
@@ -733,7 +753,10 @@ class Accelerator:
             return None
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        return self._strategy.clip_norm(chosen, max_norm, norm_type)
+        norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
+        if self._metrics is not None:
+            self._metrics.sampled.see("grad_norm", norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
@@ -974,6 +997,8 @@ class Accelerator:
             self._status.close()
         if self._run_log is not None:
             self._run_log.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if "_publishing" in self.__dict__:
             self._publishing.wait()
 
@@ -1019,7 +1044,7 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved"):
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
             return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
@@ -1040,11 +1065,14 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded") as event:
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded", self._step) as event:
             reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
             if event is not None:
                 event.nothing_done = not reports and not must_exist
         return reports
+
+    def _step(self) -> int:
+        return self._saving.step
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.

@@ -63,11 +63,20 @@ log = logging.getLogger(__name__)
 
 
 def open_run_log(
-    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, SettingEntry], strategy: Strategy
+    project: ProjectConfiguration,
+    ctx: ProcessContext,
+    entries: Mapping[SettingPath, SettingEntry],
+    strategy: Strategy,
+    wanted: bool,
+    counts: bool = False,
 ) -> RunLog | None:
-    """Return the log of this rank, or None without a local project folder or with `run_log` off."""
+    """Return the log of this rank, or None if it is not wanted, without a local project folder or with `run_log` off.
+
+    With `counts`, as metrics need it, the log of such a run counts times and writes nothing.
+    """
     folder = project.project_dir
-    if folder is None or not project.run_log or "://" in folder:
+    writes = wanted and folder is not None and project.run_log and "://" not in folder
+    if not writes and not counts:
         return None
 
     def facts() -> dict[str, Any]:  # Any: JSON values
@@ -92,7 +101,7 @@ def open_run_log(
     run_log = import_module("hasten.tracking.run_log")  # only a run with a folder has one
     gauge = import_module("hasten.progress.meter").MemoryGauge(ctx.device)  # the same
     made: RunLog = run_log.RunLog(
-        Path(folder) / run_log.FOLDER,
+        Path(folder) / run_log.FOLDER if folder is not None and writes else None,
         ctx.rank,
         facts,
         gauge.used_bytes,
@@ -108,25 +117,31 @@ class EventRecorder:
     Errors of the run log are logged, and never change the outcome of the block.
     """
 
-    def __init__(self, run_log: RunLog | None, kind: str) -> None:
+    def __init__(self, run_log: RunLog, kind: str, step: Callable[[], int] = lambda: 0) -> None:
+        """Create a recorder; `step` returns the number of updates of the state that was saved or loaded."""
         self._run_log = run_log
         self._kind = kind
+        self._step = step
         self._began = 0.0
         self.nothing_done = False
         """Set in the block to record no event, unless the block raises."""
 
     def __enter__(self) -> EventRecorder:
         self._began = time.perf_counter()
+        self._run_log.checkpoint_begins()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._run_log is None or (self.nothing_done and error is None):
+        self._run_log.checkpoint_done()
+        if self.nothing_done and error is None:
             return
         try:
             if error is None:
-                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4))
+                step = self._step()
+                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4), step=step)
+                self._run_log.reached(self._kind, step)
             else:
                 self._run_log.event(f"{self._kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
             self._run_log.flush()
@@ -199,11 +214,11 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     numbers = _numbers(config, strategy, precision)
     # the caller that passes a context watches it
     own = context is None or resolved.source("trust.stall").kind == "code"
-    watch = _watch(config, ctx, clock) if own else None
+    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, first, serves_metrics(config))
+    watch = _watch(config, ctx, clock, run_log) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
-    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
-    run_log = open_run_log(config.project, ctx, resolved.entries, strategy) if first else None
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         clock.listening().phases = run_log
@@ -235,7 +250,14 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[object], None] | None:
+def serves_metrics(config: Config) -> bool:
+    """Return whether metrics are served or posted."""
+    return config.metrics.port is not None or config.metrics.otlp_endpoint is not None
+
+
+def _watch(
+    config: Config, ctx: ProcessContext, clock: StepClock, run_log: RunLog | None
+) -> Callable[[object], None] | None:
     """Return the start of this rank's watchdog, or for a single process under `hasten launch` of a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
@@ -251,12 +273,19 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         found = steps()
         return {} if found is None or found.rates is None else found.rates()
 
+    noting = None if run_log is None else weakref.ref(run_log)
+
+    def noted(seconds: float, over: bool) -> None:
+        if noting is not None and (found := noting()) is not None:
+            found.stalled(seconds, over)
+
     stall = import_module("hasten.trust.stall.watchdog")  # a single process that was not launched needs none of it
     settings = stall.WatchSettings(
         after_s=config.trust.stall_after_s,
         then=config.trust.stall,
         timeout_s=_group(config).timeout_s,
         folder=reports_in(config, "stalls"),
+        noted=noted,
     )
     return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
 

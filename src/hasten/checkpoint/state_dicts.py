@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Component, Format, Json, Slice, as_stored
+from hasten.checkpoint.base import Component, Format, Json, Slice, as_stored, local_data
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.format.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import FoundComponent
@@ -203,7 +203,14 @@ def _name(flat: Sequence[str], key: Any) -> str:  # Any: torch uses indices; cus
 
 def _stored(value: Any) -> Any:  # Any: state is nested freely
     if isinstance(value, Tensor):
-        return as_stored(value)
+        found = as_stored(value)
+        if hasattr(local := local_data(found), "__tensor_flatten__"):
+            raise CheckpointError(
+                f"the optimizer's state holds a {type(local).__name__}, a tensor of {type(local).__module__.partition('.')[0]} that "
+                "checkpoints cannot hold, so a resumed run would lose it; use an optimizer with plain tensors as state, such as "
+                "AdamW of torch, or AdamW8bit of bitsandbytes without sharding."
+            )
+        return found
     if type(value) is dict:
         return dict(zip(value, map(_stored, value.values()), strict=True))
     if type(value) in (list, tuple):

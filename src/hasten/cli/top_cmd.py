@@ -1,4 +1,4 @@
-"""`hasten top`: a live table of a job that runs on this machine, shown in another terminal."""
+"""`hasten top`: a live table of a job on this machine, or with `--from` of a job on any machines, in another terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from rich.text import Text
 
 from hasten.cli.flags import CommandParser, seconds
 from hasten.errors import ConfigError
+from hasten.metrics.scrape import credentials, targets_of
+from hasten.metrics.server import read_token
 from hasten.runtime import env
+from hasten.tools import cluster_top
 from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
@@ -35,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, current line of code, and the last lines of its log. Only jobs of the same user are shown. Ranks respond from a "
-        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown.",
+        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown. "
+        "With --from, the ranks of a job on any machines are shown, from the metrics that they serve (metrics.port).",
     )
     parser.add_argument(
         "job",
@@ -50,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
     )
+    _add_cluster_flags(parser)
     given = parser.parse_args(argv)
+    if given.targets is not None:
+        return _cluster(given)
     folder = env.runtime_folder(env.snapshot())
     sockets = chosen(folder, given.job)
     if sockets is None:
@@ -65,6 +72,41 @@ def main(argv: Sequence[str]) -> int:
         return 0
     _follow(console, folder, sockets, given)
     return 0
+
+
+def _add_cluster_flags(parser: CommandParser) -> None:
+    group = parser.add_argument_group("a job on several machines")
+    group.add_argument(
+        "--from",
+        dest="targets",
+        metavar="TARGETS",
+        help="addresses of the ranks' metrics, host:port,host:port or host:9400-9407, or a JSON file of Prometheus's file_sd_configs",
+    )
+    group.add_argument("--token_file", metavar="FILE", help="file with the bearer token of the metrics servers")
+    group.add_argument("--ca", metavar="PEM", help="certificates that verify the servers; requests use TLS")
+    group.add_argument("--cert", metavar="PEM", help="certificate of this client, for servers that require one")
+    group.add_argument("--key", metavar="PEM", help="key of --cert")
+
+
+def _cluster(given: argparse.Namespace) -> int:
+    """Show the ranks behind `--from`; returns 1 if none has answered."""
+    if given.job is not None or given.stacks:
+        raise ConfigError(
+            "JOB and --stacks belong to jobs on this machine, and metrics have neither job numbers nor stacks; leave them out, or leave out --from."
+        )
+    targets = targets_of(given.targets)
+    token = None if given.token_file is None else read_token(given.token_file, "--token_file")
+    proof = credentials(token, given.ca, given.cert, given.key)
+    console = Console(highlight=False)
+    if not (given.json or given.once):
+        cluster_top.follow(console, targets, proof, given.interval)
+        return 0
+    rows, silent = cluster_top.once(targets, proof, min(given.interval, 1.0))
+    if given.json:
+        sys.stdout.write(json.dumps(cluster_top.as_json(rows, silent), indent=2) + "\n")
+    else:
+        console.print(cluster_top.page(console, rows, silent))
+    return 0 if rows else 1
 
 
 def chosen(folder: Path, job: int | None) -> list[Path] | None:

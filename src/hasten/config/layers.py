@@ -51,7 +51,7 @@ SHORT: Final = MappingProxyType[Path, tuple[str, ...]](
 )
 """Fields that receive the value of a section given as a single word."""
 
-IN_CODE: Final = frozenset({"performance", "survive", "tracking", "trust", "xla"})
+IN_CODE: Final = frozenset({"metrics", "performance", "survive", "tracking", "trust", "xla"})
 """Sections whose arguments of the Accelerator have the schema's names."""
 
 OTHER_VARIABLES: Final = frozenset(

@@ -12,6 +12,7 @@ from hasten.config.sections.loop import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     MasterWeights,
+    MetricsSettings,
     PerformanceSettings,
     PrecisionType,
     ProfileKwargs,
@@ -77,4 +78,5 @@ class Config(Section):
     dataloader: DataLoaderConfiguration = setting(factory=DataLoaderConfiguration, help="data")
     project: ProjectConfiguration = setting(factory=ProjectConfiguration, help="project and checkpoints", prefix="")
     tracking: TrackingConfig = setting(factory=TrackingConfig, help="trackers", prefix="")
+    metrics: MetricsSettings = setting(factory=MetricsSettings, help="metrics for operations")
     profile: ProfileKwargs = setting(factory=ProfileKwargs, help="profiler")

@@ -195,6 +195,7 @@ class Loader(DataLoader[Any]):
         cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
         active, listener, size = clock.loaders, clock.listener, self.parts.total_batch_size or 0
         phases = None if listener is None else listener.phases
+        passes = 0
         if phases is not None:
             phases.asked()
         for batch, padding, last, source_state in items:
@@ -209,6 +210,7 @@ class Loader(DataLoader[Any]):
             cursor.at_end, cursor.given = last, batch
             if phases is not None:
                 phases.got(size)
+                passes = clock.num_passes
             yield batch
             if active.roll_back is not None:
                 active.roll_back(cursor)
@@ -217,7 +219,7 @@ class Loader(DataLoader[Any]):
             if active.before_next is not None:
                 active.before_next(cursor)
             if phases is not None:
-                phases.asked()
+                phases.asked(clock.num_passes == passes)
         if iteration.start is here:
             iteration.place(here.begin(here.epoch + 1))
 

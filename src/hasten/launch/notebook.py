@@ -54,10 +54,6 @@ def _keep(result: object, path: Path) -> None:
     draft.replace(path)
 
 
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))
-
-
 _STOP_S: Final = 25.0
 _VERDICT: Final = "verdict.txt"
 # Launcher settings in error messages, and their names as arguments of `notebook_launcher`.
@@ -218,3 +214,7 @@ def _failure_words(verdict_file: Path, code: int) -> str:
     words = verdict_file.read_text()
     names = [f"{theirs} is {ours}" for theirs, ours in _NAMES_HERE if theirs in words]
     return f"{words} (In a notebook {', '.join(names)}.)" if names else words
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

@@ -25,8 +25,8 @@ _RECENT: Final = 16
 class StepPhases(Protocol):
     """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
 
-    def asked(self) -> None:
-        """Record that the loop requests the next batch from its loader."""
+    def asked(self, unused: bool = False) -> None:
+        """Record that the loop requests the next batch from its loader; `unused` means that no backward used the previous one."""
         ...
 
     def got(self, num_samples: int) -> None:

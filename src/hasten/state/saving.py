@@ -153,7 +153,14 @@ class Saving:
         """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
         """Copies of the newest state in the memory of machines, if enabled."""
+        self.on_saved: Callable[[float, float], None] | None = None
+        """Called with the time of the state and the seconds of the save after each complete checkpoint, in any thread."""
         self._machine_owners = MachineOwners()
+
+    @property
+    def step(self) -> int:
+        """The number of updates of the run."""
+        return num_updates(self._parts)
 
     # -- objects to save ------------------------------------------------------------------------------------------
     @property
@@ -310,6 +317,8 @@ class Saving:
         manifest, self._newest = outcome.info.manifest, place
         if manifest.number is not None:
             self._iteration = max(self._iteration, manifest.number + 1)
+        if self.on_saved is not None:
+            self.on_saved(header.created_s, max(time.time() - header.created_s, 0.0))
         if self._rank == 0:
             log.info("saved %s (%.1f MB)", place, manifest.num_bytes / 1e6)
         return outcome

@@ -1,13 +1,16 @@
-"""The run log: timings of every step's phases, and events with their times, for `hasten report`.
+"""The run log: timings of every step's phases, and events with their times, for `hasten report` and the metrics.
 
-Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 44 bytes per update,
-`rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and are not held open.
+Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 56 bytes per update,
+`rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and are not held open. Without a folder the
+times are only counted, for metrics.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +21,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 FOLDER: Final = "run_log"
-PARTS: Final = ("data", "forward", "backward", "communication", "optimizer", "logging", "other")
+PARTS: Final = (
+    "data",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "logging",
+    "other",
+    "evaluation",
+    "checkpoint",
+    "stall",
+)
+USEFUL: Final = ("forward", "backward", "communication", "optimizer", "logging", "other")
+"""Phases of a useful step."""
+STEP_PARTS: Final = ("data", *USEFUL)
+"""Phases of a training step; the others of `PARTS` interrupt steps."""
 _FIRST_PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
 """Phases of older logs, which do not list them."""
-_RECORD: Final = struct.Struct("<d9f")
+_RECORD: Final = struct.Struct(f"<d{len(PARTS) + 2}f")
 _EVERY_S: Final = 1.0
+_REMEMBERED: Final = 1000
+"""Number of saves whose time is remembered."""
+_MINUTE: Final = 61
+"""Number of readings, one a second, over which the share of the wait for data is computed."""
 
 # Any in this file: facts and events are JSON values.
 
@@ -37,14 +59,17 @@ class RunLog:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         rank: int,
         facts: Callable[[], Mapping[str, Any]],
         memory: Callable[[], int | None],
         collectives_s: Callable[[], float] = lambda: 0.0,
         gradients_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Create a log; `collectives_s` returns the time in collectives so far, `gradients_s` a backward's wait for gradients."""
+        """Create a log; `collectives_s` returns the time in collectives so far, `gradients_s` a backward's wait for gradients.
+
+        Without a folder nothing is written.
+        """
         self._folder = folder
         self._rank = rank
         self._facts = facts
@@ -57,37 +82,105 @@ class RunLog:
         self._flushed_s = self._last_s = time.perf_counter()
         self._collectives_s, self._gradients_s = collectives_s, gradients_s
         self._collected_s, self._gradient_s, self._aside_s = collectives_s(), 0.0, 0.0
-        self._spent = dict.fromkeys(PARTS, 0.0)
-        self._samples = 0.0
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        """Seconds in each phase since the first request for a batch; a phase is added when it ends."""
+        self.samples = 0
+        """Samples of all batches of training, over all ranks."""
+        self._in_batch = 0
+        self._recorded = (0.0,) * len(PARTS)
+        self._recorded_samples = 0
+        self._waited_s = 0.0
         self._updated = False
         self._begun = False
+        self._stalls: deque[float] = deque()
+        self.process_began_s = process_began_s()
+        """Start of the process, in seconds since 1970."""
+        self.startup_s: float | None = None
+        """Seconds from the start of the process to the first request for a batch; None before it."""
+        self.updated_s = self._last_s
+        """Time of the latest update by `time.perf_counter()`, or of the start."""
+        self.num_skipped = self.num_stalls = self.num_saves = 0
+        self.last_save: tuple[float, float] | None = None
+        """Time of the newest complete checkpoint's state, in seconds since 1970, and the seconds that its save took."""
+        self.replayed_s = 0.0
+        """Useful seconds of this process that a load of an earlier checkpoint has made void."""
+        self.loaded: tuple[float, int] | None = None
+        """Time and step of the first checkpoint that this process loaded."""
+        self._useful_at: dict[int, float] = {}
+        self.readings: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=_MINUTE)
+        """Seconds in all phases and in the wait for data, once a second."""
         self.broken = ""
         """Error message of the disk, after which nothing is written."""
 
     # -- phases of a step ------------------------------------------------------------------------------------------
     def _take(self, part: str) -> float:
-        """Add the time since the last mark to a phase, without collectives and logging; returns the current time."""
-        now, collected = time.perf_counter(), self._collectives_s()
-        spent = self._spent
+        """Add the time since the last mark to a phase, without collectives and logging; returns the current time.
+
+        Without a folder, useful phases are not told apart.
+        """
+        now = time.perf_counter()
+        spent = self.spent
+        if self._folder is None:
+            spent[part] += now - self._last_s
+            self._last_s = now
+            return now
+        collected = self._collectives_s()
         waited = collected - self._collected_s
         spent["communication"] += waited
-        spent[part] += max(now - self._last_s - waited - self._aside_s, 0.0)
+        passed = now - self._last_s - waited - self._aside_s
+        if passed > 0.0:
+            spent[part] += passed
         self._last_s, self._collected_s, self._aside_s = now, collected, 0.0
         return now
 
-    def asked(self) -> None:
-        """Mark the request for the next batch, which ends a step that has made an update."""
+    def asked(self, unused: bool = False) -> None:
+        """Mark the request for the next batch, which ends a step that has made an update.
+
+        `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
+        """
         if self._begun:
-            now = self._take("other")
+            if self._folder is None and not unused and not self._stalls:
+                self._count_step()
+                return
+            if unused and not self._updated:
+                now = self._take("evaluation")
+                self.spent["data"] -= self._waited_s
+                self.spent["evaluation"] += self._waited_s
+                self._waited_s = 0.0
+            else:
+                now = self._take("other")
+                self.samples += self._in_batch
+            self._in_batch = 0
             if self._updated:
                 self._commit(now)
             return
         self._begun, self._last_s, self._collected_s = True, time.perf_counter(), self._collectives_s()
+        self.startup_s = max(time.time() - self.process_began_s, 0.0)
+
+    def _count_step(self) -> None:
+        """Add the time since the last mark to useful steps, in as few operations as possible."""
+        now = time.perf_counter()
+        self.spent["other"] += now - self._last_s
+        self._last_s = now
+        self.samples += self._in_batch
+        self._in_batch = 0
+        if self._updated:
+            self._updated = False
+            if now - self._flushed_s >= _EVERY_S:
+                self._commit(now)
 
     def got(self, num_samples: int) -> None:
         """Mark the arrival of a batch, which ends the wait for data."""
+        if self._folder is None:
+            now = time.perf_counter()
+            self._waited_s = now - self._last_s
+            self.spent["data"] += self._waited_s
+            self._last_s, self._in_batch = now, num_samples
+            return
+        before = self.spent["data"]
         self._take("data")
-        self._samples += num_samples
+        self._waited_s = self.spent["data"] - before
+        self._in_batch = num_samples
 
     def backward_begins(self) -> None:
         """Mark the start of backward, which ends the forward pass and the loss."""
@@ -95,48 +188,124 @@ class RunLog:
 
     def backward_done(self, exchanged: bool = False) -> None:
         """Mark the end of backward; with `exchanged`, the wait for gradients of other ranks counts as communication."""
+        before = self.spent["backward"]
         self._take("backward")
         if exchanged and self._gradient_s:
-            waited = min(self._gradient_s, self._spent["backward"])
-            self._spent["backward"] -= waited
-            self._spent["communication"] += waited
+            waited = min(self._gradient_s, self.spent["backward"] - before)
+            self.spent["backward"] -= waited
+            self.spent["communication"] += waited
 
     def optimizer_begins(self) -> None:
         """Mark the start of an update; the time since backward, such as clipping, counts as other."""
-        self._take("other")
+        if self._folder is not None:
+            self._take("other")
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self._take("optimizer")
+        self.updated_s = time.perf_counter() if self._folder is None else self._take("optimizer")
         self._updated = True
 
     def logged(self, seconds: float) -> None:
         """Add the duration of a logging call, which is subtracted from the current phase."""
-        self._spent["logging"] += seconds
-        self._aside_s += seconds
+        if self._folder is not None:
+            self.spent["logging"] += seconds
+            self._aside_s += seconds
 
     def skipped(self) -> None:
         """Record that the update was skipped."""
+        self.num_skipped += 1
         self.event("skipped")
 
+    def checkpoint_begins(self) -> None:
+        """Mark the start of a save or load, which ends the current phase."""
+        if self._begun:
+            self._take("other")
+
+    def checkpoint_done(self) -> None:
+        """Mark the end of a save or load; its collectives count as part of it."""
+        if self._begun:
+            now = time.perf_counter()
+            self.spent["checkpoint"] += max(now - self._last_s, 0.0)
+            self._last_s, self._collected_s, self._aside_s = now, self._collectives_s(), 0.0
+
+    def stalled(self, seconds: float, over: bool) -> None:
+        """Record that ranks waited for each other without progress, in any thread; `over` means that they continue."""
+        if over:
+            self._stalls.append(seconds)
+        else:
+            self.num_stalls += 1
+            self._write_now({"event": "stalled", "time": time.time(), "seconds": round(seconds, 1)})
+
+    def _write_now(self, event: Mapping[str, Any]) -> None:
+        """Append an event to its file without the pending ones, which belong to the training thread."""
+        if self._folder is None or not self._stem or self.broken:
+            return
+        try:
+            with (self._folder / f"{self._stem}.jsonl").open("ab") as file:
+                file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as error:
+            self.broken = str(error)
+
+    @property
+    def tells_phases(self) -> bool:
+        """True if forward, backward and optimizer are timed separately; otherwise their marks are not needed."""
+        return self._folder is not None
+
+    @property
+    def useful_s(self) -> float:
+        """Seconds in steps so far, without the wait for data, evaluation, saves, loads and stalls."""
+        return sum(self.spent[part] for part in USEFUL)
+
     def _commit(self, now: float) -> None:
+        while self._stalls:  # the stall happened inside one phase of this step, the longest
+            seconds, spent = self._stalls.popleft(), self.spent
+            longest = max(STEP_PARTS, key=lambda part: spent[part] - self._recorded[PARTS.index(part)])
+            moved = min(seconds, spent[longest] - self._recorded[PARTS.index(longest)])
+            spent[longest] -= moved
+            spent["stall"] += moved
         if now - self._flushed_s >= _EVERY_S:
             self.flush()
-        self._records += _RECORD.pack(time.time(), *self._spent.values(), self._samples, self._memory_mb)
-        self._spent = dict.fromkeys(PARTS, 0.0)
-        self._samples = 0.0
+            self.readings.append((sum(self.spent.values()), self.spent["data"]))
         self._updated = False
+        if self._folder is None:
+            return
+        current = tuple(self.spent.values())
+        phases = [after - before for after, before in zip(current, self._recorded, strict=True)]
+        self._records += _RECORD.pack(time.time(), *phases, self.samples - self._recorded_samples, self._memory_mb)
+        self._recorded, self._recorded_samples = current, self.samples
 
     # -- events ----------------------------------------------------------------------------------------------------
     def event(self, kind: str, **details: Any) -> None:
         """Record an event with the current time."""
-        self._events.append(msgspec.json.encode({"event": kind, "time": time.time(), **details}) + b"\n")
+        if self._folder is not None:
+            self._events.append(msgspec.json.encode({"event": kind, "time": time.time(), **details}) + b"\n")
+
+    def saved(self, taken_s: float, seconds: float) -> None:
+        """Record a complete checkpoint of the state at `taken_s`, in any thread; `seconds` is the time of the whole save."""
+        self.last_save = (taken_s, seconds)
+        self.num_saves += 1
+
+    def reached(self, kind: str, step: int) -> None:
+        """Record the step of a state that was saved or loaded, to count the steps that a load makes void."""
+        if kind == "saved":
+            self._useful_at[step] = self.useful_s
+            for old in list(self._useful_at)[:-_REMEMBERED]:
+                del self._useful_at[old]
+        elif kind == "loaded":
+            if step in self._useful_at:
+                self.replayed_s = max(self.replayed_s, 0.0) + self.useful_s - self._useful_at[step]
+                self._useful_at = {known: useful for known, useful in self._useful_at.items() if known < step}
+                self._useful_at[step] = self.useful_s
+            elif self.loaded is None:
+                self.loaded = (time.time(), step)
 
     def flush(self) -> None:
         """Append pending records to the files, once a training has started; the first time also the facts about the run."""
         if not self._begun:
             return
         self._flushed_s = time.perf_counter()
+        if self._folder is None:
+            return
         self._memory_mb = (self._memory() or 0) / 1e6
         self._gradient_s = self._gradients_s()
         records, events = bytes(self._records), b"".join(self._events)
@@ -148,7 +317,8 @@ class RunLog:
             if not self._stem:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._stem = f"rank{self._rank}-{int(self._began_s * 1000)}"
-                first = {"event": "started", "time": self._began_s, "rank": self._rank, "parts": PARTS, **self._facts()}
+                first = {"event": "started", "time": self._began_s, "rank": self._rank, "parts": PARTS}
+                first |= {"process_began": self.process_began_s, "startup_s": self.startup_s, **self._facts()}
                 events = msgspec.json.encode(first) + b"\n" + events
             for ending, content in (("steps", records), ("jsonl", events)):
                 if content:
@@ -161,9 +331,21 @@ class RunLog:
         """Write pending records and the end event, if a training has started."""
         if self._begun:
             if self._updated:
+                self.samples, self._in_batch = self.samples + self._in_batch, 0
                 self._commit(time.perf_counter())
-            self.event("ended")
+            rest = zip(PARTS, self.spent.values(), self._recorded, strict=True)
+            self.event("ended", rest={part: round(now - before, 4) for part, now, before in rest if now > before})
             self.flush()
+
+
+def process_began_s() -> float:
+    """Return the start of this process in seconds since 1970; the current time where the kernel does not report it."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # other systems
+        return time.time()
+    return min(time.time() - up + ticks / os.sysconf("SC_CLK_TCK"), time.time())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,3 +180,39 @@ def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
     for rank in range(2):
         assert (run / f"seen-{rank}").read_text() == (whole / f"seen-{rank}").read_text()
     assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+ALONE: Final = """
+import torch
+from hasten import Accelerator
+accelerator = Accelerator()
+total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0), "sum")
+print(accelerator.process_index, accelerator.num_processes, accelerator.device.type, total.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["by hand", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("jobset", "trainjob", "pytorchjob"))],
+)
+def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path, kind: str) -> None:
+    running = []
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = str(probe.getsockname()[1])
+    for index in range(2):
+        _, env, first = pod("jobset" if kind == "by hand" else kind, index)
+        here = {name: "127.0.0.1" if value == first else value for name, value in env.items()}
+        if kind == "by hand":
+            here = {
+                "JOB_COMPLETION_INDEX": str(index),
+                "NNODES": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "HASTEN_TOKEN": TOKEN,
+            }
+        port = dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), free)
+        variables = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HASTEN_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+        whole = {**os.environ, **variables, **here, **port}
+        words = [sys.executable, "-c", ALONE]
+        running.append(subprocess.Popen(words, env=whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    ends = [process.communicate(timeout=60) for process in running]
+    assert [out for out, _ in ends] == ["0 2 cpu 3.0\n", "1 2 cpu 3.0\n"], ends

@@ -79,7 +79,7 @@ def test_a_log_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "rank0-1.steps").write_bytes(struct.pack("<d7f", 2.0, 1, 2, 3, 4, 5, 6, 7) * 3)
     (log,) = read_run_log(tmp_path)
     assert len(log.steps) == 3
-    assert [float(log.steps[0][part]) for part in PARTS] == [1, 2, 3, 0, 4, 0, 5]
+    assert [float(log.steps[0][part]) for part in PARTS] == [1, 2, 3, 0, 4, 0, 5, 0, 0, 0]
     assert float(log.steps[2]["samples"]) == 6
 
 

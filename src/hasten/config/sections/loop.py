@@ -1,4 +1,4 @@
-"""Settings of the training loop: checkpoints, loaders, optimizers, speed, precision, compilation, trackers."""
+"""Settings of the training loop: checkpoints, loaders, optimizers, speed, precision, compilation, trackers, metrics."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
@@ -244,4 +244,34 @@ class TrackingConfig(Section):
     log_with: tuple[str, ...] = setting((), "trackers: jsonl, tensorboard, wandb, mlflow, …, or all")
     missing_tracker: Literal["error", "warn"] = setting(
         "error", "what to do if the package of a named tracker is not installed; warn continues without it"
+    )
+
+
+@settings
+class MetricsSettings(Section):
+    """Metrics for operations: a port for Prometheus, and an endpoint of OTLP. Off unless one of them is set."""
+
+    port: int | None = setting(
+        None,
+        "port of GET /metrics, plus the local rank; 0: any free port (default: metrics are not served)",
+        minimum=0,
+        maximum=65535,
+    )
+    host: str = setting(
+        "127.0.0.1", "address that serves metrics; one beyond this machine needs token_file or tls_client_ca"
+    )
+    job: str | None = setting(None, "value of the label job (default: name of project_dir, else of the script)")
+    token_file: str | None = setting(None, "file with the bearer token that requests must carry", path=True)
+    tls_cert: str | None = setting(None, "certificate of the metrics server (PEM)", path=True)
+    tls_key: str | None = setting(None, "key of tls_cert (PEM)", path=True)
+    tls_client_ca: str | None = setting(
+        None, "certificates (PEM) that must have signed those of clients: mutual TLS", path=True
+    )
+    otlp_endpoint: str | None = setting(
+        None, "OTLP/HTTP collector that metrics are posted to as JSON, such as http://127.0.0.1:4318 (default: none)"
+    )
+    otlp_every_s: float = setting(10.0, "seconds between two posts", minimum=0.1)
+    otlp_token_file: str | None = setting(None, "file with the bearer token that posts carry", path=True)
+    otlp_ca: str | None = setting(
+        None, "certificates (PEM) that verify the collector (default: the system's)", path=True
     )

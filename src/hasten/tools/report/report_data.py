@@ -8,13 +8,15 @@ from datetime import timedelta
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.tracking.goodput import Goodput
 from hasten.tracking.run_folder import Curve, LoggedImage, RunFolder
-from hasten.tracking.run_log import PARTS, LoggedRank
+from hasten.tracking.run_log import PARTS, STEP_PARTS, LoggedRank
 
 MOST_POINTS: Final = 4000
 _BUCKETS: Final = 400
@@ -113,9 +115,9 @@ def _minutes(run: RunFolder, times: NDArray[Any]) -> NDArray[Any]:
 
 
 def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
-    times, sums = _bucketed(log, [*PARTS, "samples"])
-    seconds = np.maximum(sums[: len(PARTS)].sum(axis=0), 1e-9)
-    return _trace(_label(run, log, several), _minutes(run, times), sums[len(PARTS)] / seconds)
+    times, sums = _bucketed(log, [*STEP_PARTS, "samples"])
+    seconds = np.maximum(sums[: len(STEP_PARTS)].sum(axis=0), 1e-9)
+    return _trace(_label(run, log, several), _minutes(run, times), sums[len(STEP_PARTS)] / seconds)
 
 
 def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
@@ -127,7 +129,7 @@ def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
 
 
 def _step_time(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
-    times, sums = _bucketed(log, PARTS)
+    times, sums = _bucketed(log, STEP_PARTS)
     return _trace(_label(run, log, several), _minutes(run, times), 1e3 * sums[:-1].sum(axis=0) / sums[-1])
 
 
@@ -184,12 +186,38 @@ def spread(run: RunFolder) -> list[list[str]]:
         if not logs:
             continue
         steps = np.concatenate(logs)
-        seconds = np.sum([steps[part].astype(np.float64) for part in PARTS], axis=0)
-        total = max(float(seconds.sum()), 1e-9)
+        seconds = np.sum([steps[part].astype(np.float64) for part in STEP_PARTS], axis=0)
+        total = max(sum(float(steps[part].astype(np.float64).sum()) for part in PARTS), 1e-9)
         cells = [f"{1e3 * seconds.mean():.2f}", f"{1e3 * np.percentile(seconds, 95):.2f}"]
         shares = [f"{float(steps[part].astype(np.float64).sum()) / total:.1%}" for part in PARTS]
         rows.append([str(rank), str(len(steps)), *cells, *shares])
     return rows
+
+
+_MEANINGS: Final = MappingProxyType(
+    {
+        "useful": "steps whose updates are part of the final state",
+        "startup": "from the start of a process to its first request for a batch, with loading",
+        "data": "waiting for batches of training",
+        "checkpoint": "saving and loading during training",
+        "evaluation": "batches that no backward pass used",
+        "stall": "ranks waiting for each other, as the watchdog reported",
+        "restart": "from the last record of a process to the start of the next, with the unfinished step",
+        "replayed": "steps after the checkpoint that a later load restored",
+        "running": "the phase that has not ended",
+        "other": "after the last step, and not measured",
+    }
+)
+
+
+def causes(found: Goodput) -> list[list[str]]:
+    """Return a row per cause of the wall time: its name, time, share and meaning; causes that took no time are left out."""
+    wall = max(found.wall_s, 1e-9)
+    return [
+        [cause, duration(seconds / 60), f"{seconds / wall:.1%}", _MEANINGS[cause]]
+        for cause, seconds in found.seconds.items()
+        if seconds > 0 or cause == "useful"
+    ]
 
 
 def differences(runs: Sequence[RunFolder]) -> list[list[str]]:

@@ -13,6 +13,7 @@ import msgspec
 from hasten.optional import available, need
 from hasten.tools.report import report_data
 from hasten.tools.report import report_data as report_media
+from hasten.tracking import goodput
 from hasten.tracking.run_folder import RunFolder
 from hasten.tracking.run_log import PARTS
 
@@ -60,31 +61,34 @@ def _plotly() -> str:
 
 
 def _tables(runs: Sequence[RunFolder]) -> list[str]:
-    found: list[str] = []
+    tables: list[str] = []
     if len(runs) > 1:
         heading = ["setting or fact", *(run.name for run in runs)]
-        found.append(_table("What differs", heading, report_data.differences(runs)))
+        tables.append(_table("What differs", heading, report_data.differences(runs)))
     if rows := report_data.last_values(runs):
-        found.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
-    found += [_folded(*table) for table in report_media.tables(runs)]
+        tables.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
+    tables += [_folded(*table) for table in report_media.tables(runs)]
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
+        if (found := goodput.of_run(run.ranks)) is not None:
+            title = f"Goodput{of_run}: {found.ratio:.1%} of {report_data.duration(found.wall_s / 60)}"
+            tables.append(_table(title, ["cause", "time", "share", ""], report_data.causes(found)))
         if rows := report_data.spread(run):
             heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
-            found.append(_table(f"Ranks{of_run}", heading, rows))
+            tables.append(_table(f"Ranks{of_run}", heading, rows))
         events = [
             [report_data.duration(event["minutes"]), str(event["event"]), _details(event)]
             for event in report_data.events([run])
         ]
         if events:
-            found.append(_folded(f"Events{of_run} ({len(events)})", ["after", "event", ""], events[:500]))
+            tables.append(_folded(f"Events{of_run} ({len(events)})", ["after", "event", ""], events[:500]))
         settings = [[name, value, source] for name, (value, source) in sorted(run.settings.items())]
         if settings:
-            found.append(_folded(f"Settings{of_run}", ["setting", "value", "from"], settings))
+            tables.append(_folded(f"Settings{of_run}", ["setting", "value", "from"], settings))
         if run.environment:
             rows = [[name, value] for name, value in run.environment.items()]
-            found.append(_folded(f"Environment{of_run}", ["", ""], rows))
-    return found
+            tables.append(_folded(f"Environment{of_run}", ["", ""], rows))
+    return tables
 
 
 def _details(event: dict[str, object]) -> str:

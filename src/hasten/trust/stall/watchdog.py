@@ -64,6 +64,8 @@ class WatchSettings:
     """The timeout of the process group."""
     folder: Path = field(default_factory=Path)
     """Folder of the reports."""
+    noted: Callable[[float, bool], None] = lambda _seconds, _over: None
+    """Called with the seconds of waiting when a stall is reported (False), and when the ranks make progress again (True)."""
 
 
 class Watchdog:
@@ -174,6 +176,7 @@ class Watchdog:
         self._longest_s = max(self._longest_s, waited)
         if self._reported:
             log.warning("the ranks make progress again after %.0f s", waited)
+            self._settings.noted(waited, True)
         self._reported = ()
         self._evidence.forget()
         try:
@@ -288,6 +291,7 @@ class Watchdog:
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
 
     def _report(self, found: Diagnosis, world: list[SeenState], waited_s: float, then: str) -> None:
+        self._settings.noted(waited_s, False)
         text = words.report(found, world, waited_s, then)
         path = _write(text, self._settings.folder)
         log.error("%s%s", text, f"\n  this report: {path}" if path else "")

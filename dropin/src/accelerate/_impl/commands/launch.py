@@ -11,16 +11,19 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from accelerate._impl.commands.launch_flags import REFUSED, TrackedParser, add_flags, words_of
-from accelerate._impl.commands.launch_variables import sequence_options_apart, variables_for
+from accelerate._impl.commands.launch_variables import sequence_options_apart, settings_for, variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
 from accelerate._impl.environment.parsers import main_of
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
 from hasten.cli import launch_cmd
+from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, HastenError
+from hasten.launch.base import look
 
 # Any in this file: values of flags.
+_ALONE = (Config().strategy, Config().parallelism)
 _ABOUT = (
     "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
 )
@@ -56,11 +59,22 @@ def run(words: Sequence[str]) -> int:
     if tuple(words[:1]) in (("-h",), ("--help",)):
         words = ["--help_all", *words[1:]]  # as complete as the original's
     try:
-        variables, settings = dict(variables_for(words)), sequence_options_apart(words)
+        variables, settings = dict(variables_for(words)), [*sequence_options_apart(words), *_one_on_the_cpu(words)]
     except HastenError:  # said by the launch itself, in its own way
         variables, settings = {}, []
     with patch_environment(**variables):
         return _launch(words, settings)
+
+
+def _one_on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
+    """The original's meaning of a number of processes on the CPU, where nothing asks for several: one process."""
+    config = settings_for(words)
+    asked, several = config.launch.num_processes or 1, (config.strategy, config.parallelism) != _ALONE
+    elsewhere = config.launch.num_machines > 1 or config.launch.launcher not in ("auto", "single")
+    if asked == 1 or several or elsewhere or not (config.cpu or look().device == "cpu"):
+        return []
+    sys.stderr.write(f"accelerate launch starts 1 process on the CPU; for {asked}, use torchrun or hasten launch.\n")
+    return [SettingEntry(("launch", "num_processes"), 1, SettingSource("code", "of the drop-in"))]
 
 
 def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:

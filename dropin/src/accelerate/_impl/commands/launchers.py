@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+import time
 from collections.abc import Callable, Sequence
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.views.state import PartialState
+from hasten.errors import LaunchError
 from hasten.launch import notebook
 from hasten.launch.notebook import debug_launcher as debug_launcher
 
@@ -46,7 +53,7 @@ def notebook_launcher(
     if precision not in ("no", "fp16", "bf16", "fp8"):
         raise ValueError(_UNKNOWN.format(mixed_precision))
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    given["num_processes"] = wanted = max(devices, 1) if num_processes is None else num_processes
+    given["num_processes"] = wanted = _announced(max(devices, 1) if num_processes is None else num_processes, devices)
     if wanted <= 1 and num_nodes == 1:
         with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
             return function(*args)
@@ -57,7 +64,7 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(
-            "To launch a multi-process training from your notebook, the `Accelerator` should only be initialized "
+            "To launch a multi-device training from your notebook, the `Accelerator` should only be initialized "
             "inside your training function. Restart your notebook and make sure no cells initializes an `Accelerator`."
         )
     here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
@@ -66,4 +73,24 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
         name: None if name in here or nothing.get(name) == value else value for name, value in given.items()
     }
     cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    return notebook.notebook_launcher(function, args, cpu=cpu, **options)
+    try:
+        return notebook.notebook_launcher(function, args, cpu=cpu, **options)
+    except LaunchError as error:
+        raise _failed_child(error, function.__name__) from error
+
+
+def _announced(processes: int, devices: int) -> int:
+    """The number of processes, after it was said."""
+    kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper() if devices else "CPU"
+    where = f"{processes} {kind}s" if processes > 1 else f"{'one ' if devices else ''}{kind}"
+    sys.stdout.write(f"Launching training on {where}.\n")
+    return processes
+
+
+def _failed_child(error: LaunchError, name: str) -> ChildFailedError:
+    """The error as torch's launcher raises it, with the child's message."""
+    rank = int(found[1]) if (found := re.search(r"rank (\d+)", str(error))) else 0
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
+        file.flush()
+        return ChildFailedError(name, {rank: ProcessFailure(rank, 0, 1, file.name)})

@@ -1,0 +1,204 @@
+"""Metrics of one Accelerator: its components are read by the threads that serve and post metrics, when these ask.
+
+The training thread only stores the newest loss and gradient norm, once a second at most; no thread waits for a device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten.comm.agreement import agree
+from hasten.config.root import Config
+from hasten.metrics.catalogue import RankReading, families
+from hasten.metrics.exposition import MetricFamily, render
+from hasten.metrics.otlp import OtlpPusher
+from hasten.metrics.server import MetricsServer, access_of
+from hasten.optim.clock import StepClock
+from hasten.prepare_args import PreparedObjects
+from hasten.progress.meter import MemoryGauge
+from hasten.progress.scalars import LateScalars
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
+from hasten.tracking.goodput import LiveGoodput
+from hasten.tracking.run_log import FOLDER, RunLog
+from hasten.version import __version__
+
+_EVERY_S: Final = 1.0
+
+
+class SampledScalars:
+    """The newest known loss and gradient norm as numbers. `see` and `log` are called by the training thread.
+
+    A tensor on a device is copied to the host without waiting, and read after its arrival, by a later call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.known: dict[str, float] = {}
+        self._late = LateScalars()
+        self._due: dict[str, float] = {}
+        self._lazy = kind_of(device).lazy
+
+    def see(self, name: str, value: object) -> None:
+        """Store the value if the last one of this name is a second old."""
+        now = time.monotonic()
+        if now < self._due.get(name, 0.0):
+            return
+        self._due[name] = now + _EVERY_S
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.numel() != 1 or self._lazy:
+                return
+            if value.is_cuda and torch.cuda.is_current_stream_capturing():
+                return
+            self._late.give({name: value.detach()})
+        elif isinstance(value, int | float):
+            self._late.give({name: float(value)})
+        found = self._late.read()
+        self.known = {one: number for one, number in found.items() if isinstance(number, float)}
+
+
+class MetricsOwner(Protocol):
+    """The components of an Accelerator that metrics are read from."""
+
+    config: Config
+    ctx: ProcessContext
+    _clock: StepClock
+    _prepared: PreparedObjects
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy."""
+        ...
+
+
+class RankMetrics:
+    """Reader of an Accelerator's components, and the threads that serve and post the readings."""
+
+    def __init__(self, accelerator: MetricsOwner, run_log: RunLog) -> None:
+        config, ctx = accelerator.config, accelerator.ctx
+        self.sampled = SampledScalars(ctx.device)
+        self._owner = weakref.ref(accelerator)  # the threads must not keep the Accelerator alive
+        self._labels = labels_of(config, ctx)
+        self._facts = {
+            "version": __version__,
+            "strategy": accelerator.strategy,
+            "script": Path(sys.argv[0]).name,
+        }
+        self._world_size = ctx.world.size
+        self._restarts = ctx.topology.restart_count
+        self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
+        if ctx.device.type != "cpu":
+            self._gauges["device"] = MemoryGauge(ctx.device)
+        folder = config.project.project_dir
+        local = None if folder is None or "://" in folder else Path(folder) / FOLDER
+        self._goodput = LiveGoodput(local, ctx.rank)
+        self._run_log = weakref.ref(run_log)
+        self.server: MetricsServer | None = None
+        self.pusher: OtlpPusher | None = None
+
+    def start(self, config: Config, ctx: ProcessContext) -> None:
+        """Start the threads. Ranks: every rank. Raises: ConfigError on every rank for settings that one cannot honour."""
+        metrics = config.metrics
+        with agree(ctx.world, "starting the metrics"):
+            if metrics.port is not None:
+                port = metrics.port + (ctx.topology.local_rank if metrics.port else 0)
+                self.server = MetricsServer(port, access_of(metrics), self.text)
+            if metrics.otlp_endpoint is not None:
+                self.pusher = OtlpPusher(metrics, self._labels, self.families)
+        for thread in (self.server, self.pusher):
+            if thread is not None:
+                thread.start()
+
+    def close(self) -> None:
+        """Post the last values and stop the threads."""
+        for thread in (self.pusher, self.server):
+            if thread is not None:
+                thread.close()
+
+    def text(self) -> str:
+        """Return the metrics in Prometheus's text format."""
+        return render(self.families(), self._labels)
+
+    def families(self) -> Sequence[MetricFamily]:
+        """Return the metrics of now; empty if the Accelerator is gone."""
+        reading = self.read()
+        return [] if reading is None else families(reading)
+
+    def read(self) -> RankReading | None:
+        """Return the numbers of now, without waiting for the training or a device; None if the Accelerator is gone."""
+        accelerator, log = self._owner(), self._run_log()
+        if accelerator is None or log is None:
+            return None
+        clock, optimizers = accelerator._clock, list(accelerator._prepared.optimizers)
+        rates: Mapping[str, float] = {} if clock.rates is None else clock.rates()
+        goodput, save, now = self._goodput.read(log), log.last_save, time.time()
+        sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
+        known = self.sampled.known
+        return RankReading(
+            facts=self._facts,
+            world_size=self._world_size,
+            uptime_s=max(now - log.process_began_s, 0.0),
+            step=max((one.num_updates for one in optimizers), default=0),
+            updates=clock.num_updates,
+            samples=log.samples,
+            step_age_s=max(time.perf_counter() - log.updated_s, 0.0),
+            loss=known.get("loss"),
+            grad_norm=known.get("grad_norm"),
+            tokens_per_second=rates.get("tokens_per_second"),
+            mfu=rates.get("mfu"),
+            memory_bytes={kind: size for kind, size in sizes.items() if size is not None},
+            data_wait=_data_wait(log),
+            stalls=log.num_stalls,
+            restarts=self._restarts,
+            skipped=log.num_skipped,
+            saves=log.num_saves,
+            checkpoint_age_s=None if save is None else max(now - save[0], 0.0),
+            checkpoint_s=None if save is None else save[1],
+            seconds=goodput.seconds,
+            goodput=goodput.ratio,
+        )
+
+
+def _data_wait(log: RunLog) -> float | None:
+    """Return the share of the wait for data in the last minute of steps; None before the first second."""
+    readings = list(log.readings)
+    total, waited = sum(log.spent.values()), log.spent["data"]
+    passed = total - readings[0][0]
+    return None if passed <= 0 else min(max((waited - readings[0][1]) / passed, 0.0), 1.0)
+
+
+def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
+    """Return the labels of every sample: job, rank and machine."""
+    folder = config.project.project_dir
+    named = Path(folder.rstrip("/")).name if folder else Path(sys.argv[0]).stem
+    return {"job": config.metrics.job or named or "hasten", "rank": str(ctx.rank), "machine": socket.gethostname()}
+
+
+def start(accelerator: MetricsOwner, run_log: RunLog) -> RankMetrics:
+    """Start the metrics of an Accelerator; they stop with it, at `end_training()`, or at exit. Ranks: every rank."""
+    made = RankMetrics(accelerator, run_log)
+    made.start(accelerator.config, accelerator.ctx)
+    at_exit: Callable[[], None] = partial(_close, weakref.ref(made))
+    atexit.register(at_exit)
+    weakref.finalize(accelerator, _forget, made.close, at_exit).atexit = False
+    return made
+
+
+def _close(ref: weakref.ref[RankMetrics]) -> None:
+    if (made := ref()) is not None:
+        made.close()
+
+
+def _forget(close: Callable[[], None], at_exit: Callable[[], None]) -> None:
+    atexit.unregister(at_exit)
+    close()
