@@ -101,8 +101,7 @@ def load_accelerator_state(
             thing.load_state_dict(load(folder / _numbered(stem, index)))
     if scaler is not None and (folder / constants.SCALER_NAME).exists():
         scaler.load_state_dict(load(folder / constants.SCALER_NAME))
-    _load_positions(folder, dataloaders)
-    return _random_states(folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
+    return _load_rest(folder, dataloaders, folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
 
 
 def _read_weights(folder: Path, index: int) -> Any:
@@ -110,18 +109,14 @@ def _read_weights(folder: Path, index: int) -> Any:
     return read_model(single[0] if single else folder)
 
 
-def _load_positions(folder: Path, dataloaders: list[Any]) -> None:
+def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, Any]:
+    """Restore positions and random states and give the step count; a file that only pickle can read is refused in words."""
     for name, loader in _stateful(dataloaders):
         if (folder / name).exists():
             loader.load_state_dict(load(folder / name))
-
-
-def _random_states(file: Path) -> dict[str, Any]:
-    """Put the random states back and give the step count; a file that only pickle can read is refused in words."""
     if not file.exists():
-        logger.warning(
-            f"{file.name} is not in the checkpoint, so random states were not restored", main_process_only=False
-        )
+        said = f"{file.name} is not in the checkpoint, so random states were not restored"
+        logger.warning(said, main_process_only=False)
         return {}
     states = read_random_states(file)
     restore_random_states(states)

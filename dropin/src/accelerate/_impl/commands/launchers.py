@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from tempfile import NamedTemporaryFile
@@ -83,7 +82,7 @@ def _announced(processes: int, devices: int) -> int:
     """The number of processes, after it was said."""
     kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper() if devices else "CPU"
     where = f"{processes} {kind}s" if processes > 1 else f"{'one ' if devices else ''}{kind}"
-    sys.stdout.write(f"Launching training on {where}.\n")
+    print(f"Launching training on {where}.")  # noqa: T201  as the original says it
     return processes
 
 
