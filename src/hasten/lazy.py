@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 
 
 def exports(
@@ -20,7 +21,9 @@ def exports(
         if name in modules:
             return import_module(f"{face}.{name}")
         if (module := table.get(name)) is None:
-            others = [] if name.startswith("_") else [f"{face}.{one}" for one in modules]
+            # `from hasten import trees` asks for the attribute before it imports the submodule
+            unknown = not name.startswith("_") and find_spec(f"{face}.{name}") is None
+            others = [f"{face}.{one}" for one in modules] if unknown else []
             home = next((one for one in others if name in getattr(import_module(one), "__all__", ())), None)
             hint = f"it is in {home}" if home else f"public names are listed in {face}.__all__"
             raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
