@@ -316,12 +316,17 @@ class Loader(DataLoader[Any]):
         iteration = self.parts.iteration
         return iteration.start.consumed > 0 if iteration.fresh else self.parts.cursor.left or self.is_running()
 
-    def end_pass(self) -> None:
-        """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch."""
+    def end_pass(self, resumed: bool = False) -> None:
+        """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch.
+
+        With `resumed`, a pass that was loaded and has not been continued is ended too.
+        """
         iteration, cursor = self.parts.iteration, self.parts.cursor
         cursor.num_ended = cursor.num_again = 0
         if not iteration.fresh and not self.is_running():
             iteration.place(iteration.upcoming())
+        elif resumed and iteration.fresh and iteration.start.consumed:
+            iteration.place(iteration.start.begin(iteration.start.epoch + 1))
 
     @property
     def num_done(self) -> int:

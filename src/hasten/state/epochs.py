@@ -107,11 +107,12 @@ class EpochLoops:
         if loaded is not None and not self._caught_up(loaded):  # resume from the loaded state
             loop.inner.num_begun = 0
         else:
+            resumed = loop.inside and loaded is None  # the body has ended that could have continued loaded passes
             if loop.inside or loaded is not None:
                 loop.epoch = (loop.epoch if loaded is None else loaded.body) + 1
             loop.inner, loop.trained = _Level(), False
             for loader in self._objects.loaders:
-                loader.end_pass()
+                loader.end_pass(resumed)
         loop.inside, loop.num_passes = True, self._clock.num_passes
         return loop.epoch
 
