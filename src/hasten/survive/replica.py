@@ -138,7 +138,7 @@ class Replica:
         return None
 
     def _agreed(self) -> bool:
-        """Meet the others at the end of an epoch: the replicas that are behind are healed before anybody leaves.
+        """Meet the others at the end of an epoch: the replicas that are behind are healed before any replica leaves.
 
         Returns: False when this replica was healed.
         """
