@@ -92,6 +92,15 @@ def test_states_are_process_wide() -> None:
         AcceleratorState()
 
 
+def test_prepare_names_a_reset_of_the_states() -> None:
+    """`free_memory()` works after a reset: tests of other libraries call it when they clean up."""
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state()
+    with pytest.raises(AttributeError, match="_reset_state"):
+        accelerator.prepare(nn.Linear(1, 1))
+    assert accelerator.free_memory() == []
+
+
 def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
     # proves ZERO_GRAD_WAITS, SCHEDULER_COUNTS_MICRO_STEPS
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -132,7 +132,7 @@ def test_a_loop_is_as_silent_as_with_the_original(tmp_path: Path, caplog: pytest
     found: Counter[str] = Counter()
     others: list[str] = []
 
-    def shown(message: Warning | str, *_: object) -> None:
+    def shown(message: Warning | str, category: object, filename: str, lineno: int, *_: object, **__: object) -> None:
         if "'pin_memory' argument is set as true but no accelerator" in str(message):
             found[at[-1]] += 1
         else:

@@ -319,8 +319,7 @@ class Accelerator(SavingFace):
         count = len(objects)
         del objects
         super().free_memory()
-        # quirk: FREE_MEMORY_GIVES_LIST
-        return [None] * count
+        return [None] * count  # quirk: FREE_MEMORY_GIVES_LIST
 
     clear = free_memory
 
