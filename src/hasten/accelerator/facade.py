@@ -1233,5 +1233,5 @@ class Accelerator:
         cleared = [None] * len(objects)
         del objects
         gc.collect()
-        empty_cache(self.device)
+        empty_cache(self.ctx.device)
         return cleared[0] if len(cleared) == 1 else cleared
