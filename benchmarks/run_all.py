@@ -74,6 +74,7 @@ NOT_HERE = {
     "oom_recovery.py": "needs a GPU",
     "lost_machine.py": "needs root for its network namespaces, and minutes",
     "survive_cost.py": "needs torchft",
+    "survive_kills.py": "needs torchft, and minutes",
     "run_step_overhead.py": "needs the launcher: hasten launch",
     "trust_overhead.py": "prints its numbers, no page",
     "watch_overhead.py": "prints its numbers, no page",
