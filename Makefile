@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,13 +107,29 @@ laws: $(READY) ## search for cases that break the laws: CASES=1000 START=0, or o
 		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || status=1; done; exit $$status
 
 PARITY := .parity
+PARITY_PACKAGES := torch transformers peft trl sentence-transformers datasets evaluate diffusers scikit-learn tensorboard pillow \
+	torchdata bitsandbytes torchao
 parity: $(READY) ## record scripts, clients, tutorials under the original package and the drop-in, and compare: CLIENTS="parity lora"
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
-		torch transformers peft trl sentence-transformers datasets evaluate diffusers scikit-learn tensorboard pillow torchdata \
-		bitsandbytes torchao accelerate==1.15.0
+		$(PARITY_PACKAGES) accelerate==1.15.0
 	$(BIN)/python dropin/tests/record.py runs/parity --original $(PARITY)/bin/python --dropin $(BIN)/python \
 		--apart $(PARITY)/clients $(if $(CLIENTS),--only $(CLIENTS))
+
+# The newest releases of the clients on the pinned torch, in two environments that differ in the accelerate package only.
+NEWEST := .parity-newest
+parity-newest: ## the same with the newest releases of the clients, which dropin/CLIENTS.md shows in a column: CLIENTS="trainer lora"
+	@mkdir -p $(NEWEST)
+	@grep -E '^(torch|torchao|torchdata|torchvision|bitsandbytes|numpy|setuptools)==' constraints.txt > $(NEWEST)/constraints.txt
+	@for side in original dropin; do test -x $(NEWEST)/$$side/bin/python || $(PYTHON) -m venv $(NEWEST)/$$side; done
+	@rm -rf $(NEWEST)/clients
+	@$(NEWEST)/original/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
+		$(PARITY_PACKAGES) accelerate==1.15.0
+	@$(NEWEST)/dropin/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
+		$(PARITY_PACKAGES) --editable . --editable ./dropin
+	$(NEWEST)/dropin/bin/python dropin/tests/record.py runs/parity-newest --original $(NEWEST)/original/bin/python \
+		--dropin $(NEWEST)/dropin/bin/python --apart $(NEWEST)/clients --constraint $(NEWEST)/constraints.txt \
+		--page dropin/CLIENTS.md $(if $(CLIENTS),--only $(CLIENTS))
 
 # The suite against another torch, in an environment of its own. OLDEST is the lower bound in pyproject.toml.
 OLDEST := 2.11.0
