@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from accelerate.logging import get_logger
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, gather_object
+from hasten.errors import HastenWarning
 
 HERE = Path(__file__).parent
 # Quirks that the recorded scripts prove on one and two processes, by the script's name.
@@ -90,6 +92,15 @@ def test_states_are_process_wide() -> None:
         AcceleratorState()
 
 
+def test_prepare_names_a_reset_of_the_states() -> None:
+    """`free_memory()` works after a reset: tests of other libraries call it when they clean up."""
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state()
+    with pytest.raises(AttributeError, match="_reset_state"):
+        accelerator.prepare(nn.Linear(1, 1))
+    assert accelerator.free_memory() == []
+
+
 def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
     # proves ZERO_GRAD_WAITS, SCHEDULER_COUNTS_MICRO_STEPS
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -106,6 +117,21 @@ def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
             rates.append(scheduler.get_last_lr()[0])
     assert counts == [False, True, False, True]
     assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("asked", [None, "report"])
+def test_a_loss_that_is_nan_warns_only_if_asked(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # proves NAN_IS_SILENT
+    if asked is not None:
+        monkeypatch.setenv("HASTEN_TRUST_NUMBERS", asked)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _ = _trained(accelerator)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        accelerator.backward(model(torch.full((1, 1), torch.nan)).sum())
+        optimizer.step()
+        accelerator.end_training()
+    assert [type(one.message) for one in given] == ([] if asked is None else [HastenWarning])
 
 
 def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,6 +43,7 @@ class Composed(hasten.Accelerator):
 
     def follow_plugins(self) -> None:
         """Take over what was changed in plugins since the last prepare()."""
+        assert self.distributed_type in DistributedType  # raises AttributeError after a reset of the states
         self._sharding.follow()
         self._engine.follow()
 

@@ -105,10 +105,7 @@ class _Backend(GeneralTracker):
             folder = Path(self.logging_dir or "runs")
             name = self.run_name
             ident = f"{name}-{uuid4().hex[:8]}" if self.new_each_time else name
-            options = {
-                **({"dir": None} if self.name == "wandb" else {}),
-                **self.init_kwargs,
-            }  # wandb finds its own folder
+            options = ({"dir": None} if self.name == "wandb" else {}) | self.init_kwargs  # wandb finds its own folder
             self._run.start(Run(project=name, run_id=ident, directory=folder, config=self._config, options=options))
         return self._run
 

@@ -35,6 +35,7 @@ from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_wh
 from hasten import trees
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
+from hasten.config.base import given as named
 from hasten.optim import clip
 from hasten.optim.window import Key
 
@@ -97,6 +98,8 @@ class Accelerator(SavingFace):
             setattr(self, name, sorted_.handlers.get(name))
         self.flag_tensor, self.delayed_fp8_autocast = None, False
         self._trackers: list[Any] = []  # Any: users' own classes among them
+        if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
+            self._numbers = None  # quirk: NAN_IS_SILENT
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
@@ -316,8 +319,7 @@ class Accelerator(SavingFace):
         count = len(objects)
         del objects
         super().free_memory()
-        # quirk: FREE_MEMORY_GIVES_LIST
-        return [None] * count
+        return [None] * count  # quirk: FREE_MEMORY_GIVES_LIST
 
     clear = free_memory
 
