@@ -73,6 +73,7 @@ NOT_HERE = {
     "memory_picture.py": "needs a GPU",
     "oom_recovery.py": "needs a GPU",
     "lost_machine.py": "needs root for its network namespaces, and minutes",
+    "survive_cost.py": "needs torchft",
     "run_step_overhead.py": "needs the launcher: hasten launch",
     "trust_overhead.py": "prints its numbers, no page",
     "watch_overhead.py": "prints its numbers, no page",

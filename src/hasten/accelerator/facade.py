@@ -290,6 +290,8 @@ class Accelerator:
         source = import_module("hasten.survive.source")  # the same
         replica: Replica = survive.start(parts.config, self._prepared, self._strategy.unwrap, self._clock)
         self._replica = replica
+        if self._run_log is not None:
+            replica.note = self._run_log.event
         self.process.leads = lambda: replica.leads
         self._preparer.wrap_source = partial(
             source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas

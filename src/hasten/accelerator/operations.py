@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from hasten.comm.agreement import agree
 from hasten.config.root import Config
-from hasten.metrics.catalogue import RankReading, families
+from hasten.metrics.catalogue import RankReading, ReplicaReading, families
 from hasten.metrics.exposition import MetricFamily, render
 from hasten.metrics.otlp import OtlpPusher
 from hasten.metrics.server import MetricsServer, access_of
@@ -33,6 +33,9 @@ from hasten.runtime.devices import kind_of
 from hasten.tracking.goodput import LiveGoodput
 from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.version import __version__
+
+if TYPE_CHECKING:
+    from hasten.survive.replica import SurvivalReport
 
 _EVERY_S: Final = 1.0
 
@@ -80,6 +83,11 @@ class MetricsOwner(Protocol):
         """The name of the strategy."""
         ...
 
+    @property
+    def survival(self) -> SurvivalReport | None:
+        """Lost and returned replicas; None for a run that cannot lose any."""
+        ...
+
 
 class RankMetrics:
     """Reader of an Accelerator's components, and the threads that serve and post the readings."""
@@ -111,7 +119,7 @@ class RankMetrics:
         metrics = config.metrics
         with agree(ctx.world, "starting the metrics"):
             if metrics.port is not None:
-                port = metrics.port + (ctx.topology.local_rank if metrics.port else 0)
+                port = metrics.port + (ctx.topology.local_rank + number_of(config, 0) if metrics.port else 0)
                 self.server = MetricsServer(port, access_of(metrics), self.text)
             if metrics.otlp_endpoint is not None:
                 self.pusher = OtlpPusher(metrics, self._labels, self.families)
@@ -166,7 +174,20 @@ class RankMetrics:
             checkpoint_s=None if save is None else save[1],
             seconds=goodput.seconds,
             goodput=goodput.ratio,
+            replicas=_replicas(accelerator.survival),
         )
+
+
+def _replicas(seen: SurvivalReport | None) -> ReplicaReading | None:
+    if seen is None:
+        return None
+    return ReplicaReading(
+        present=seen.num_present,
+        lost=len(seen.lost),
+        joined=len(seen.joined),
+        returned=seen.num_returned,
+        waiting_s=seen.waiting_s,
+    )
 
 
 def _data_wait(log: RunLog) -> float | None:
@@ -181,7 +202,14 @@ def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
     """Return the labels of every sample: job, rank and machine."""
     folder = config.project.project_dir
     named = Path(folder.rstrip("/")).name if folder else Path(sys.argv[0]).stem
-    return {"job": config.metrics.job or named or "hasten", "rank": str(ctx.rank), "machine": socket.gethostname()}
+    rank = str(number_of(config, ctx.rank))
+    return {"job": config.metrics.job or named or "hasten", "rank": rank, "machine": socket.gethostname()}
+
+
+def number_of(config: Config, rank: int) -> int:
+    """Return the number of this replica, all of which are rank 0; `rank` for other runs and for replicas with names."""
+    name = config.survive.replica
+    return int(name) if name is not None and name.isdecimal() else rank
 
 
 def start(accelerator: MetricsOwner, run_log: RunLog) -> RankMetrics:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
     `settings` are additional settings; those given in code override flags and files.
     """
     given = make_parser(program).parse_args(argv)
-    given.settings = [*given.settings, *settings]
+    given.settings = [*replicas_of(given.settings), *settings]
     words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])
@@ -56,6 +56,11 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
 def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
+    if given.survive and not job.request.config.survive.replicas:
+        raise ConfigError(
+            "--survive was given without --replicas, so there are no replicas of which some could be lost. Add --replicas N, or --replicas "
+            "LEAST..N for a run that waits while fewer than LEAST are there."
+        )
     if given.auto and job.plan.launcher == "kubernetes":
         raise ConfigError(
             "--auto plans for the devices of this machine, which say nothing about those of the pods. Run it without --submit on a machine "
@@ -72,6 +77,19 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
         return 0
     code: int = job.run()
     return code
+
+
+def replicas_of(settings: Sequence[SettingEntry]) -> list[SettingEntry]:
+    """Return the settings with `--replicas LEAST..MOST` as two of them: `min_replicas` and `replicas`."""
+    found = []
+    for entry in settings:
+        least, _, most = str(entry.value).partition("..")
+        if entry.path == ("survive", "replicas") and least.isdecimal() and most.isdecimal():
+            found.append(SettingEntry(("survive", "min_replicas"), int(least), entry.source))
+            found.append(SettingEntry(entry.path, int(most), entry.source))
+        else:
+            found.append(entry)
+    return found
 
 
 def _planned(job: Any, words: list[str]) -> Sequence[SettingEntry]:  # Any: from a module imported above
@@ -105,6 +123,11 @@ def make_parser(program: str = "hasten") -> SettingsParser:
         "--auto",
         action="store_true",
         help="trace one step of the script, choose strategy, recompute and offload, and print the reasons",
+    )
+    parser.add_argument(
+        "--survive",
+        action="store_true",
+        help="continue when replicas are lost; --replicas N, or LEAST..N, alone means the same",
     )
     parser.add_settings()
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script (or module, or program) and its arguments")

@@ -9,6 +9,18 @@ from hasten.metrics.exposition import MetricFamily, MetricKind, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReading:
+    """Numbers of a run that continues when replicas are lost, as one replica has seen them."""
+
+    present: int
+    lost: int
+    joined: int
+    returned: int
+    """Samples that were given out again."""
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
     """Numbers of one rank at one moment. None is a number that is not known."""
 
@@ -37,11 +49,13 @@ class RankReading:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of the run by cause."""
     goodput: float | None = None
+    replicas: ReplicaReading | None = None
+    """Replicas of a run that continues when some are lost; None for other runs."""
 
 
 def families(reading: RankReading) -> list[MetricFamily]:
     """Return the metric families of a reading; numbers that are not known are left out."""
-    return [*_training(reading), *_operations(reading)]
+    return [*_training(reading), *_operations(reading), *_replicas(reading.replicas)]
 
 
 def _training(reading: RankReading) -> list[MetricFamily]:
@@ -107,6 +121,21 @@ def _operations(reading: RankReading) -> list[MetricFamily]:
             "s",
         ),
         _one("hasten_goodput_ratio", "gauge", "Time in useful steps over wall time.", reading.goodput, "1"),
+    ]
+
+
+def _replicas(seen: ReplicaReading | None) -> list[MetricFamily]:
+    present, lost, joined, returned, waiting = (
+        (None,) * 5 if seen is None else (seen.present, seen.lost, seen.joined, seen.returned, seen.waiting_s)
+    )
+    return [
+        _one("hasten_replicas", "gauge", "Replicas of the latest update, of a run that may lose some.", present),
+        _one("hasten_replicas_lost_total", "counter", "Replicas that were lost, as seen by this one.", lost),
+        _one("hasten_replicas_joined_total", "counter", "Replicas that have joined, as seen by this one.", joined),
+        _one(
+            "hasten_samples_returned_total", "counter", "Samples of lost replicas that were given out again.", returned
+        ),
+        _one("hasten_replicas_waiting_seconds", "gauge", "Seconds of the current wait for replicas.", waiting, "s"),
     ]
 
 

@@ -82,12 +82,12 @@ def read_token(path: str, setting: str) -> str:
 
 
 def _tls(settings: MetricsSettings) -> ssl.SSLContext | None:
-    cert, key, ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    cert, key, ca = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None:
         raise ConfigError(
-            f"metrics.tls_cert={cert!r} and metrics.tls_key={key!r} (metrics.tls_client_ca={ca!r}) are incomplete: TLS needs the server's "
+            f"metrics.tls_cert_file={cert!r} and metrics.tls_key_file={key!r} (metrics.tls_client_ca={ca!r}) are incomplete: TLS needs the server's "
             "certificate and its key. Set both."
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -98,7 +98,7 @@ def _tls(settings: MetricsSettings) -> ssl.SSLContext | None:
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"the certificates of the metrics server cannot be loaded ({error}; metrics.tls_cert={cert!r}, tls_key={key!r}, "
+            f"the certificates of the metrics server cannot be loaded ({error}; metrics.tls_cert_file={cert!r}, tls_key_file={key!r}, "
             f"tls_client_ca={ca!r}), so that metrics would be served without TLS; give PEM files that belong together."
         ) from error
     return context

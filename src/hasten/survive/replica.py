@@ -32,6 +32,8 @@ FINISHED: Final = "finished"
 """File in the launcher's folder once a replica has ended the run with success."""
 _AGREED: Final = "agreed"
 """File in the launcher's folder with the update and the history on which the replicas have agreed last."""
+_LONG_WAIT_S: Final = 5.0
+"""Seconds of waiting for the members of an update after which the run's report shows it."""
 FIRST: Final = "0"
 """Name of the replica that leads before the members are known."""
 
@@ -52,6 +54,16 @@ class SurvivalReport:
     """Longest time that an update waited for the exchange to succeed, in updates with a retry or a lost replica."""
     num_returned: int = 0
     """Number of samples that were given out again."""
+    num_present: int = 0
+    """Number of replicas of the latest update, those included that have received the run's state after it."""
+    waiting_since: float | None = None
+    """Time by `time.monotonic()` since which this replica waits for the members of an update; None while it does not wait."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds for which this replica has been waiting for others, as below the minimum; 0 while it does not wait."""
+        since = self.waiting_since
+        return 0.0 if since is None else time.monotonic() - since
 
 
 class Replica:
@@ -90,6 +102,8 @@ class Replica:
         self._skips = False
         self._checked = False
         self._agreed_at: int | None = None
+        self.note: Callable[..., None] = lambda kind, **details: None
+        """Called with each event of the run's report, and its details."""
         self.registered: Callable[[], list[Any]] = list  # Any: objects with state_dict and load_state_dict
 
     def _card(self) -> Member:
@@ -195,7 +209,13 @@ class Replica:
     def _met(self) -> tuple[Quorum, Roles]:
         """Return the members of this update, and their roles; waits until enough replicas are there."""
         asked, self._asked = self._asked or self._coordinator.ask(), None
-        quorum = asked.result()
+        self.report.waiting_since = began = time.monotonic()
+        try:
+            quorum = asked.result()
+        finally:
+            self.report.waiting_since = None
+        if (waited := time.monotonic() - began) > _LONG_WAIT_S:
+            self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
         roles = divide(quorum.members)
         self._refuse_to_continue_a_finished_run(roles)
         return quorum, roles
@@ -268,6 +288,7 @@ class Replica:
         self.report.lost += [(ledger.step, name) for name in absent]
         number = sum(end - start for start, end in returned)
         self.report.num_returned += number
+        self.note("replicas lost", step=ledger.step, replicas=", ".join(absent), left=len(present), samples=number)
         log.warning(
             "survive: update %d was made by %d replica(s), without %s; %d samples are given out again",
             *(ledger.step, len(present), ", ".join(absent), number),
@@ -275,7 +296,11 @@ class Replica:
         return True
 
     def _note_joined(self, roles: Roles) -> None:
-        self.report.joined += [(self.ledger.step, one.name) for one, _ in roles.healing]
+        joined = [one.name for one, _ in roles.healing]
+        self.report.joined += [(self.ledger.step, name) for name in joined]
+        self.report.num_present = len(roles.names)
+        if joined:
+            self.note("replicas joined", step=self.ledger.step, replicas=", ".join(joined), present=len(roles.names))
 
     def _ungroup(self) -> None:
         if self._group is not None:

@@ -120,6 +120,8 @@ _COLUMNS: Final = MappingProxyType[str, tuple[str, Callable[[float], str]]](
 """Heading and format of each value; a column without values is left out."""
 
 
+_LONG_WAIT_S: Final = 2.0
+"""Seconds of waiting for replicas from which it is shown."""
 _LEAST_NEEDED: Final = ("grad_norm", "memory", "checkpoint_age_seconds", "mfu_ratio", "goodput_ratio", "loss")
 """Columns that are left out one after the other where the terminal is too narrow."""
 
@@ -179,7 +181,23 @@ def _summary(rows: Sequence[RankRow]) -> str:
     }
     goodput = lowest.values.get("goodput_ratio")
     first = [] if goodput is None else [f"goodput {goodput:.1%} (rest: {', '.join(words) or 'nothing'})"]
-    return "; ".join([*first, *(f"{number} {name}" for name, number in counts.items())])
+    return "; ".join([*first, *(f"{number} {name}" for name, number in counts.items()), *_replicas(rows)])
+
+
+def _replicas(rows: Sequence[RankRow]) -> list[str]:
+    """Return the words about replicas of a run that continues when some are lost; none for other runs."""
+    known = [row.values for row in rows if "replicas" in row.values]
+    if not known:
+        return []
+    lost, joined, returned = (
+        int(max(one.get(name, 0.0) for one in known))
+        for name in ("replicas_lost_total", "replicas_joined_total", "samples_returned_total")
+    )
+    words = [
+        f"{int(max(one['replicas'] for one in known))} replicas, {lost} lost, {joined} joined, {returned} samples given out again"
+    ]
+    waiting = min(one.get("replicas_waiting_seconds", 0.0) for one in known)
+    return words + ([f"all wait for replicas since {waiting:.0f} s"] if waiting >= _LONG_WAIT_S else [])
 
 
 def look(

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.errors import StepError
+from hasten.config.sections.launch import SurviveSettings
+from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
+from hasten.survive.build import refuse_worlds
 from hasten.survive.exchange import LostReplicaError, ReplicaGroup, weighted_sum
 from hasten.testing import ranks
 
@@ -99,3 +101,9 @@ def test_sparse_gradients_are_refused(ctx: ProcessContext) -> None:
     with pytest.raises(StepError, match="sparse=False"):
         met.group.mean([parameter], 1.0, 1.0, (1.0,))
     met.close()
+
+
+@ranks(2)
+def test_a_replica_of_several_processes_is_refused(ctx: ProcessContext) -> None:
+    with pytest.raises(ConfigError, match=r"replica left has 2 processes.*Start one process for each replica"):
+        refuse_worlds(ctx, SurviveSettings(lighthouse="127.0.0.1:1", replica="left", replicas=2))

@@ -159,7 +159,7 @@ def test_every_batch_of_a_state_is_found(ctx: ProcessContext, shuffle: bool, dro
             with pytest.raises(DataError, match=f"batches 1 to {len(own)}"):
                 lookup.find(state, shard, len(own) + 1, epoch)
     for number, _ in enumerate(loader, start=1):
-        assert loader.number() == number
+        assert loader.number(*loader.current()) == number
 
 
 @ranks(1, 2)

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.metrics.catalogue import RankReading, families
+from hasten.metrics.catalogue import RankReading, ReplicaReading, families
 from hasten.metrics.exposition import MetricFamily, Sample, parse, render
 
 READING = RankReading(
@@ -35,6 +35,7 @@ READING = RankReading(
     checkpoint_s=1.5,
     seconds={"useful": 10.0, "startup": 2.5},
     goodput=0.8,
+    replicas=ReplicaReading(present=3, lost=2, joined=1, returned=24, waiting_s=0.5),
 )
 LABELS = {"job": "a\nb", "rank": "0", "machine": "vm"}
 

@@ -110,7 +110,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
         return str(tmp_path / name)
 
     settings = MetricsSettings(
-        host="127.0.0.1", tls_cert=at("server.pem"), tls_key=at("server.key"), tls_client_ca=at("ca.pem")
+        host="127.0.0.1", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")
     )
     with serving(settings) as port:
         target = scrape.ScrapeTarget("127.0.0.1", port)
@@ -121,13 +121,13 @@ def test_mutual_tls(tmp_path: Path) -> None:
             assert scrape.scrape(target, scrape.credentials(None, at("ca.pem"), *pair)).error
         assert scrape.scrape(target, scrape.credentials(None, at("other.pem"), None, None)).error, "another server"
         assert scrape.scrape(target, scrape.ScrapeCredentials()).error, "without TLS"
-    access_of(MetricsSettings(host="0.0.0.0", tls_cert=at("server.pem"), tls_key=at("server.key"), tls_client_ca=at("ca.pem")))  # fmt: skip
+    access_of(MetricsSettings(host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")))  # fmt: skip
     with pytest.raises(ConfigError, match=r"Set metrics\.token_file"):  # TLS alone does not authenticate clients
-        access_of(MetricsSettings(host="0.0.0.0", tls_cert=at("server.pem"), tls_key=at("server.key")))
+        access_of(MetricsSettings(host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key")))
     with pytest.raises(ConfigError, match=r"needs the server's certificate and its key\. Set both"):
-        access_of(MetricsSettings(tls_cert=at("server.pem")))
+        access_of(MetricsSettings(tls_cert_file=at("server.pem")))
     with pytest.raises(ConfigError, match="PEM files that belong together"):
-        access_of(MetricsSettings(tls_cert=at("server.pem"), tls_key=at("client.key")))
+        access_of(MetricsSettings(tls_cert_file=at("server.pem"), tls_key_file=at("client.key")))
     assert isinstance(access_of(settings).tls, ssl.SSLContext)
 
 
@@ -210,12 +210,15 @@ def test_a_port_that_is_taken_is_used_when_it_is_free(
 
 def test_a_fork_does_not_hold_the_port() -> None:
     reading, writing = os.pipe()
+    forked, told = os.pipe()
     with serving(MetricsSettings()) as port:
         pid = os.fork()
         if pid == 0:  # lives until the pipe is closed
             os.close(writing)
+            os.write(told, b"1")
             os.read(reading, 1)
             os._exit(0)
+        os.read(forked, 1)  # the handlers of forks have run
         assert get(port) == (200, TEXT)
     try:
         with socket.socket() as free:
@@ -223,8 +226,8 @@ def test_a_fork_does_not_hold_the_port() -> None:
             free.bind(("127.0.0.1", port))
             free.listen()  # fails while another process listens
     finally:
-        os.close(writing)
-        os.close(reading)
+        for one in (writing, reading, forked, told):
+            os.close(one)
         os.waitpid(pid, 0)
 
 

@@ -145,7 +145,7 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
         model, optimizer, loader, valid = accelerator.prepare(model, optimizer, loader, valid)
         accelerator.load_state(must_exist=False)
         assert accelerator._run_log is not None
-        accelerator._run_log.process_began_s = time.time() - 1.0
+        accelerator._run_log.process_began_s = time.time() - 0.2  # after the start before
         for number, (x, y) in enumerate(loader):
             accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -167,7 +167,7 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
     assert found.seconds["useful"] >= 8 * 0.02 * 0.9
     assert found.seconds["replayed"] >= 3 * 0.02
     assert found.seconds["checkpoint"] > 0
-    assert found.seconds["startup"] >= 2.0
+    assert found.seconds["startup"] >= 0.4
     assert [float(log.steps["samples"].sum()) for log in logs] == [32.0, 16.0], "an evaluation's are not counted"
     for cause in set(CAUSES) - {"running", "other", "restart"}:
         assert live.seconds[cause] == pytest.approx(found.seconds[cause], abs=0.1), cause

@@ -40,6 +40,7 @@ def trained(folder: Path, every: int = 1, precision: str = "no", **settings: Any
     return accelerator
 
 
+@pytest.mark.timed
 def test_logging_and_communication_are_parts_of_their_own(tmp_path: Path) -> None:
     """Time spent in them is taken out of the part they happen in; an average wait for gradients out of backward."""
     clock = {"collectives": 0.0}

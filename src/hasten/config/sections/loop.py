@@ -262,8 +262,8 @@ class MetricsSettings(Section):
     )
     job: str | None = setting(None, "value of the label job (default: name of project_dir, else of the script)")
     token_file: str | None = setting(None, "file with the bearer token that requests must carry", path=True)
-    tls_cert: str | None = setting(None, "certificate of the metrics server (PEM)", path=True)
-    tls_key: str | None = setting(None, "key of tls_cert (PEM)", path=True)
+    tls_cert_file: str | None = setting(None, "certificate of the metrics server (PEM)", path=True)
+    tls_key_file: str | None = setting(None, "key of tls_cert_file (PEM)", path=True)
     tls_client_ca: str | None = setting(
         None, "certificates (PEM) that must have signed those of clients: mutual TLS", path=True
     )
