@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,16 @@ test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, w
 		"$$(.ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
 	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train,tune]>=2.60,<2.61' 'optuna>=4.5'
 	PATH=$(CURDIR)/.ray/bin:$$PATH .ray/bin/python -m pytest -o faulthandler_timeout=0 tests/on_ray
+
+# On top of the packages of $(VENV) as well: mosaicml-streaming wants an older numpy and an older transformers.
+test-streams: $(READY) ## run the laws of streams on a real WebDataset, litdata and mosaicml-streaming: minutes
+	@test -x .streams/bin/python || $(PYTHON) -m venv .streams
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > \
+		"$$(.streams/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
+	@grep -E '^(torch|torchvision)==' constraints.txt > .streams/constraints.txt
+	@.streams/bin/python -m pip install --quiet --constraint .streams/constraints.txt 'mosaicml-streaming>=0.13,<0.14' 'litdata>=0.2.76,<0.3' \
+		'webdataset>=1.0,<2' 'numpy<2.2'
+	.streams/bin/python -m pytest -o faulthandler_timeout=0 tests/dist/data/test_data_other_packages.py
 
 # XLA_WHEELS names a folder with the wheels of torch and torch_xla, if they are not to be downloaded.
 test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device and on four virtual ones: minutes
@@ -107,13 +117,29 @@ laws: $(READY) ## search for cases that break the laws: CASES=1000 START=0, or o
 		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || status=1; done; exit $$status
 
 PARITY := .parity
+PARITY_PACKAGES := torch transformers peft trl sentence-transformers datasets evaluate diffusers scikit-learn tensorboard pillow \
+	torchdata bitsandbytes torchao
 parity: $(READY) ## record scripts, clients, tutorials under the original package and the drop-in, and compare: CLIENTS="parity lora"
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
-		torch transformers peft trl sentence-transformers datasets evaluate diffusers scikit-learn tensorboard pillow torchdata \
-		bitsandbytes torchao accelerate==1.15.0
+		$(PARITY_PACKAGES) accelerate==1.15.0
 	$(BIN)/python dropin/tests/record.py runs/parity --original $(PARITY)/bin/python --dropin $(BIN)/python \
 		--apart $(PARITY)/clients $(if $(CLIENTS),--only $(CLIENTS))
+
+# The newest releases of the clients on the pinned torch, in two environments that differ in the accelerate package only.
+NEWEST := .parity-newest
+parity-newest: ## the same with the newest releases of the clients, which dropin/CLIENTS.md shows in a column: CLIENTS="trainer lora"
+	@mkdir -p $(NEWEST)
+	@grep -E '^(torch|torchao|torchdata|torchvision|bitsandbytes|numpy|setuptools)==' constraints.txt > $(NEWEST)/constraints.txt
+	@for side in original dropin; do test -x $(NEWEST)/$$side/bin/python || $(PYTHON) -m venv $(NEWEST)/$$side; done
+	@rm -rf $(NEWEST)/clients
+	@$(NEWEST)/original/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
+		$(PARITY_PACKAGES) accelerate==1.15.0
+	@$(NEWEST)/dropin/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
+		$(PARITY_PACKAGES) --editable . --editable ./dropin
+	$(NEWEST)/dropin/bin/python dropin/tests/record.py runs/parity-newest --original $(NEWEST)/original/bin/python \
+		--dropin $(NEWEST)/dropin/bin/python --apart $(NEWEST)/clients --constraint $(NEWEST)/constraints.txt \
+		--page dropin/CLIENTS.md $(if $(CLIENTS),--only $(CLIENTS))
 
 # The suite against another torch, in an environment of its own. OLDEST is the lower bound in pyproject.toml.
 OLDEST := 2.11.0
@@ -151,5 +177,5 @@ bench-ledger: $(READY) ## list every published number: its benchmark, commit and
 	@$(BIN)/python benchmarks/published.py
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) $(PARITY) .ray .torch-oldest .torch-newest .torch-xla .torch-ft $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) .ray .streams .torch-oldest .torch-newest .torch-xla .torch-ft $(SCHEMAS) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

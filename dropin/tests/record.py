@@ -1,6 +1,6 @@
 """Record scripts, clients and tutorials under the original package and the drop-in, both at the same time, and compare.
 
-python record.py FOLDER --original PYTHON --dropin PYTHON --apart FOLDER [--only NAME …]
+python record.py FOLDER --original PYTHON --dropin PYTHON --apart FOLDER [--only NAME …] [--constraint FILE] [--page FILE]
 
 Each side has processes of its own that stand ready with the heavy libraries imported (warm.py), so that a recording is a fork.
 It ends with one table, also in FOLDER/table.md, and fails where something differs that run_parity.EXPLAINED does not list.
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,11 @@ class Client:
     apart: tuple[str, ...] = ()
     """Distributions that are installed into a folder for this script alone, without their dependencies: they would bring the
     original package into the drop-in's environment, or a torchvision for another torch, which breaks `import transformers`."""
+
+    @property
+    def distribution(self) -> str:
+        """The distribution whose version the page of clients names."""
+        return self.apart[0] if self.apart else self.modules[0].replace("_", "-")
 
 
 # The longest first.
@@ -123,7 +129,7 @@ def probe(apart: Path) -> dict[str, Any]:
         sys.path[:] = [str(apart / name), *here]
         importlib.invalidate_caches()
         missing[name] = [one for one in client.modules if importlib.util.find_spec(one) is None]
-        versions |= {one: version for one in client.apart if (version := version_of(one))}
+        versions |= {one: version for one in (client.distribution, *client.apart) if (version := version_of(one))}
     sys.path[:] = here
     return {"missing": missing, "versions": versions | {"machine": platform.machine()}}
 
@@ -145,25 +151,25 @@ def probed(python: str, apart: Path) -> dict[str, Any]:
     return found
 
 
-def install(name: str, apart: Path) -> None:
+def install(name: str, apart: Path, constraint: Path) -> None:
     """Put what a client needs beside both environments; where that fails, say so and go on."""
     print(f"installing for {name}: {' '.join(CLIENTS[name].apart)}", flush=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--no-deps", "--upgrade"]
-    place = ["--target", str(apart / name), "--constraint", str(CONSTRAINTS)]
+    place = ["--target", str(apart / name), "--constraint", str(constraint)]
     done = subprocess.run([*pip, *place, *CLIENTS[name].apart], capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"  not installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}", flush=True)
 
 
 def missing_modules(
-    sides: Mapping[str, str], chosen: Iterable[str], apart: Path, out: Path
+    sides: Mapping[str, str], chosen: Iterable[str], apart: Path, out: Path, constraint: Path = CONSTRAINTS
 ) -> dict[str, dict[str, list[str]]]:
     """What each chosen client lacks, by side, after an attempt to install it. Versions go to the sides' folders."""
     wanted = [name for name in chosen if name in CLIENTS]
     found = {side: probed(python, apart) for side, python in sides.items()}
     for name in wanted:
         if CLIENTS[name].apart and any(one["missing"][name] for one in found.values()):
-            install(name, apart)
+            install(name, apart, constraint)
     found = {side: probed(python, apart) for side, python in sides.items()}
     for side, one in found.items():
         (out / side).mkdir(parents=True, exist_ok=True)
@@ -302,6 +308,42 @@ def cell(verdicts: list[Verdict], missing: Mapping[str, list[str]]) -> str:
     return f"{said}; on both sides an error: {', '.join(errors)}" if errors else said
 
 
+NEWEST: Final = "Newest release"
+
+
+def newest_cells(
+    todo: list[Job],
+    verdicts: Mapping[Job, Verdict],
+    missing: Mapping[str, Mapping[str, list[str]]],
+    versions: Mapping[str, str],
+) -> dict[str, str]:
+    """Return what the page of clients says about each recorded client: its version, and how the packages compare."""
+    cells = {}
+    for part in dict.fromkeys([job.part for job in todo if job.part in CLIENTS]):
+        one, two = (
+            cell([verdicts[job] for job in todo if (job.part, job.processes) == (part, count) and job in verdicts],
+                 dict(missing.get(part, {})))
+            for count in (1, 2)
+        )  # fmt: skip
+        said = one if one == two else f"{one}; on 2 processes {two}"
+        cells[part] = f"{versions.get(CLIENTS[part].distribution, 'no version')}: {said}"
+    return cells
+
+
+def with_newest(page: str, cells: Mapping[str, str]) -> str:
+    """Return the page of clients with these cells, by the names of their scripts, in the column `NEWEST`."""
+    lines = page.splitlines()
+    head = next(line for line in lines if line.startswith("| Client |"))
+    column = [title.strip() for title in head.split("|")].index(NEWEST)
+    for number, line in enumerate(lines):
+        script = re.search(r"\| `tests/clients/(\w+)\.py` \|$", line)
+        if script and script[1] in cells:
+            parts = line.split("|")
+            parts[column] = f" {cells[script[1]]} "
+            lines[number] = "|".join(parts)
+    return "\n".join(lines) + "\n"
+
+
 def table(
     todo: list[Job], verdicts: Mapping[Job, Verdict], missing: Mapping[str, Mapping[str, list[str]]]
 ) -> list[str]:
@@ -329,10 +371,12 @@ def main() -> int:
         "--apart", type=Path, required=True, help="where clients outside both environments are installed"
     )
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to record instead of all")
+    parser.add_argument("--constraint", type=Path, default=CONSTRAINTS, help="versions of what is installed apart")
+    parser.add_argument("--page", type=Path, help=f"a page of clients whose column {NEWEST!r} is updated")
     given = parser.parse_args()
     sides = {"original": os.path.abspath(given.original), "dropin": os.path.abspath(given.dropin)}
     out, apart, started = given.folder.absolute(), given.apart.absolute(), time.monotonic()
-    missing = missing_modules(sides, given.only, apart, out)
+    missing = missing_modules(sides, given.only, apart, out, given.constraint.absolute())
     todo = jobs(given.only)
     doable = [job for job in todo if job.part not in missing]
     record(sides, doable, out, apart)
@@ -346,6 +390,10 @@ def main() -> int:
             print(f"{name} failed, see {log}")
     told = "\n".join(table(todo, verdicts, missing)) + "\n"
     (out / "table.md").write_text(told)
+    if given.page is not None:
+        versions = json.loads((out / "dropin" / "versions.json").read_text())
+        cells = newest_cells(todo, verdicts, missing, versions)
+        given.page.write_text(with_newest(given.page.read_text(), cells))
     print(f"\n{told}\n{len(doable)} recordings of each side in {time.monotonic() - started:.0f} s")
     return int(any(one.failed or one.different for one in verdicts.values()))
 

@@ -91,6 +91,27 @@ def test_the_table_tells_outcomes_apart(recorder: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_the_page_shows_the_newest_releases(recorder: Any, tmp_path: Path) -> None:
+    todo = recorder.jobs(["lora", "sentences"])
+    results = {"lora_1": ({"loss": 1.0}, {"loss": 1.0}), "lora_2": ({"loss": 1.0}, {"loss": 2.0})}
+    verdicts = {job: put(recorder, tmp_path, job, *results[job.name]) for job in todo if job.part == "lora"}
+    missing = {"sentences": {"dropin": ["sentence_transformers"]}}
+    cells = recorder.newest_cells(todo, verdicts, missing, {"peft": "9.9"})
+    assert cells == {
+        "lora": "9.9: equal; on 2 processes differs in 1 place",
+        "sentences": "no version: not installed: sentence_transformers (dropin)",
+    }
+    before = (HERE.parent / "CLIENTS.md").read_text()
+    changed = [
+        (old, new)
+        for old, new in zip(before.splitlines(), recorder.with_newest(before, cells).splitlines(), strict=True)
+        if old != new
+    ]
+    assert len(changed) == 2
+    assert "| 9.9: equal; on 2 processes differs in 1 place | `tests/clients/lora.py` |" in changed[0][1]
+    assert all(len(old.split("|")) == len(new.split("|")) for old, new in changed)
+
+
 def test_a_script_is_recorded_or_leaves_its_log(recorder: Any, tmp_path: Path, warm: Any) -> None:
     lane = recorder.Lane("dropin", sys.executable, tmp_path / "dropin", tmp_path / "work", tmp_path / "apart")
     (tmp_path / "apart" / "lora").mkdir(parents=True)

@@ -274,3 +274,23 @@ def test_two_runs_of_a_project_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert [run.project for run in opened] == ["project"] * 3
     assert len({run.run_id for run in opened}) == 3 and opened[2].run_id == "project"
     assert opened[0].options["dir"] is None  # wandb's own choice, or WANDB_DIR
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow, about its store of files
+def test_mlflow_takes_the_name_of_the_run_beside_that_of_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experiment is the project, params and one run with its tags are recorded: as the original records them."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    accelerator = Accelerator(cpu=True, log_with="mlflow")
+    options = {"mlflow": {"run_name": "first", "tags": {"a": "b"}}}
+    accelerator.init_trackers("project", config={"lr": 0.1}, init_kwargs=options)
+    accelerator.log({"loss": 0.5}, step=3)
+    accelerator.end_training()
+    client = mlflow.MlflowClient(tracking_uri=tmp_path.as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params) == ("first", "FINISHED", {"lr": "0.1"})
+    assert run.data.tags["a"] == "b"
+    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")] == [(3, 0.5)]

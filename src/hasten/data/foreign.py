@@ -102,10 +102,16 @@ def has_fixed_shard_order(stream: Any) -> bool:
     return is_hub_stream(stream) and stream.num_shards > 1
 
 
-def begin_anew(stream: Any) -> None:
-    """Make a stream of `datasets` start its epoch from the beginning, discarding a state loaded earlier."""
+def begin_anew(stream: Any, epoch: int) -> None:
+    """Make a stream of another package start the epoch from the beginning.
+
+    A stream of `datasets` discards a state loaded earlier. That of mosaicml-streaming counts its epochs in memory that the
+    processes of a machine share, one for each iterator, also of iterators that were abandoned.
+    """
     if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:
         stream._starting_state_dict = None
+    elif _is_a(stream, _MOSAIC_STREAM):
+        stream.next_epoch = epoch  # its iterator waits for all readers of the machine before it reads and increases it
 
 
 def own_epoch(stream: Any) -> None:

@@ -162,7 +162,8 @@ def _gist(value: Any, depth: int = 2) -> Any:
     if isinstance(value, functools.partial):
         return _gist(value.args, depth)
     if isinstance(value, list | tuple) and depth:
-        return (len(value), [_gist(value[place], depth - 1) for place in _places(len(value))])
+        plain = value if type(value) in (list, tuple) else list(value)  # subclasses may index in another way
+        return (len(value), [_gist(plain[place], depth - 1) for place in _places(len(value))])
     if isinstance(value, dict) and depth:
         return (len(value), [(str(key), _gist(one, depth - 1)) for key, one in islice(value.items(), _NUM_VALUES)])
     return type(value).__qualname__

@@ -154,7 +154,7 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
         alike = cutting.sharing in ("strided", "given")
         place = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
         rng = OwnRng(derive_seed(*place, 3), self.hasten_process)
-        begin_anew(dataset)
+        begin_anew(dataset, epoch)
         with rng.entered():
             stream = _part_of(dataset, cutting, worker, num_workers)
         cutter = _Cutter(stream, cutting, worker, rng, (seed, epoch))

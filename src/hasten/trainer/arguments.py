@@ -26,6 +26,7 @@ _AT_LEAST: Final = MappingProxyType(
         "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "learning_rate": 0,
+        "muon_learning_rate": 0,
         "weight_decay": 0,
         "max_grad_norm": 0,
         "warmup_steps": 0,
@@ -80,6 +81,7 @@ class TrainingArguments:
     # -- optimizer and schedule
     optim: str = "adamw_torch"
     learning_rate: float = 5e-5
+    muon_learning_rate: float = 0.02
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -101,6 +103,7 @@ class TrainingArguments:
     torch_compile_mode: str | None = None
     use_liger_kernel: bool = False
     liger_kernel_config: Mapping[str, bool] | None = None
+    use_chunked_loss: bool = False
     use_cpu: bool = False
     fsdp: bool | str | list[str] = ""
     fsdp_config: Mapping[str, Any] | None = None
@@ -119,6 +122,8 @@ class TrainingArguments:
     dataloader_drop_last: bool = False
     group_by_length: bool = False
     length_column_name: str = "length"
+    packing: bool = False
+    max_length: int | None = None
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     # -- when to log, evaluate and save
@@ -214,7 +219,28 @@ class TrainingArguments:
             )
         if self.deepspeed and self.fsdp:
             raise ContradictionError("deepspeed and fsdp exclude each other; remove one of them.")
+        if self.packing:
+            self._check_packing()
         check_needs(self)
+
+    def _check_packing(self) -> None:
+        if self.max_length is None or self.max_length < 1:
+            raise ContradictionError(
+                f"packing=True fills rows of max_length tokens, but max_length={self.max_length!r}; set it to the number of tokens "
+                "of a row, such as 2048."
+            )
+        if self.per_device_train_batch_size != 1:
+            raise ContradictionError(
+                f"packing=True makes each batch one row of up to max_length={self.max_length} tokens, so "
+                f"per_device_train_batch_size={self.per_device_train_batch_size} would have no effect; set it to 1, and increase max_length "
+                "or gradient_accumulation_steps for more tokens in an update."
+            )
+        for name in ("group_by_length", "auto_find_batch_size", "dataloader_drop_last"):
+            if getattr(self, name):
+                raise ContradictionError(
+                    f"{name}=True would have no effect: packing=True chooses the samples of each batch by their lengths; remove one "
+                    "of them."
+                )
 
     def _check_best(self) -> None:
         what = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
@@ -263,14 +289,40 @@ class _Need(NamedTuple):
     remedy: str
 
 
-_OPTIMIZER: Final = ("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OPTIMIZER: Final = (
+    "optim",
+    "learning_rate",
+    "muon_learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 _SCHEDULE: Final = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
 _NEEDS: Final[Sequence[_Need]] = (
     _Need(
-        ("adam_beta1", "adam_beta2", "adam_epsilon"),
+        ("adam_beta1", "adam_beta2"),
+        lambda args: args.optim.startswith("adam") or args.optim == "muon",
+        "only Adam takes it, and optim names another optimizer",
+        "remove it, or set optim='adamw_torch'",
+    ),
+    _Need(
+        ("adam_epsilon",),
         lambda args: args.optim.startswith("adam"),
         "only Adam takes it, and optim names another optimizer",
         "remove it, or set optim='adamw_torch'",
+    ),
+    _Need(
+        ("muon_learning_rate",),
+        lambda args: args.optim == "muon",
+        "it is the learning rate of Muon, and optim names another optimizer",
+        "set optim='muon', or set learning_rate instead",
+    ),
+    _Need(
+        ("max_length",),
+        lambda args: args.packing,
+        "it is the length of a packed row",
+        "set packing=True, or shorten the samples in the dataset",
     ),
     _Need(
         ("warmup_steps", "warmup_ratio"),
@@ -298,9 +350,9 @@ _NEEDS: Final[Sequence[_Need]] = (
     ),
     _Need(
         ("length_column_name",),
-        lambda args: args.group_by_length,
-        "it is only used with group_by_length=True",
-        "set group_by_length=True, or remove it",
+        lambda args: args.group_by_length or args.packing,
+        "it is only used with group_by_length=True or packing=True",
+        "set group_by_length=True, packing=True, or remove it",
     ),
     _Need(
         ("dataloader_prefetch_factor", "dataloader_persistent_workers"),

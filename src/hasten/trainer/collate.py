@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
-from hasten.errors import ArgumentError, DataError
+from hasten.data.packing import PackedCollator
+from hasten.errors import ArgumentError, ConfigError, DataError
 
 _RENAMED: Final = ("label", "label_ids")
 IGNORED: Final = -100
@@ -144,6 +145,40 @@ class CollateUsed:
         return self.collate(samples)
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    return hasattr(getattr(model, "config", None), "model_type")
+
+
+def check_packable(model: nn.Module, shifted: bool) -> None:
+    """Raise unless the model can train on packed rows. Raises: ConfigError."""
+    name = type(model).__name__
+    if not shifted:
+        raise ConfigError(
+            f"packing=True joins samples for a model that predicts the next token, but {name} compares each position with "
+            "its own label, and the first label of each sample would be ignored; remove packing, or set loss_type = "
+            "'ForCausalLM' on a model that shifts its labels."
+        )
+    taken = taken_by(model, ())
+    if not _is_of_transformers(model) and taken is not None and "position_ids" not in taken:
+        raise ConfigError(
+            f"packing=True joins samples in one row, but forward of {name} takes no position_ids, so the samples would attend to "
+            "each other; add position_ids and use hasten.data.packed_attention_mask(position_ids), or remove packing."
+        )
+
+
+class PackedRows:
+    """Collator that joins samples in one row with the fields that the model takes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._pack = PackedCollator(transformers=_is_of_transformers(model))
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:  # Any: samples and batches of any type
+        """Return the row of the samples."""
+        batch = self._pack(samples)
+        batch.pop("num_tokens", None)  # the Trainer counts the labels itself
+        return batch
+
+
 _BATCHES_SORTED: Final = 50
 
 
@@ -200,7 +235,7 @@ def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no
     first = dataset[0]
     if not isinstance(first, dict) or "input_ids" not in first:
         raise DataError(
-            f"group_by_length=True needs the lengths of samples, but they have neither a column {column!r} nor "
-            "input_ids; add one of them, set length_column_name, or remove group_by_length."
+            f"group_by_length=True and packing=True need the lengths of samples, but they have neither a column {column!r} nor "
+            "input_ids; add one of them, set length_column_name, or remove the argument."
         )
     return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]

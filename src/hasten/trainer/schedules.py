@@ -1,9 +1,9 @@
-"""Optimizers and learning-rate schedules by the names of transformers."""
+"""Optimizers and learning-rate schedules by the names of transformers, and several of them used as one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from hasten.errors import SettingValueError
+from hasten.optim.optimizers import optimizers as split_optimizers
 from hasten.trainer.arguments import TrainingArguments
 
 Factor = Callable[..., float]
@@ -121,8 +122,70 @@ def num_warmup_steps(args: TrainingArguments, max_steps: int) -> int:
     return int(args.warmup_steps) or math.ceil(args.warmup_ratio * max_steps)
 
 
-def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
+class OptimizerList:
+    """Optimizers of one model that are stepped together; `param_groups` holds the groups of all of them."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:  # Any: before and after prepare()
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, in their order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of all parameters."""
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Step every optimizer."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of every optimizer's parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class SchedulerList:
+    """Schedules of several optimizers that are stepped together."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:  # Any: before and after prepare()
+        self.schedulers = list(schedulers)
+
+    def step(self) -> None:
+        """Step every schedule."""
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of all parameter groups, in the order of `OptimizerList.param_groups`."""
+        return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
+
+
+def members_of(value: Any) -> list[Any]:  # Any: an optimizer, a scheduler, or several
+    """Return the optimizers or schedulers to prepare: those of a list, or the one itself."""
+    match value:
+        case OptimizerList():
+            return value.optimizers
+        case SchedulerList():
+            return value.schedulers
+        case _:
+            return [value]
+
+
+def make_schedulers(optimizer: Any, make: Callable[[Optimizer], LRScheduler]) -> Any:  # Any: one optimizer or several
+    """Return the schedule of an optimizer, or a `SchedulerList` for an `OptimizerList`."""
+    made = [make(one) for one in members_of(optimizer)]
+    return SchedulerList(made) if isinstance(optimizer, OptimizerList) else made[0]
+
+
+def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | OptimizerList:
     """Return the optimizer named by `optim`; biases, norms and other vectors have no weight decay.
+
+    `optim="muon"` returns AdamW and Muon as an `OptimizerList`: AdamW first, so that the first learning rate is `learning_rate`.
 
     Raises: SettingValueError for a name without an optimizer.
     """
@@ -133,15 +196,28 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    makers: dict[str, Callable[[], Optimizer]] = {
+    makers: dict[str, Callable[[], Optimizer | OptimizerList]] = {
         "adamw_torch": lambda: torch.optim.AdamW(groups, **adam),  # type: ignore[arg-type]
         "adamw_torch_fused": lambda: torch.optim.AdamW(groups, fused=True, **adam),  # type: ignore[arg-type]
         "sgd": lambda: torch.optim.SGD(groups, lr=args.learning_rate),
         "adagrad": lambda: torch.optim.Adagrad(groups, lr=args.learning_rate),
         "rmsprop": lambda: torch.optim.RMSprop(groups, lr=args.learning_rate),
+        "muon": lambda: _muon(args, model),
     }
     if args.optim not in makers:
         raise SettingValueError(
             f"optim={args.optim!r} is unknown; give one of {', '.join(makers)}, or a custom optimizer in optimizers=(optimizer, scheduler)."
         )
     return makers[args.optim]()
+
+
+def _muon(args: TrainingArguments, model: nn.Module) -> OptimizerList:
+    made = split_optimizers(
+        model,
+        "muon",
+        lr=args.muon_learning_rate,
+        adamw_lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+    )
+    return OptimizerList(made[::-1])

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
+from hasten.data.packing import PackedBatchSampler
 from hasten.errors import ArgumentError, ConfigError
+from hasten.modules.lazy_logits import use_chunked_loss
 from hasten.optim.batch_size import find_executable_batch_size
 from hasten.optim.ema import EMA
 from hasten.optional import need
@@ -29,6 +31,8 @@ from hasten.trainer.collate import (
     CollateUsed,
     DataCollatorWithPadding,
     LengthGroupedSampler,
+    PackedRows,
+    check_packable,
     default_data_collator,
     lengths_of,
     taken_by,
@@ -47,7 +51,15 @@ from hasten.trainer.loss import (
     shifts_labels,
     smoothed_loss,
 )
-from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
+from hasten.trainer.schedules import (
+    OptimizerList,
+    SchedulerList,
+    get_scheduler,
+    make_optimizer,
+    make_schedulers,
+    members_of,
+    num_warmup_steps,
+)
 from hasten.trainer.settings import accelerator_settings
 from hasten.trainer.state import TrainerControl, TrainerState
 from hasten.trainer.step_plan import TrainingPlan, plan_training
@@ -118,6 +130,8 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self.label_names: list[str] = list(args.label_names or LABELS)
         self.shifted = shifts_labels(model)
+        if args.packing:
+            check_packable(model, self.shifted)
         self._needs_labels = needs_labels(model, self.label_names)
         recompute: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and recompute is not None:
@@ -125,6 +139,8 @@ class Trainer:
         self.accelerator = self._make_accelerator()
         if args.use_liger_kernel:
             apply_liger(model, args.liger_kernel_config or {}, self.accelerator.device)
+        if args.use_chunked_loss:
+            use_chunked_loss(model)
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
@@ -179,8 +195,8 @@ class Trainer:
             return default_data_collator
         return DataCollatorWithPadding(self.processing_class)
 
-    def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-        args, collate = self.args, self.data_collator
+    def _loader(self, dataset: Any, collate: Callable[[list[Any]], Any], **options: Any) -> DataLoader[Any]:
+        args = self.args
         if args.remove_unused_columns:
             taken = taken_by(self.model, self.label_names)
             dataset = without_unused(dataset, taken)
@@ -189,9 +205,7 @@ class Trainer:
         if args.dataloader_num_workers:
             options["persistent_workers"] = args.dataloader_persistent_workers
             options["prefetch_factor"] = args.dataloader_prefetch_factor
-        return DataLoader(
-            dataset, batch_size=batch_size, collate_fn=collate, num_workers=args.dataloader_num_workers, **options
-        )
+        return DataLoader(dataset, collate_fn=collate, num_workers=args.dataloader_num_workers, **options)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training data before it is prepared. Override it to read data differently."""
@@ -199,22 +213,28 @@ class Trainer:
             raise ArgumentError(
                 "train() needs a train_dataset, but the Trainer was created without one; pass train_dataset=."
             )
-        options: dict[str, Any] = {"drop_last": self.args.dataloader_drop_last}
-        if isinstance(self.train_dataset, IterableDataset):
-            if self.args.group_by_length:
-                raise ConfigError("group_by_length=True needs a dataset with a length, not a stream; remove it.")
-        elif self.args.group_by_length:
-            lengths = lengths_of(self.train_dataset, self.args.length_column_name)
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        args, dataset = self.args, self.train_dataset
+        options: dict[str, Any] = {"drop_last": args.dataloader_drop_last, "batch_size": self._batch_size}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        if isinstance(dataset, IterableDataset):
+            for name in ("group_by_length", "packing"):
+                if getattr(args, name):
+                    raise ConfigError(f"{name}=True needs a dataset with a length, not a stream; remove it.")
+        elif args.packing:
+            lengths = lengths_of(dataset, args.length_column_name)
+            sampler = PackedBatchSampler(lengths, args.max_length or 1, seed=seed)
+            return self._loader(dataset, PackedRows(self.model), batch_sampler=sampler)
+        elif args.group_by_length:
+            lengths = lengths_of(dataset, args.length_column_name)
             whole = self._batch_size * self.accelerator.num_processes
             options["sampler"] = LengthGroupedSampler(lengths, whole, seed)
         else:
             options["shuffle"] = True
-        return self._loader(self.train_dataset, self._batch_size, **options)
+        return self._loader(dataset, self.data_collator, **options)
 
     def get_eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
         """Return the loader of an evaluation or prediction dataset before it is prepared."""
-        return self._loader(dataset, self.args.per_device_eval_batch_size)
+        return self._loader(dataset, self.data_collator, batch_size=self.args.per_device_eval_batch_size)
 
     def _prepared_eval_loader(self, dataset: Any) -> Loader:
         loader = self.accelerator.prepare_data_loader(self.get_eval_dataloader(dataset))
@@ -308,9 +328,13 @@ class Trainer:
         self.train_loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         plan = self._plan(self.train_loader)
         self.create_optimizer_and_scheduler(plan.max_steps)
-        self.wrapped_model, self.optimizer, self.lr_scheduler = accelerator.prepare(
-            self.model, self.optimizer, self.lr_scheduler
-        )
+        several, schedulers = members_of(self.optimizer), members_of(self.lr_scheduler)
+        self.wrapped_model, *made = accelerator.prepare(self.model, *several, *schedulers)
+        several[:], schedulers[:] = made[: len(several)], made[len(several) :]
+        if not isinstance(self.optimizer, OptimizerList):
+            self.optimizer = several[0]
+        if not isinstance(self.lr_scheduler, SchedulerList):
+            self.lr_scheduler = schedulers[0]
         if args.ema_decay is not None:
             self.ema = accelerator.ema(self.wrapped_model, args.ema_decay)
         return plan
@@ -321,8 +345,9 @@ class Trainer:
             self.optimizer = make_optimizer(self.args, self.model)
         if self.lr_scheduler is None:
             warmup = num_warmup_steps(self.args, num_training_steps)
-            self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type, self.optimizer, warmup, num_training_steps, self.args.lr_scheduler_kwargs
+            name, options = self.args.lr_scheduler_type, self.args.lr_scheduler_kwargs
+            self.lr_scheduler = make_schedulers(
+                self.optimizer, lambda one: get_scheduler(name, one, warmup, num_training_steps, options)
             )
 
     def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import io
 import itertools
 import json
 import tarfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +57,26 @@ def read(loader: Any, limit: int | None = None) -> list[list[int]]:
     return out
 
 
-def check(ctx: ProcessContext, build: Callable[[], Any], size: int, **options: Any) -> None:
-    """Every sample once over the ranks, and an exact resume."""
+def check(ctx: ProcessContext, build: Callable[[], Any], size: int, repeats: bool = False, **options: Any) -> None:
+    """Every sample once over the ranks, and an exact resume in the first and in the second epoch."""
 
     def fresh() -> Any:
         return prepared(DataLoader(build(), batch_size=3, **options), ctx=ctx)
 
-    whole = read(fresh())
-    everyone = ctx.world.all_gather_object(list(itertools.chain(*whole)))
-    assert sorted(itertools.chain(*everyone)) == list(range(size))
-    first = fresh()
-    assert read(first, 1) == whole[:1]
-    second = fresh()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert read(second) == whole[1:]
+    loader = fresh()
+    epochs = [read(loader), read(loader)]
+    for whole in epochs:
+        found = sorted(itertools.chain(*ctx.world.all_gather_object(list(itertools.chain(*whole)))))
+        assert (sorted(set(found)) if repeats else found) == list(range(size))
+        assert len(found) < size + ctx.world.size
+    for epoch, whole in enumerate(epochs):
+        first = fresh()
+        for earlier in epochs[:epoch]:
+            assert read(first) == earlier
+        assert read(first, 1) == whole[:1]
+        second = fresh()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert read(second) == whole[1:]
 
 
 @needs("webdataset")
@@ -106,19 +114,61 @@ def chunks(tmp_path: Path) -> Path:
 
 
 @needs("litdata")
-@ranks(2)
-def test_litdata_splits_by_rank(ctx: ProcessContext, chunks: Path) -> None:
+@ranks(1, 2)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_litdata_splits_by_rank(ctx: ProcessContext, chunks: Path, shuffle: bool) -> None:
     litdata = optional.need("litdata", ">=0.2")
-    assert split_by_itself(litdata.StreamingDataset(str(chunks))) is not None
-    check(ctx, lambda: litdata.StreamingDataset(str(chunks)), 24, collate_fn=torch.tensor)
+    folder = str(ctx_folder(ctx, chunks))
+    assert split_by_itself(litdata.StreamingDataset(folder)) is not None
+    check(ctx, lambda: litdata.StreamingDataset(folder, shuffle=shuffle), 24, collate_fn=torch.tensor)
 
 
 def ctx_folder(ctx: ProcessContext, tmp_path: Path) -> Path:
     return Path(ctx.world.broadcast_object(str(tmp_path)))
 
 
+@contextlib.contextmanager
+def launched(ctx: ProcessContext) -> Iterator[None]:
+    """Set the variables of a launcher, from which mosaicml-streaming learns the ranks."""
+    rank, size = str(ctx.rank), str(ctx.world.size)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
+            patch.setenv(name, value)
+        yield
+
+
+def mosaicml() -> Any:
+    """Return the package. It imports torchvision, whose build for CUDA has no operators next to a torch for the CPU."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # operator torchvision::nms does not exist; nothing here calls it
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return optional.need("streaming", ">=0.8")
+
+
+def to_tensor(samples: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.tensor([int(sample["x"]) for sample in samples])
+
+
 @needs("streaming")
-def test_mosaicml_streaming_is_known_by_its_class() -> None:
-    streaming = optional.need("streaming", ">=0.8")
-    made = streaming.StreamingDataset.__new__(streaming.StreamingDataset)
-    assert split_by_itself(made) is not None
+@ranks(1, 2)
+@pytest.mark.parametrize("size", [24, 25])
+def test_mosaicml_streaming_splits_by_rank(ctx: ProcessContext, tmp_path: Path, size: int) -> None:
+    """A size that the ranks do not divide makes the package itself repeat samples, so that all ranks have as many."""
+    streaming = mosaicml()
+    folder = ctx_folder(ctx, tmp_path)
+    if ctx.rank == 0:
+        with streaming.MDSWriter(out=str(folder), columns={"x": "int"}, size_limit=200) as writer:
+            for number in range(size):
+                writer.write({"x": number})
+    ctx.world.barrier("written")
+    made: list[Any] = []
+
+    def build() -> Any:
+        made.append(streaming.StreamingDataset(local=str(folder), shuffle=True, shuffle_seed=3, batch_size=3))
+        return made[-1]
+
+    with launched(ctx):
+        check(ctx, build, size, repeats=size % ctx.world.size != 0, collate_fn=to_tensor)
+    assert split_by_itself(made[0]) is not None

@@ -86,7 +86,7 @@ def test_a_stream_begins_anew_after_a_state_was_loaded() -> None:
         next(elements)
     stream.load_state_dict(stream.state_dict())
     assert next(iter(stream)) == {"x": 5}
-    begin_anew(stream)
+    begin_anew(stream, 0)
     assert [row["x"] for row in stream] == list(range(24))
 
 

@@ -91,8 +91,7 @@ class _Backend(GeneralTracker):
         self.logging_dir = logging_dir
         self.init_kwargs = kwargs
         self._run: Any = None
-        self._begun = False
-        self._step = -1
+        self._begun, self._step = False, -1
         self._config: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -212,7 +211,8 @@ class MLflowTracker(_Backend):
     name = "mlflow"
 
     def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
-        super().__init__(experiment_name, logging_dir, **kwargs)
+        super().__init__(experiment_name, logging_dir)
+        self.init_kwargs = kwargs  # `run_name` among them is the run's, not the experiment's
 
 
 def _backend(kind: str, title: str, name: str, **marks: bool) -> Any:
