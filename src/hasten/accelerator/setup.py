@@ -128,16 +128,19 @@ class EventRecorder:
 
     def __enter__(self) -> EventRecorder:
         self._began = time.perf_counter()
-        self._run_log.checkpoint_begins()
+        try:
+            self._run_log.checkpoint_begins()
+        except Exception as wrong:  # of any kind: the other ranks are on their way to the save or load
+            log.warning("the run log could not note the start of %r: %s", self._kind, wrong)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._run_log.checkpoint_done()
-        if self.nothing_done and error is None:
-            return
         try:
+            self._run_log.checkpoint_done()
+            if self.nothing_done and error is None:
+                return
             if error is None:
                 step = self._step()
                 self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4), step=step)
