@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections import Counter
@@ -40,6 +41,7 @@ def _fresh() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    gc.collect()  # ends the persistent workers of the loop
 
 
 class Stream(IterableDataset[Any]):

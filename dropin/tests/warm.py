@@ -98,7 +98,7 @@ class Warm:
 
     def close(self) -> None:
         """End the process."""
-        self._process.communicate()
+        self._process.communicate("\n")  # an empty line: forks of this process may keep the pipe open
 
 
 def serve() -> None:
@@ -110,7 +110,7 @@ def serve() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # scripts collect often, and what was imported here stays
-    for line in sys.stdin:
+    while line := sys.stdin.readline().strip():
         answers.write(json.dumps(run(json.loads(line))) + "\n")
         answers.flush()
 

@@ -31,7 +31,7 @@ ESSENTIAL: Final = frozenset(
             "log_dir",
             "tee",
         ),
-        *("module", "no_python", "quiet", "submit", "submit_options", "dynamo_backend"),
+        *("module", "no_python", "quiet", "submit", "dynamo_backend"),
         *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size"),
     )
 )
