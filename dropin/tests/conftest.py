@@ -1,10 +1,11 @@
-"""One warm process and one fabricated Hub cache for all tests that run scripts."""
+"""Fixtures of the drop-in's tests: fresh states, and one warm process with a fabricated Hub cache for scripts."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,19 @@ def load(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def fresh_states() -> Iterator[None]:
+    """The process-wide states of the package as in a new process, before and after a test."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for last in (False, True):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        if not last:
+            yield
+    gc.collect()  # ends the persistent workers of loaders
 
 
 @pytest.fixture(scope="session")

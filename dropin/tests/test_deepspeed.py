@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, get_active_deepspeed_plugin
 from hasten.optional import available
@@ -24,13 +23,7 @@ HERE = Path(__file__).parent
 needs_deepspeed = pytest.mark.skipif(not available("deepspeed"), reason="needs deepspeed")
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def test_single_options_make_the_configuration_the_original_makes() -> None:

@@ -42,13 +42,7 @@ RECORDED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def _trained(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer, AcceleratedScheduler]:

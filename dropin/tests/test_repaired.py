@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,7 @@ from accelerate.utils.memory import find_executable_batch_size
 from hasten.optional import available
 from hasten.tracking.registry import BUILTINS
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def test_a_break_leaves_no_loader_active() -> None:

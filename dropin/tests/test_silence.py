@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 from collections import Counter
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 # Torch itself warns once for each iterator of a loader with pin_memory=True where there is no accelerator. The original, run
@@ -34,14 +33,7 @@ PINNED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    gc.collect()  # ends the persistent workers of the loop
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 class Stream(IterableDataset[Any]):

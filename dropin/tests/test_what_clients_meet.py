@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -13,19 +12,12 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.commands.to_fsdp2 import convert
-from accelerate.state import AcceleratorState, GradientState
 from hasten.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def test_the_home_page_is_a_page_of_the_documentation() -> None:
