@@ -53,14 +53,8 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
 
 
-def skip(test_case: Any) -> Any:
-    """A test that is skipped."""
-    return unittest.skip("Test was skipped")(test_case)
-
-
-def slow(test_case: Any) -> Any:
-    """A test that runs only when RUN_SLOW says so."""
-    return unittest.skipUnless(_run_slow_tests, "test is slow")(test_case)
+skip = unittest.skip("Test was skipped")
+slow = unittest.skipUnless(_run_slow_tests, "test is slow")
 
 
 def run_first(test_case: Any) -> Any:
@@ -90,9 +84,7 @@ require_single_xpu = _needs(lambda: torch_device == "xpu" and device_count == 1,
 require_multi_device = _needs(lambda: device_count > 1, "several accelerators")
 require_multi_gpu = _needs(lambda: torch_device == "cuda" and device_count > 1, "several CUDA devices")
 require_multi_xpu = _needs(lambda: torch_device == "xpu" and device_count > 1, "several XPUs")
-require_multi_gpu_or_xpu = _needs(
-    lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several CUDA devices or XPUs"
-)
+require_multi_gpu_or_xpu = _needs(lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several GPUs or XPUs")
 require_fsdp2 = _needs(lambda: True, "FSDP2")
 require_tp = _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
