@@ -88,6 +88,11 @@ def chooses_speed(asked: PerformanceSettings) -> bool:
     return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
 
 
+def _compiles_ahead(config: Config) -> bool:
+    """Return whether repeated blocks are compiled once their inputs are known."""
+    return chooses_speed(config.performance) and config.performance.compile and config.dynamo.backend == "no"
+
+
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     alone = ctx.mesh.size(*LOSS) == 1
     if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
@@ -104,7 +109,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         )
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
-    if chooses and config.performance.compile and config.dynamo.backend == "no" and config.mixed_precision != "fp8":
+    if _compiles_ahead(config):
         ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
         transforms.append(ahead.CompileAhead())
     if alone:
