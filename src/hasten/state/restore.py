@@ -25,6 +25,7 @@ from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.names import local_tensor
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
+from hasten.optim.optimizer import settle_state
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.state import epochs
@@ -257,6 +258,7 @@ def plan_restore(
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
         inner = getattr(optimizer, "optimizer", optimizer)
+        settle_state(inner)
         plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
     for index, average in enumerate(parts.averages):
         average.refuse_if_swapped("load_state()")
