@@ -152,5 +152,5 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     if not is_dtensor(parameter) or local.shape != local_tensor(parameter).shape:
         return local
     made: Tensor = torch.empty_like(parameter, dtype=local.dtype, device=local.device, requires_grad=False)
-    local_tensor(made).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())  # type: ignore[call-overload]
+    local_tensor(made).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
     return made

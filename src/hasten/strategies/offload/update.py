@@ -8,9 +8,9 @@ forward runs. All order is by events; the host never waits, except before it rea
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +126,8 @@ class StreamedUpdate:
         self._plan()
         optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # before hooks that read the parameters
+        hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)  # torch types it as a dict
+        hooks.move_to_end(after.id, last=False)  # before hooks that read the parameters
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -395,7 +396,8 @@ class StreamedUpdate:
             pairs.append((piece.home, flight.memory))
         else:
             if piece.home is None or slots != piece.slots:
-                piece.home, piece.slots = self._allocate(size, piece), slots
+                self._learn_ratio(sum(map(num_bytes, found.values())), piece)
+                piece.home, piece.slots = self._pool.cut(size)[2], slots
             flight.memory, flight.state = None, found
             flight.num_bytes = sum(map(num_bytes, (*found.values(), *flight.parameters.values())))
             pairs += [(slot.view(piece.home), found[slot.key]) for slot in slots]
@@ -429,16 +431,14 @@ class StreamedUpdate:
             found[key] is tensor or found[key].data_ptr() == tensor.data_ptr() for key, tensor in flight.state.items()
         )
 
-    def _allocate(self, size: int, piece: UpdatePiece) -> Tensor:
-        """Return page-locked host memory for a piece's state; the first call reserves memory for all pieces."""
+    def _learn_ratio(self, state_bytes: int, piece: UpdatePiece) -> None:
+        """Note the size of the first state that is seen, and reserve host memory for all of it."""
         if not self._reserved and piece.parameter_bytes:
             self._reserved = True
-            self._ratio = size / piece.parameter_bytes
-            total = sum(other.parameter_bytes for other in self._pieces)
-            largest = max(other.parameter_bytes for other in self._pieces)
-            self._budget.floor_bytes = int(_FLOOR_PIECES * largest * self._ratio)
-            self._pool.reserve(int(total * self._ratio))
-        return self._pool.cut(size)[2]
+            self._ratio = state_bytes / piece.parameter_bytes
+            sizes = [other.parameter_bytes for other in self._pieces]
+            self._budget.floor_bytes = int(_FLOOR_PIECES * max(sizes) * self._ratio)
+            self._pool.reserve(int(sum(sizes) * self._ratio))
 
     def _let_go(self, piece: UpdatePiece) -> None:
         """Free the device memory of a piece, for work of the compute stream that follows its copies."""

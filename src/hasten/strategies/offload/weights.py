@@ -156,7 +156,7 @@ class StreamedWeights:
         if torch.is_grad_enabled() and output is not None:
             for tensor in trees.tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, blocks, index))
+                    tensor.register_hook(partial(self._before_backward, blocks, index))  # type: ignore[no-untyped-call]  # untyped in torch
             if index == len(blocks) - 1:  # the backward begins with these
                 with torch.no_grad():
                     for other in blocks[-_AHEAD:]:
