@@ -18,10 +18,11 @@ SETTLE_STATE: Final = "_hasten_settle_state"
 """Attribute of an optimizer whose state is in host memory: function that makes the state current and lets others change it."""
 
 
-def settle_state(optimizer: torch.optim.Optimizer) -> None:
-    """Wait until an optimizer's state in host memory is current, so that it can be read and changed."""
+def settle_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer after its state in host memory is current, so that it can be read and changed."""
     if (settle := vars(optimizer).get(SETTLE_STATE)) is not None:
         settle()
+    return optimizer
 
 
 class SharedWindow:

@@ -257,8 +257,7 @@ def plan_restore(
             plan.models.append(plan_model(model, checkpoint.component(numbered_name("model", index)), strict))
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
-        inner = getattr(optimizer, "optimizer", optimizer)
-        settle_state(inner)
+        inner = settle_state(getattr(optimizer, "optimizer", optimizer))
         plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
     for index, average in enumerate(parts.averages):
         average.refuse_if_swapped("load_state()")

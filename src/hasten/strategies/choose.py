@@ -37,9 +37,8 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             "Set dynamo_backend=no, or cp_size=1."
         )
     if config.offload is not None:
-        import_module("hasten.strategies.offload.attach").refuse_combinations(
-            config, ctx, compiles(config)
-        )  # if asked for
+        offload = import_module("hasten.strategies.offload.attach")  # only runs with offload need it
+        offload.refuse_combinations(config, ctx, compiles(config))
     if ctx.mesh.ep > 1:
         _refuse_with_experts(config, ctx)
     if ctx.mesh.size(Axis.PP) > 1 and config.strategy != "megatron":

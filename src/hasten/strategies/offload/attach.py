@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterable
 from weakref import WeakMethod
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 
 from hasten.config.root import Config
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, PrepareError
+from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.offload.lanes import allocated_bytes, lanes_for
 from hasten.strategies.offload.update import StreamedUpdate
 from hasten.strategies.offload.weights import StreamedParameters, is_streamed
+from hasten.strategies.sharded_updates import ELEMENTWISE
 
 
 def refuse_combinations(config: Config, ctx: ProcessContext, compiles: bool) -> None:
@@ -79,10 +81,34 @@ def _refuse_with_parameters(config: Config, ctx: ProcessContext, asked: str, com
         )
 
 
+def refuse_unsplittable(optimizer: Optimizer) -> None:
+    """Raise for an optimizer whose update of a parameter may depend on other parameters, or whose state cannot be moved.
+
+    Raises: PrepareError with alternatives.
+    """
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    sharded = any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+    if type(optimizer) not in (ELEMENTWISE if sharded else (*ELEMENTWISE, Adafactor, Muon)):
+        why = (
+            "its state is sparse" if isinstance(optimizer, SparseAdam) else "it may need all (whole) parameters at once"
+        )
+        raise PrepareError(
+            f"offload is not supported with {name}: state in host memory is updated in pieces, and {why}, so results could differ from those "
+            "without offload. Use AdamW, Adam, SGD or another optimizer of torch that updates each element by itself, or leave offload out."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise PrepareError(
+                f"offload is not supported with {name}(differentiable=True): gradients through an update need its state on the device. Leave "
+                "differentiable out, or offload."
+            )
+
+
 def stream_updates(
     optimizer: Optimizer, config: Config, ctx: ProcessContext, boundary: Callable[[], bool]
 ) -> StreamedUpdate:
     """Make an optimizer update its parameters in pieces, streamed from host memory."""
+    refuse_unsplittable(optimizer)
     streamed = any(is_streamed(p) for group in optimizer.param_groups for p in group["params"])
     return StreamedUpdate(
         optimizer,

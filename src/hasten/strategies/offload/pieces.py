@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ Key = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class StateSlot:
     """Place of one state tensor in the memory of its piece."""
 
     key: Key
@@ -39,7 +39,7 @@ class Slot:
         return flat.as_strided(self.shape, self.stride)
 
 
-def _full(slot: Slot) -> bool:
+def _full(slot: StateSlot) -> bool:
     return 0 not in slot.shape
 
 
@@ -61,13 +61,40 @@ class Flight:
     """True once the update has changed it and it is being written to host memory."""
 
 
+class HostParameters(Protocol):
+    """Parameters in host memory, whose update runs on the device."""
+
+    def memory(self, parameter: Tensor) -> Tensor | None:
+        """Return the host memory of a parameter; None for one that is on the device."""
+        ...
+
+    def rest(self, parameters: Iterable[Tensor]) -> None:
+        """Drop other copies of the parameters before they are updated in host memory."""
+        ...
+
+
+class OffDevice:
+    """Parameters whose local memory is not on the device, such as those that FSDP2 offloads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def memory(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's local memory if it is not on the device."""
+        own = local_tensor(parameter).detach()
+        return None if own.device.type == self._device.type else own
+
+    def rest(self, parameters: Iterable[Tensor]) -> None:
+        """Do nothing: FSDP2 keeps no copies between passes."""
+
+
 @dataclass(slots=True, eq=False)
 class UpdatePiece:
     """Parameters of one group that are updated together, with the host memory of their state."""
 
     group: int
     parameters: list[Tensor]
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[StateSlot, ...] = ()
     home: Tensor | None = None
     resting: dict[Key, Tensor] = field(default_factory=dict)
     """The tensors in the optimizer's state while the piece is in host memory: views of `home`, as DTensors if sharded."""
@@ -123,12 +150,12 @@ def _runs(members: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
         yield run
 
 
-def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[Slot, ...], int]:
+def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[StateSlot, ...], int]:
     """Return the places of tensors in one block of memory, and its size in bytes."""
     slots, start = [], 0
     for key, tensor in tensors.items():
         stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        slots.append(Slot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype))
+        slots.append(StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype))
         start += aligned(tensor.numel() * tensor.element_size())
     return tuple(slots), start
 

@@ -10,81 +10,32 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from hasten.bigmodel.packs import HostPool
-from hasten.errors import PrepareError, StepError
+from hasten.errors import StepError
 from hasten.modules.names import is_dtensor, local_tensor
 from hasten.optim.optimizer import SETTLE_STATE
 from hasten.strategies.offload.lanes import HostLanes, MemoryBudget
 from hasten.strategies.offload.pieces import (
     Flight,
+    HostParameters,
     Key,
+    OffDevice,
     UpdatePiece,
     divide,
     lay_out,
     like_parameter,
     num_bytes,
 )
-from hasten.strategies.sharded_updates import ELEMENTWISE
 
 _AHEAD: Final = 2  # pieces fetched while one is updated
 _FLOOR_PIECES: Final = 2 + _AHEAD  # and one that is written back
 _STATE_PER_PARAMETER: Final = 2.0  # AdamW's, until the first update has shown the optimizer's own
-
-
-def refuse_unsplittable(optimizer: Optimizer) -> None:
-    """Raise for an optimizer whose update of a parameter may depend on other parameters, or whose state cannot be moved.
-
-    Raises: PrepareError with alternatives.
-    """
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    sharded = any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-    if type(optimizer) not in (ELEMENTWISE if sharded else (*ELEMENTWISE, Adafactor, Muon)):
-        why = (
-            "its state is sparse" if isinstance(optimizer, SparseAdam) else "it may need all (whole) parameters at once"
-        )
-        raise PrepareError(
-            f"offload is not supported with {name}: state in host memory is updated in pieces, and {why}, so results could differ from those "
-            "without offload. Use AdamW, Adam, SGD or another optimizer of torch that updates each element by itself, or leave offload out."
-        )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise PrepareError(
-                f"offload is not supported with {name}(differentiable=True): gradients through an update need its state on the device. Leave "
-                "differentiable out, or offload."
-            )
-
-
-class HostParameters(Protocol):
-    """Parameters in host memory, whose update runs on the device."""
-
-    def memory(self, parameter: Tensor) -> Tensor | None:
-        """Return the host memory of a parameter; None for one that is on the device."""
-        ...
-
-    def rest(self, parameters: Iterable[Tensor]) -> None:
-        """Drop other copies of the parameters before they are updated in host memory."""
-        ...
-
-
-class OffDevice:
-    """Parameters whose local memory is not on the device, such as those that FSDP2 offloads."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def memory(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's local memory if it is not on the device."""
-        own = local_tensor(parameter).detach()
-        return None if own.device.type == self._device.type else own
-
-    def rest(self, parameters: Iterable[Tensor]) -> None:
-        """Do nothing: FSDP2 keeps no copies between passes."""
 
 
 class StreamedUpdate:
@@ -105,7 +56,6 @@ class StreamedUpdate:
         `boundary` returns whether a backward is the last one before an update; `parameters` finds those that are in host memory, by default
         the ones that are not on the device.
         """
-        refuse_unsplittable(optimizer)
         self._optimizer = optimizer
         self._lanes = lanes
         self._boundary = boundary

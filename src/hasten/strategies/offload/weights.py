@@ -23,7 +23,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.offload.lanes import HostLanes, Mark, lanes_for
-from hasten.strategies.offload.pieces import Slot, lay_out
+from hasten.strategies.offload.pieces import StateSlot, lay_out
 from hasten.strategies.placing import refuse_meta
 
 _ATTRIBUTE: Final = "_hasten_host_parameter"
@@ -37,7 +37,7 @@ class StreamedBlock:
         self.name = name
         self.parameters = list(parameters)
         self._lanes = lanes
-        self.slots: tuple[Slot, ...]
+        self.slots: tuple[StateSlot, ...]
         self.slots, self._size = lay_out({(index, ""): p.detach() for index, p in enumerate(parameters)})
         self._home = pool.cut(self._size)[2]
         self.homes = [slot.view(self._home) for slot in self.slots]

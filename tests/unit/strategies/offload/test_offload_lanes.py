@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,11 @@ def model() -> nn.Module:
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 1e-3}]
+    return torch.optim.AdamW(groups, 1e-2)
+
+
 def train(
     make: Make, attach: Callable[[torch.optim.Optimizer], object], steps: int = 5
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -103,9 +109,7 @@ MAKERS: dict[str, Make] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, foreach=True),
     "adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, 1e-2, amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
-    "two groups": lambda parameters: torch.optim.AdamW(
-        [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 1e-3, "weight_decay": 0.0}], 1e-2
-    ),
+    "two groups": two_groups,
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 1e-2),
 }
 
