@@ -64,12 +64,14 @@ CUDA_PLANS = (
     Plan("fp8.py", always=("--device", "cuda")),
     Plan("chunked_loss.py", always=("--device", "cuda")),
     Plan("muon.py"),
+    Plan("qlora.py"),
 )
 """Benchmarks of the published tables, the headline first."""
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
     "offload.py": "needs a GPU",
     "muon.py": "needs a GPU",
+    "qlora.py": "needs a GPU",
     "offload_tokens.py": "needs a GPU",
     "offload_training.py": "needs a GPU",
     "memory_picture.py": "needs a GPU",
