@@ -183,8 +183,8 @@ def test_flags_and_variables_name_the_port() -> None:
 @pytest.mark.parametrize("folder", [True, False])
 def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
     """An update after the end of a second, or a scrape, has the next loss and norm stored; the others are not looked at."""
-    settings = {"project_dir": str(tmp_path)} if folder else {}
-    accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0}, **settings)
+    project_dir = str(tmp_path) if folder else None
+    accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0}, project_dir=project_dir)
     model, optimizer, _ = prepared(accelerator)
     metrics, log = accelerator._metrics, accelerator._run_log
     assert metrics is not None
