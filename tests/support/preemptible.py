@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from hasten import PREEMPTED_EXIT_CODE, Accelerator
 
 
-def train(accelerator: Accelerator, samples: int = 240, pause_s: float = 0.0, save_every: int = 0) -> None:
-    """Train one epoch on numbered samples; `seen-<rank>` gets a line for each step, and the weights at the end."""
+def train(accelerator: Accelerator, samples: int = 240, pause_s: float = 0.0, save_at: int = 0) -> None:
+    """Train one epoch on numbered samples, with a save after step `save_at`; `seen-<rank>` gets a line for each step, and the weights."""
     torch.manual_seed(4)
     model: Any = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     data = DataLoader(TensorDataset(torch.arange(float(samples)).reshape(-1, 1)), batch_size=2, shuffle=True)
@@ -33,7 +33,7 @@ def train(accelerator: Accelerator, samples: int = 240, pause_s: float = 0.0, sa
             step, size = optimizer.num_updates, accelerator.num_processes
             print(step, size, *(int(number) for number in x.flatten().tolist()), loss.item(), file=seen, flush=True)
             time.sleep(pause_s)
-            if save_every and step % save_every == 0:
+            if step == save_at:
                 accelerator.save_state()
             if accelerator.preempted:
                 accelerator.save_state()

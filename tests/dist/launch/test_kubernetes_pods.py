@@ -33,6 +33,8 @@ TOKEN: Final = "the token in the Secret, not in the manifest"
 
 TRAIN: Final = Path(__file__).parents[2] / "support" / "preemptible.py"
 SAMPLES: Final = 240
+SAVED_AT: Final = 5
+"""Step after which the pods of an elastic job save."""
 
 
 def undisturbed(ctx: ProcessContext, folder: str) -> None:
@@ -55,7 +57,7 @@ def manifest(kind: str) -> list[dict[str, Any]]:
     kind = "pytorchjob" if kind == "elastic" else kind
     flags = ["--submit=kubernetes", f"--kind={kind}", "--kubernetes_image=a", "--kubernetes_name=train", "--cpu", *size]
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
-    words = (str(SAMPLES), "0.04", "3" if "--nnodes=1:2" in flags else "0")
+    words = (str(SAMPLES), "0.04", str(SAVED_AT) if "--nnodes=1:2" in flags else "0")
     request = LaunchRequest(resolved.config, Target(str(TRAIN), words), handoff.pack(resolved))
     return list(yaml.safe_load_all(plan_submit(request).files[0].text))
 
@@ -118,7 +120,7 @@ def start(folder: Path, kind: str, order: list[NamespaceMachine], attempt: int, 
 
 def wait_for_lines(file: Path, more_than: int) -> None:
     """Wait until a file has more than so many lines."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (file.read_text().count("\n") if file.exists() else 0) <= more_than:
         assert time.monotonic() < deadline, f"{file} has not enough lines"
         time.sleep(0.01)
@@ -164,7 +166,7 @@ def test_an_elastic_job_continues_with_the_pods_that_are_left(zygote: Zygote, tm
     quick = {"HASTEN_RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"}
     with machines(zygote, 2) as (a, b):
         start(tmp_path, "elastic", [a, b], 0, **quick)
-        wait_for_lines(run / "seen-1", 8)
+        wait_for_lines(run / "seen-1", SAVED_AT + 2)  # not within the save
         b.kill()
         code, text = a.end()
     assert code == 0, text
@@ -173,7 +175,7 @@ def test_an_elastic_job_continues_with_the_pods_that_are_left(zygote: Zygote, tm
     sizes = [len(ranks) for ranks in used.values()]
     alone = sizes.index(1)
     assert sizes == [2] * alone + [1] * (len(sizes) - alone)
-    assert alone % 3 == 0, "it resumes from a checkpoint"
+    assert alone == SAVED_AT
     assert sorted(sample for ranks in used.values() for batch in ranks for sample in batch) == list(range(SAMPLES))
 
 
@@ -223,5 +225,5 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path
         whole = {**os.environ, **variables, **here, **port}
         words = [sys.executable, "-c", ALONE]
         running.append(subprocess.Popen(words, env=whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    ends = [process.communicate(timeout=60) for process in running]
+    ends = [process.communicate(timeout=240) for process in running]
     assert [out for out, _ in ends] == ["0 2 cpu 3.0\n", "1 2 cpu 3.0\n"], ends
