@@ -33,7 +33,7 @@ def llama() -> Any:  # Any: a model of transformers
         max_position_embeddings=8,
         use_cache=False,
     )
-    return seeded(lambda: LlamaForCausalLM(config).train())
+    return seeded(lambda: LlamaForCausalLM(config).train())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
 
 def gradients(model: Any) -> tuple[Tensor, list[Tensor]]:
