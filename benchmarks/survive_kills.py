@@ -1,86 +1,215 @@
-"""Replicas that are killed and stopped at random instants: the longest pause, lost updates, and the account of all samples.
+"""Replicas under random faults in every phase: the longest pause, updates lost, and the account of all samples, beside restarts and torchft.
 
-    python benchmarks/survive_kills.py [--disturbances 20] [--each 5] [--seconds 600]
+    sudo python benchmarks/survive_kills.py [--faults 200] [--seed 0] [--folder build/survive_kills]     # or: make bench-survive
 
-Needs torchft. Runs of 2, 3 and 4 replicas take turns; each is disturbed several times, by SIGKILL or SIGSTOP, and then checked as in tests/survive: each
-sample of each epoch is used by exactly one applied update, and the weights are bit by bit those of one process in plain torch. A pause is the time
-between two updates. Compare with the restarts in results/lost_machine.md, which is another program on two machines. Links are not cut.
+Needs torchft, and root for its network namespaces. Runs of 2, 3 and 4 replicas take turns, each replica on a simulated host. Processes are killed and
+stopped (for 0.3 to 5 s, or for good) and links cut (for 0.3 to 15 s, or for good; one in five between two replicas alone), in forward, backward,
+exchange, step, save, evaluation and between epochs; some faults hit a second replica while the first is away. Each run is checked: each sample of each
+epoch is used by exactly one applied update, weights and evaluations are bit by bit those of one process in plain torch. Between them, the same program
+is killed under restarts from memory and from the disk, and in torchft's own pattern (Manager and DistributedDataParallel; survive_peers.py).
+
+The faults follow from the seed. Finished runs are kept in the folder: a second call continues after the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from recording import record
+from recording import commit
 
-from tests.survive.checking import check_run, results
-from tests.survive.driving import disturb, finish, options_of, start
+from tests.survive.checking import check_run, results, rows
+from tests.survive.fault_program import PHASES
+from tests.survive.faults import (
+    KINDS,
+    Fault,
+    FaultyNetwork,
+    StalledRunError,
+    decks,
+    encoded,
+    faulty_network,
+    plan_faults,
+    run_with_faults,
+)
 
-LIMIT_S = 400.0
+SETTING = "faults in every phase"
+EACH = 7
+"""Faults in a run."""
 
 
-def one_run(replicas: int, number: int, rng: random.Random) -> dict[str, Any]:
-    """Disturb and check one run; return its numbers."""
-    options = options_of({"size": 480 * replicas, "epochs": number, "sleep": 0.03})
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        run = start(folder, replicas, options)
-        done = disturb(run, folder, number, replicas, rng)
-        finish(run, folder, LIMIT_S)
-        updates = check_run(folder, options)
-        found = list(results(folder).values())
-    times = [update["time"] for update in updates]
-    gaps = sorted(after - before for before, after in itertools.pairwise(times))
+# -- one run -----------------------------------------------------------------------------------------------------------
+def one_run(
+    index: int, replicas: int, deck: list[tuple[str, str]], network: FaultyNetwork, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Inject faults into one run and check it; return its numbers. A violation is part of them."""
+    rng = random.Random(f"{args.seed}-{index}")
+    folder = Path(tempfile.mkdtemp(prefix="hasten-faults-"))
+    planned = plan_faults(replicas, deck, rng)
+    before = processor_times()
+    found: dict[str, Any] = {"run": index, "replicas": replicas, "violation": "", "commit": commit()}
+    try:
+        options, done = run_with_faults(folder, replicas, network, planned, rng)
+        found |= numbers(folder, options, done)
+    except (StalledRunError, AssertionError, KeyError) as error:
+        done = [fault for fault in planned if fault.at]
+        found["violation"] = f"{type(error).__name__}: {error}"[:2000]
+        shutil.copytree(
+            folder,
+            args.folder / f"violation-{index}",
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("socket", "project"),
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    return found | {"faults": [encoded(fault) for fault in done]} | load_since(before)
+
+
+def numbers(folder: Path, options: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Check a finished run; return its pauses and the account of its updates."""
+    updates = check_run(folder, options)
+    written = [row for row in rows(folder) if row["applied"]]
+    first: dict[str, float] = {}
+    for row in written:
+        first[row["lineage"]] = min(row["time"], first.get(row["lineage"], row["time"]))
+    times = [first[update["lineage"]] for update in updates]
+    gaps = list(itertools.pairwise(times))
+    ends = [fault.at for fault in faults[1:]] + [times[-1]]
+    pauses = [
+        max((b - a for a, b in gaps if b > fault.at and a < end), default=0.0)
+        for fault, end in zip(faults, ends, strict=True)
+    ]
+    final = list(results(folder).values())
+    on_chain = {update["lineage"] for update in updates}
     return {
-        "replicas": replicas,
-        "kills": len(done.kills),
-        "stops": len(done.stops),
         "updates": len(updates),
-        "step, median (s)": round(statistics.median(gaps), 3),
-        "longest pause (s)": round(gaps[-1], 2),
-        "samples given out again": max(one["returned"] for one in found),
-        "replicas at the end": len(found),
+        "epochs": options["epochs"],
+        "step, median (s)": round(statistics.median(b - a for a, b in gaps), 4),
+        "pauses (s)": [round(pause, 2) for pause in pauses],
+        "samples given out again": sum(len(lost_samples(update)) for update in updates),
+        "updates of single replicas, discarded": len({row["lineage"] for row in written} - on_chain),
+        "replicas at the end": len(final),
     }
 
 
-def page_of(rows: list[dict[str, Any]]) -> str:
-    """Return the table of all runs."""
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
-    kills, stops = sum(row["kills"] for row in rows), sum(row["stops"] for row in rows)
-    longest = max(row["longest pause (s)"] for row in rows)
-    lines += [
-        "",
-        f"{kills} kills and {stops} stops in {len(rows)} runs: no run ended, every account of samples is exact, the weights are bitwise",
+def lost_samples(update: dict[str, Any]) -> list[int]:
+    """Return the positions of an update's samples that were given to replicas without a part in it."""
+    return [
+        place
+        for one in update["rounds"]
+        for name, ranges in one.items()
+        if name not in update["contributors"]
+        for start, end in ranges
+        for place in range(start, end)
     ]
-    lines[-1] += f" those of plain torch, and the longest time between two updates was {longest} s."
+
+
+def processor_times() -> list[int]:
+    """Return the ticks of all processors so far: busy, idle, stolen."""
+    values = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return [
+        values[0] + values[1] + values[2] + values[5] + values[6],
+        values[3] + values[4],
+        values[7],
+        time.monotonic_ns(),
+    ]
+
+
+def load_since(before: list[int]) -> dict[str, Any]:
+    """Return the shares of the processors since then, and the machine's load."""
+    busy, idle, stolen, took = (b - a for a, b in zip(before, processor_times(), strict=True))
+    total = max(1, busy + idle + stolen)
+    return {
+        "seconds": round(took / 1e9, 1),
+        "processors busy": round(busy / total, 2),
+        "processors stolen": round(stolen / total, 2),
+        "load": os.getloadavg()[0],
+    }
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+def page_of(runs: list[dict[str, Any]]) -> str:
+    """Return the tables of all runs."""
+    faults = [fault for run in runs for fault in run["faults"]]
+    hits = Counter((fault["kind"], fault["hit"]) for fault in faults)
+    phases = [*PHASES, *sorted({fault["hit"] for fault in faults} - set(PHASES))]
+    lines = ["| faults by kind and phase | " + " | ".join(phases) + " | all |", "|---" * (len(phases) + 2) + "|"]
+    for kind in KINDS:
+        counts = [hits[kind, phase] for phase in phases]
+        lines.append(f"| {kind} | " + " | ".join(map(str, counts)) + f" | {sum(counts)} |")
+    violations = [run for run in runs if run["violation"]]
+    lines += ["", f"{len(faults)} faults in {len(runs)} runs; runs that ended or broke a law: {len(violations)}.", ""]
+    checked = [run for run in runs if not run["violation"]]
+    lines += [
+        "| replicas | runs | faults | updates | longest pause (s) | median pause of a fault (s) | samples given out again | discarded |",
+        "|---" * 8 + "|",
+    ]
+    for replicas in sorted({run["replicas"] for run in checked}):
+        some = [run for run in checked if run["replicas"] == replicas]
+        pauses = [pause for run in some for pause in run["pauses (s)"]]
+        row = [
+            replicas,
+            len(some),
+            len(pauses),
+            sum(run["updates"] for run in some),
+            max(pauses),
+            round(statistics.median(pauses), 2),
+        ]
+        row += [
+            sum(run["samples given out again"] for run in some),
+            sum(run["updates of single replicas, discarded"] for run in some),
+        ]
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--disturbances", type=int, default=20)
-    parser.add_argument("--each", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/survive_kills"), help="finished runs; a second call continues"
+    )
+    parser.add_argument("--seconds", type=float, default=7200.0, help="start no further run after this time")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results")
     args = parser.parse_args()
-    rng, until = random.Random(args.seed), time.monotonic() + args.seconds
-    rows: list[dict[str, Any]] = []
-    for replicas in itertools.cycle((2, 3, 4)):
-        if time.monotonic() > until or sum(row["kills"] + row["stops"] for row in rows) >= args.disturbances:
-            break
-        rows.append(one_run(replicas, args.each, rng))
-        print(rows[-1], flush=True)
-        record("survive_kills", "kills and stops", {"runs": rows}, page_of(rows))
-    sys.stdout.write(page_of(rows))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    kept = args.folder / f"runs-{args.seed}.jsonl"
+    runs = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    dealt = decks(random.Random(args.seed), EACH)
+    until = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory(prefix="hasten-faults-") as name, faulty_network(Path(name), 4) as network:
+        for index, replicas in enumerate(itertools.cycle((2, 3, 4))):
+            deck = next(dealt)
+            if index < len(runs):
+                continue
+            if time.monotonic() > until or sum(len(run["faults"]) for run in runs) >= args.faults:
+                break
+            runs.append(one_run(index, replicas, deck, network, args))
+            with kept.open("a") as file:
+                file.write(json.dumps(runs[-1]) + "\n")
+            told(runs)
+    sys.stdout.write(page_of(runs))
+    sys.exit(any(run["violation"] for run in runs))
+
+
+def told(runs: list[dict[str, Any]]) -> None:
+    """Print one line about the newest run."""
+    run, faults = runs[-1], sum(len(one["faults"]) for one in runs)
+    print(
+        f"run {run['run']}: {run['replicas']} replicas, {[(one['kind'], one['hit'], one['seconds']) for one in run['faults']]}, pauses {run.get('pauses (s)')}, "
+        f"{run['seconds']} s, load {run['load']:.1f}; {faults} faults, {sum(bool(one['violation']) for one in runs)} violations {run['violation'][:300]}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
