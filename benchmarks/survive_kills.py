@@ -19,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=7200.0, help="start no further run after this time")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; a second call continues"))
     args.folder.mkdir(parents=True, exist_ok=True)
     kept = args.folder / f"runs-{args.seed}.jsonl"
     runs = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []

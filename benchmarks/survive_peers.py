@@ -28,12 +28,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.support.machines import enter
 from tests.survive.faults import FaultyNetwork, alive, lighthouse, rank_command
 from tests.survive.replica_program import Numbered, model_of
 
 WORK_S = 0.006
 """Seconds that forward, backward and step take each, as in fault_program.py."""
+LOCAL = "127.0.0.1"
 SIZE = 100_000
 SAVE_EVERY = 10
 LIMIT_S = 180.0
@@ -109,12 +109,12 @@ def restarting(folder: Path, source: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         progress.step += 1
-        log.write(step=progress.step, committed=True)
+        log.write(step=progress.step, committed=True, members=accelerator.num_processes)
         if source == "disk" and progress.step % SAVE_EVERY == 0:
             accelerator.save_state()
 
 
-def of_torchft(folder: Path, name: str, replicas: int, host: str, address: str) -> None:
+def of_torchft(folder: Path, name: str, replicas: int, address: str) -> None:
     """Train until killed, as torchft's documentation shows it."""
     import torchft
 
@@ -126,19 +126,19 @@ def of_torchft(folder: Path, name: str, replicas: int, host: str, address: str) 
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
-    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         min_replica_size=1,
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         replica_id=f"example_{name}",
-        store_addr=host,
+        store_addr=LOCAL,
         store_port=store.port,
         rank=0,
         world_size=1,
         lighthouse_addr=f"http://{address}",
-        hostname=host,
+        hostname=LOCAL,
         timeout=timedelta(seconds=30),
     )
     wrapped = torchft.DistributedDataParallel(manager, model)
@@ -156,7 +156,8 @@ def of_torchft(folder: Path, name: str, replicas: int, host: str, address: str) 
         loss.backward()
         before = manager.current_step()
         optimizer.step()
-        log.write(step=manager.current_step(), committed=manager.current_step() > before)
+        number = manager.num_participants()
+        log.write(step=manager.current_step(), committed=manager.current_step() > before, members=number)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -169,13 +170,12 @@ def wait_until(condition: Callable[[], object], process: Callable[[], str]) -> N
         time.sleep(0.05)
 
 
-def members(folder: Path) -> dict[str, int]:
-    """Return the processes that have made an update within the last second, by name."""
-    found = {}
-    for path in folder.glob("updates-*"):
-        _, name, pid = path.name.split("-")
-        if time.time() - path.stat().st_mtime < 1.0 and alive(int(pid)):
-            found[name] = int(pid)
+def members(folder: Path, replicas: int) -> dict[str, int]:
+    """Return the processes that have made an update of all replicas within the last second, by name."""
+    found, rows = {}, updates(folder)
+    for row in rows:
+        if time.time() - row["time"] < 1.0 and row["committed"] and row["members"] == replicas and alive(row["pid"]):
+            found[row["name"]] = row["pid"]
     return found
 
 
@@ -223,11 +223,11 @@ def one_kill(
     def out() -> str:
         return "\n".join(path.read_text() for path in folder.glob("out*"))
 
-    wait_until(lambda: len(members(folder)) == replicas, out)
+    wait_until(lambda: len(members(folder, replicas)) == replicas, out)
     time.sleep(1.0 + rng.random())
-    found = members(folder)
-    wait_until(lambda: len(members(folder)) == replicas, out)
-    found = members(folder)
+    found = members(folder, replicas)
+    wait_until(lambda: len(members(folder, replicas)) == replicas, out)
+    found = members(folder, replicas)
     name = rng.choice(sorted(found))
     at = time.time()
     os.kill(found[name], signal.SIGKILL)
@@ -248,7 +248,7 @@ def torchft_kills(
     """Kill replicas in torchft's own pattern; return a row for each kill."""
     with tempfile.TemporaryDirectory(prefix="torchft-", ignore_cleanup_errors=True) as text:
         folder, processes = Path(text), {}
-        with lighthouse(network, heartbeat_s=heartbeat_s) as address:
+        with lighthouse(None, heartbeat_s=heartbeat_s) as address:
 
             def start(name: str) -> None:
                 command = [
@@ -258,12 +258,11 @@ def torchft_kills(
                     text,
                     name,
                     str(replicas),
-                    network.prefix,
                     address,
                 ]
                 variables = {
                     **os.environ,
-                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "GLOO_SOCKET_IFNAME": "lo",
                     "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{name}"),
                 }
                 with (folder / f"out-{name}").open("a") as out:
@@ -297,8 +296,7 @@ def main() -> None:
         case "restarting":
             restarting(Path(words[1]), words[2])
         case "torchft":
-            enter(f"/run/netns/{words[4]}-{words[2]}")
-            of_torchft(Path(words[1]), words[2], int(words[3]), f"10.77.0.{int(words[2]) + 1}", words[5])
+            of_torchft(Path(words[1]), words[2], int(words[3]), words[4])
         case other:
             sys.exit(f"{other!r} is no program; run survive_kills.py")
 

@@ -146,17 +146,18 @@ def rank_command(path: Path) -> list[str]:
 
 
 @contextmanager
-def lighthouse(network: FaultyNetwork, *, join_s: float = 10.0, heartbeat_s: float = 2.0) -> Iterator[str]:
-    """Context manager with torchft's lighthouse on a host of its own, which all replicas reach; yields its address."""
-    command = ["ip", "netns", "exec", network.made[0].cable[0], sys.executable, "-m", "hasten.survive.lighthouse"]
-    command += [LIGHTHOUSE, "1", str(join_s), str(heartbeat_s)]
+def lighthouse(network: FaultyNetwork | None, *, join_s: float = 10.0, heartbeat_s: float = 2.0) -> Iterator[str]:
+    """Context manager with torchft's lighthouse, on a host that all replicas reach, or without a network on this machine; yields its address."""
+    host = LIGHTHOUSE if network else "127.0.0.1"
+    command = ["ip", "netns", "exec", network.made[0].cable[0]] if network else []
+    command += [sys.executable, "-m", "hasten.survive.lighthouse", host, "1", str(join_s), str(heartbeat_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         port = child.stdout.readline().decode().strip()
         assert port.isdecimal(), f"the lighthouse printed {port!r}"
         try:
-            yield f"{LIGHTHOUSE}:{port}"
+            yield f"{host}:{port}"
         finally:
             child.stdin.close()
 
@@ -348,7 +349,7 @@ def run_with_faults(
     network: FaultyNetwork,
     faults: Sequence[Fault],
     rng: random.Random,
-    timeout_s: float = 400.0,
+    timeout_s: float = 200.0,
 ) -> tuple[dict[str, Any], list[Fault]]:
     """Run replicas, inject the faults, and wait for the end; return the options of the run, and the faults as they were injected.
 
