@@ -25,10 +25,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from recording import commit
+from recording import commit, record
+from survive_peers import WRAPPERS, restarts, torchft_kills
 
 from tests.survive.checking import check_run, results, rows
 from tests.survive.fault_program import PHASES
@@ -47,6 +49,8 @@ from tests.survive.faults import (
 SETTING = "faults in every phase"
 EACH = 7
 """Faults in a run."""
+ROUNDS, KILLS = 5, 2
+"""Rounds of the others, and kills of each of them in a round."""
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -90,14 +94,15 @@ def numbers(folder: Path, options: dict[str, Any], faults: list[Fault]) -> dict[
         for fault, end in zip(faults, ends, strict=True)
     ]
     final = list(results(folder).values())
-    on_chain = {update["lineage"] for update in updates}
+    lost = {row["lineage"] for row in written} - {update["lineage"] for update in updates}
+    assert len(lost) <= len(faults), f"{len(lost)} updates were applied and then lost"
     return {
         "updates": len(updates),
         "epochs": options["epochs"],
         "step, median (s)": round(statistics.median(b - a for a, b in gaps), 4),
         "pauses (s)": [round(pause, 2) for pause in pauses],
         "samples given out again": sum(len(lost_samples(update)) for update in updates),
-        "updates of single replicas, discarded": len({row["lineage"] for row in written} - on_chain),
+        "updates lost": len(lost),
         "replicas at the end": len(final),
     }
 
@@ -138,39 +143,118 @@ def load_since(before: list[int]) -> dict[str, Any]:
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
-def page_of(runs: list[dict[str, Any]]) -> str:
+def table(header: list[str], lines: list[list[object]]) -> list[str]:
+    """Return a Markdown table."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *lines)]
+
+
+def page_of(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     """Return the tables of all runs."""
+    lines = [*by_phase(runs), "", *by_replicas(runs), "", *beside(runs, peers), "", machine(runs)]
+    lines += [
+        f"Run {run['run']} with {run['replicas']} replicas: {run['violation']}" for run in runs if run["violation"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def by_phase(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the number of faults by kind and phase."""
     faults = [fault for run in runs for fault in run["faults"]]
     hits = Counter((fault["kind"], fault["hit"]) for fault in faults)
     phases = [*PHASES, *sorted({fault["hit"] for fault in faults} - set(PHASES))]
-    lines = ["| faults by kind and phase | " + " | ".join(phases) + " | all |", "|---" * (len(phases) + 2) + "|"]
-    for kind in KINDS:
-        counts = [hits[kind, phase] for phase in phases]
-        lines.append(f"| {kind} | " + " | ".join(map(str, counts)) + f" | {sum(counts)} |")
-    violations = [run for run in runs if run["violation"]]
-    lines += ["", f"{len(faults)} faults in {len(runs)} runs; runs that ended or broke a law: {len(violations)}.", ""]
-    checked = [run for run in runs if not run["violation"]]
-    lines += [
-        "| replicas | runs | faults | updates | longest pause (s) | median pause of a fault (s) | samples given out again | discarded |",
-        "|---" * 8 + "|",
+    counts = [[kind, *(hits[kind, phase] for phase in phases)] for kind in KINDS]
+    found = table(["faults", *phases, "all"], [[*row, sum(row[1:])] for row in counts])  # type: ignore[arg-type]  # numbers
+    violations = sum(bool(run["violation"]) for run in runs)
+    return [
+        *found,
+        "",
+        f"{len(faults)} faults in {len(runs)} runs; runs that ended, or whose samples or weights were wrong: {violations}.",
     ]
-    for replicas in sorted({run["replicas"] for run in checked}):
-        some = [run for run in checked if run["replicas"] == replicas]
+
+
+def by_replicas(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the pauses and updates by number of replicas."""
+    header = [
+        "replicas",
+        "runs",
+        "faults",
+        "updates",
+        "longest pause",
+        "pause, median",
+        "samples given out again",
+        "updates lost",
+    ]
+    found: list[list[object]] = []
+    for replicas in sorted({run["replicas"] for run in runs if not run["violation"]}):
+        some = [run for run in runs if run["replicas"] == replicas and not run["violation"]]
         pauses = [pause for run in some for pause in run["pauses (s)"]]
-        row = [
-            replicas,
-            len(some),
-            len(pauses),
-            sum(run["updates"] for run in some),
-            max(pauses),
-            round(statistics.median(pauses), 2),
-        ]
-        row += [
-            sum(run["samples given out again"] for run in some),
-            sum(run["updates of single replicas, discarded"] for run in some),
-        ]
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    return "\n".join(lines) + "\n"
+        sums = [sum(run[key] for run in some) for key in ("updates", "samples given out again", "updates lost")]
+        row = [replicas, len(some), len(pauses), sums[0], f"{max(pauses):.1f} s", f"{statistics.median(pauses):.1f} s"]
+        found.append([*row, *sums[1:]])
+    return table(header, found)
+
+
+def beside(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
+    """Return the pauses of single kills, beside those of restarts and of torchft."""
+    rows = [row | {"who": "hasten launch --replicas"} for row in single_kills(runs)] + peers
+    found: list[list[object]] = []
+    for who in dict.fromkeys(row["who"] for row in rows):
+        some = [row for row in rows if row["who"] == who]
+        pauses, lost = [row["pause (s)"] for row in some], [row["updates lost"] for row in some]
+        ended = sum(row["others that ended"] > 0 for row in some)
+        found.append([who, len(some), f"{statistics.median(pauses):.1f} s", f"{max(pauses):.1f} s", max(lost), ended])
+    return table(
+        ["one process is killed", "kills", "pause, median", "longest", "most updates lost", "kills that ended others"],
+        found,
+    )
+
+
+def single_kills(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the kills before and during which no other replica was disturbed."""
+    found = []
+    for run in runs:
+        if run["violation"]:
+            continue
+        following = [fault["follows_s"] is not None for fault in run["faults"][1:]] + [False]
+        for fault, pause, followed in zip(run["faults"], run["pauses (s)"], following, strict=True):
+            if fault["kind"] == "kill" and fault["follows_s"] is None and not followed:
+                found.append({"pause (s)": pause, "updates lost": run["updates lost"], "others that ended": 0})
+    return found
+
+
+def machine(runs: list[dict[str, Any]]) -> str:
+    """Return a sentence about the machine during the runs."""
+    busy, stolen = (statistics.mean(run[key] for run in runs) for key in ("processors busy", "processors stolen"))
+    loads = [run["load"] for run in runs]
+    return (
+        f"The machine had other work at the same time: load average {min(loads):.0f} to {max(loads):.0f} on {os.cpu_count()} cores, processors "
+        f"{busy:.0%} busy, {stolen:.0%} of their time taken by the host; an update without faults took "
+        f"{1e3 * statistics.median(run['step, median (s)'] for run in runs if not run['violation']):.0f} ms."
+    )
+
+
+# -- all runs ----------------------------------------------------------------------------------------------------------
+def kept_rows(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    """Return the rows of all files of the folder whose names match."""
+    return [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text().splitlines()]
+
+
+def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
+    """Append rows to a file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows_)
+
+
+def peers_round(number: int, replicas: int, network: FaultyNetwork, args: argparse.Namespace) -> None:
+    """Kill processes under restarts and in torchft's pattern."""
+    for who in ("memory", "disk", *WRAPPERS):
+        rng = random.Random(f"{args.seed}-{number}-{who}")
+        before = processor_times()
+        kill = torchft_kills if who in WRAPPERS else restarts
+        found = kill(who, replicas, KILLS, network, rng)
+        load = load_since(before)
+        keep(args.folder / f"peers-{args.seed}.jsonl", [row | load for row in found])
+        print(f"peers: {found}", flush=True)
 
 
 def main() -> None:
@@ -181,12 +265,23 @@ def main() -> None:
         "--folder", type=Path, default=Path("build/survive_kills"), help="finished runs; a second call continues"
     )
     parser.add_argument("--seconds", type=float, default=7200.0, help="start no further run after this time")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; a second call continues"))
     args.folder.mkdir(parents=True, exist_ok=True)
+    if args.faults:
+        inject_all(args)
+    runs, peers = kept_rows(args.folder, "runs-*.jsonl"), kept_rows(args.folder, "peers-*.jsonl")
+    page = page_of(runs, peers)
+    versions = {"torch": version("torch"), "torchft": version("torchft")}
+    record("survive_kills", SETTING, {"runs": [compact(run) for run in runs], "peers": peers}, page, versions)
+    sys.stdout.write(page)
+    sys.exit(any(run["violation"] for run in runs))
+
+
+def inject_all(args: argparse.Namespace) -> None:
+    """Make the runs that are missing, and a round of the others after every third one."""
     kept = args.folder / f"runs-{args.seed}.jsonl"
-    runs = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    runs = kept_rows(args.folder, kept.name)
     dealt = decks(random.Random(args.seed), EACH)
     until = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory(prefix="hasten-faults-") as name, faulty_network(Path(name), 4) as network:
@@ -197,11 +292,24 @@ def main() -> None:
             if time.monotonic() > until or sum(len(run["faults"]) for run in runs) >= args.faults:
                 break
             runs.append(one_run(index, replicas, deck, network, args))
-            with kept.open("a") as file:
-                file.write(json.dumps(runs[-1]) + "\n")
+            keep(kept, runs[-1:])
             told(runs)
-    sys.stdout.write(page_of(runs))
-    sys.exit(any(run["violation"] for run in runs))
+            if index % 3 == 0 and index < 3 * ROUNDS:
+                peers_round(index // 3, 2 + index // 3 % 3, network, args)
+
+
+def compact(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run as it is recorded: each fault on one line."""
+    pauses = run.get("pauses (s)") or [None] * len(run["faults"])
+    faults = [
+        f"{fault['kind']} in {fault['hit']} of replica {fault['name']}"
+        + (f" from {fault['other']}" if fault["pair"] else "")
+        + ("" if fault["kind"] == "kill" else " for good" if fault["seconds"] < 0 else f" for {fault['seconds']} s")
+        + (", while another is away" if fault["follows_s"] is not None else "")
+        + f": pause {pause} s"
+        for fault, pause in zip(run["faults"], pauses, strict=True)
+    ]
+    return {key: value for key, value in run.items() if key != "pauses (s)"} | {"faults": faults}
 
 
 def told(runs: list[dict[str, Any]]) -> None:

@@ -7,16 +7,17 @@ shows them, one process for each replica, each started again by this script when
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -31,6 +32,8 @@ from torch.utils.data import DataLoader
 from tests.survive.faults import FaultyNetwork, alive, lighthouse, rank_command
 from tests.survive.replica_program import Numbered, model_of
 
+WRAPPERS = ("DistributedDataParallel", "PureDistributedDataParallel")
+"""torchft's two wrappers: the recommended one, and one that exchanges each gradient by itself."""
 WORK_S = 0.006
 """Seconds that forward, backward and step take each, as in fault_program.py."""
 LOCAL = "127.0.0.1"
@@ -114,7 +117,7 @@ def restarting(folder: Path, source: str) -> None:
             accelerator.save_state()
 
 
-def of_torchft(folder: Path, name: str, replicas: int, address: str) -> None:
+def of_torchft(folder: Path, name: str, replicas: int, wrapper: str, address: str) -> None:
     """Train until killed, as torchft's documentation shows it."""
     import torchft
 
@@ -141,7 +144,7 @@ def of_torchft(folder: Path, name: str, replicas: int, address: str) -> None:
         hostname=LOCAL,
         timeout=timedelta(seconds=30),
     )
-    wrapped = torchft.DistributedDataParallel(manager, model)
+    wrapped = getattr(importlib.import_module("torchft.ddp"), wrapper)(manager, model)
     optimizer = torchft.Optimizer(manager, inner)
     data = Numbered(SIZE)
     sampler = torchft.DistributedSampler(
@@ -160,39 +163,76 @@ def of_torchft(folder: Path, name: str, replicas: int, address: str) -> None:
         log.write(step=manager.current_step(), committed=manager.current_step() > before, members=number)
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
-def wait_until(condition: Callable[[], object], process: Callable[[], str]) -> None:
-    """Wait for the condition. Raises: TimeoutError with the output of the processes."""
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"nothing happened for {LIMIT_S:.0f} s:\n{process()[-3000:]}")
-        time.sleep(0.05)
+# -- kills -------------------------------------------------------------------------------------------------------------
+class Job:
+    """A job whose processes write their updates to a folder."""
+
+    def __init__(self, folder: Path, replicas: int, tend: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.replicas = folder, replicas
+        self._tend = tend
+        """Called again and again, to start processes that have ended."""
+
+    def _wait_until(self, condition: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
+        """Wait until the updates meet the condition, and return them. Raises: TimeoutError with the output of the processes."""
+        until = time.monotonic() + LIMIT_S
+        while not condition(rows := updates(self.folder)):
+            self._tend()
+            if time.monotonic() > until:
+                text = "\n".join(path.read_text()[-2000:] for path in self.folder.glob("out*"))
+                raise TimeoutError(f"nothing happened for {LIMIT_S:.0f} s:\n{text}")
+            time.sleep(0.1)
+        return rows
+
+    def _members(self, rows: list[dict[str, Any]]) -> dict[str, int]:
+        """Return the processes that have made an update of all replicas within the last second, by name."""
+        now = time.time()
+        whole = [
+            row for row in rows if now - row["time"] < 1.0 and row["committed"] and row["members"] == self.replicas
+        ]
+        return {row["name"]: row["pid"] for row in whole if alive(row["pid"])}
+
+    def kill(self, rng: random.Random) -> dict[str, Any]:
+        """Kill one of the processes while all of them train; return the pause and the updates lost."""
+        everybody = lambda rows: len(self._members(rows)) == self.replicas  # noqa: E731
+        self._wait_until(everybody)
+        time.sleep(1.0 + rng.random())
+        found = self._members(self._wait_until(everybody))
+        victim = found[rng.choice(sorted(found))]
+        at = time.time()
+        os.kill(victim, signal.SIGKILL)
+        before = [row for row in updates(self.folder) if row["time"] <= at]
+        reached = max(row["step"] for row in before if row["committed"])
+        rows = self._wait_until(lambda rows: any(row["step"] > reached + 5 and row["committed"] for row in rows))
+        pause, lost = pause_of(rows, at, reached)
+        ended = sum(not alive(pid) for name, pid in found.items() if pid != victim)
+        return {
+            "replicas": self.replicas,
+            "pause (s)": round(pause, 2),
+            "updates lost": lost,
+            "others that ended": ended,
+        }
 
 
-def members(folder: Path, replicas: int) -> dict[str, int]:
-    """Return the processes that have made an update of all replicas within the last second, by name."""
-    found, rows = {}, updates(folder)
+def pause_of(rows: list[dict[str, Any]], at: float, reached: int) -> tuple[float, int]:
+    """Return the longest time without progress after a kill, and the number of updates that were made again or left out."""
+    progress: list[float] = []
+    newest = reached - 1
     for row in rows:
-        if time.time() - row["time"] < 1.0 and row["committed"] and row["members"] == replicas and alive(row["pid"]):
-            found[row["name"]] = row["pid"]
-    return found
-
-
-def pause_of(rows: list[dict[str, Any]], at: float, victim: int) -> tuple[float, int]:
-    """Return the seconds without progress after a fault, and the number of updates that were lost by it."""
-    before = [row for row in rows if row["time"] < at and row["committed"]]
-    reached = max(row["step"] for row in before)
-    after = [row for row in rows if row["time"] >= at and row["pid"] != victim]
-    new = next(row for row in after if row["committed"] and row["step"] > reached)
-    first = next(row for row in after if row["committed"])
-    repeated = max(0, reached + 1 - first["step"])
-    dropped = len({row["step"] for row in after if not row["committed"] and row["time"] <= new["time"]})
-    return new["time"] - max(row["time"] for row in before), repeated + dropped
+        if row["committed"] and newest < row["step"] <= reached + 6:
+            newest = row["step"]
+            progress.append(row["time"])
+    known = {row["pid"] for row in rows if row["time"] <= at}
+    again = [
+        reached + 1 - row["step"]
+        for row in rows
+        if row["pid"] not in known and row["committed"] and row["time"] <= progress[-1]
+    ]
+    dropped = Counter(row["pid"] for row in rows if not row["committed"] and at < row["time"] <= progress[-1])
+    return max(b - a for a, b in itertools.pairwise(progress)), max([0, *again]) + max([0, *dropped.values()])
 
 
 def restarts(
-    source: str, replicas: int, faults: int, network: FaultyNetwork, rng: random.Random
+    source: str, replicas: int, kills: int, network: FaultyNetwork, rng: random.Random
 ) -> list[dict[str, Any]]:
     """Kill processes of a job that restarts as a whole; return a row for each kill."""
     with tempfile.TemporaryDirectory(prefix="hasten-restarts-", ignore_cleanup_errors=True) as name:
@@ -200,94 +240,66 @@ def restarts(
         command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--num_processes", str(replicas)]
         command += ["--max_restarts", "1000", *rank_command(network.socket), __file__, "restarting", name, source]
         with (folder / "out.txt").open("w") as out:
-            job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        job = Job(folder, replicas)
         try:
-            return [one_kill(folder, replicas, rng) | {"who": source} for _ in range(faults)]
+            return [job.kill(rng) | {"who": f"restart from {source}"} for _ in range(kills)]
         finally:
-            os.killpg(job.pid, signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                job.wait(10)
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
-            for row in updates(folder):
-                if alive(row["pid"]):
-                    os.kill(row["pid"], signal.SIGKILL)
+                process.wait(10)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for pid in {row["pid"] for row in updates(folder)}:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def one_kill(
-    folder: Path, replicas: int, rng: random.Random, again: Callable[[str], None] = lambda name: None
-) -> dict[str, Any]:
-    """Kill one of the processes while all of them train; return the pause and the updates lost."""
+class Replicas:
+    """The processes of torchft's pattern, each of which is started again when it ends."""
 
-    def out() -> str:
-        return "\n".join(path.read_text() for path in folder.glob("out*"))
+    def __init__(self, folder: Path, replicas: int, wrapper: str, address: str, network: FaultyNetwork) -> None:
+        self._folder = folder
+        self._command = [*rank_command(network.socket)[2:], __file__, "torchft", str(folder)]
+        self._last = [str(replicas), wrapper, address]
+        self._processes = {str(number): self._start(str(number)) for number in range(replicas)}
 
-    wait_until(lambda: len(members(folder, replicas)) == replicas, out)
-    time.sleep(1.0 + rng.random())
-    found = members(folder, replicas)
-    wait_until(lambda: len(members(folder, replicas)) == replicas, out)
-    found = members(folder, replicas)
-    name = rng.choice(sorted(found))
-    at = time.time()
-    os.kill(found[name], signal.SIGKILL)
-    again(name)
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        error = str(self._folder / f"error-{name}")
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_ERROR_FILE": error}
+        with (self._folder / f"out-{name}").open("a") as out:
+            return subprocess.Popen(
+                [*self._command, name, *self._last], stdout=out, stderr=subprocess.STDOUT, env=variables
+            )
 
-    def continued() -> bool:
-        reached = max(row["step"] for row in updates(folder) if row["time"] < at and row["committed"])
-        return any(row["step"] > reached and row["committed"] and row["pid"] != found[name] for row in updates(folder))
+    def tend(self) -> None:
+        """Start the processes that have ended again."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                self._processes[name] = self._start(name)
 
-    wait_until(continued, out)
-    pause, lost = pause_of(updates(folder), at, found[name])
-    return {"replicas": replicas, "kind": "kill", "pause (s)": round(pause, 2), "updates lost": lost}
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.kill()  # its fork ends with it
+            process.wait()
 
 
 def torchft_kills(
-    replicas: int, faults: int, heartbeat_s: float, network: FaultyNetwork, rng: random.Random
+    wrapper: str, replicas: int, kills: int, network: FaultyNetwork, rng: random.Random
 ) -> list[dict[str, Any]]:
     """Kill replicas in torchft's own pattern; return a row for each kill."""
-    with tempfile.TemporaryDirectory(prefix="torchft-", ignore_cleanup_errors=True) as text:
-        folder, processes = Path(text), {}
-        with lighthouse(None, heartbeat_s=heartbeat_s) as address:
-
-            def start(name: str) -> None:
-                command = [
-                    *rank_command(network.socket)[2:],
-                    __file__,
-                    "torchft",
-                    text,
-                    name,
-                    str(replicas),
-                    address,
-                ]
-                variables = {
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{name}"),
-                }
-                with (folder / f"out-{name}").open("a") as out:
-                    processes[name] = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=variables)
-
-            def again(name: str) -> None:
-                processes[name].wait()
-                start(name)
-
-            try:
-                for number in range(replicas):
-                    start(str(number))
-                return [
-                    one_kill(folder, replicas, rng, again) | {"who": f"torchft, heartbeat {heartbeat_s:.0f} s"}
-                    for _ in range(faults)
-                ]
-            finally:
-                for process in processes.values():
-                    process.kill()  # its fork ends with it
-                    process.wait()
-
-
-def steps_of(folder: Path) -> float:
-    """Return the median seconds between two updates."""
-    return statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(updates(folder)))
+    with (
+        tempfile.TemporaryDirectory(prefix="torchft-", ignore_cleanup_errors=True) as text,
+        lighthouse(None) as address,
+    ):
+        processes = Replicas(Path(text), replicas, wrapper, address, network)
+        job = Job(Path(text), replicas, processes.tend)
+        try:
+            return [job.kill(rng) | {"who": f"torchft, {wrapper}"} for _ in range(kills)]
+        finally:
+            processes.close()
 
 
 def main() -> None:
@@ -296,7 +308,7 @@ def main() -> None:
         case "restarting":
             restarting(Path(words[1]), words[2])
         case "torchft":
-            of_torchft(Path(words[1]), words[2], int(words[3]), words[4])
+            of_torchft(Path(words[1]), words[2], int(words[3]), words[4], words[5])
         case other:
             sys.exit(f"{other!r} is no program; run survive_kills.py")
 

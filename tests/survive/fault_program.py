@@ -101,7 +101,7 @@ class Program:
         self.enter("forward")
         self.work()
         loss = nn.functional.mse_loss(self.model(x), y)
-        loss.register_hook(lambda _: self.work())
+        loss.register_hook(lambda _: self.work())  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.enter("backward")
         self.accelerator.backward(loss)
         before = ledger.copied()

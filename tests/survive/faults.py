@@ -196,7 +196,7 @@ class FaultyRun:
         for path in self.folder.glob("replica-*.jsonl"):
             name, pid = path.stem.split("-")[1:]
             with suppress(OSError):
-                written = path.stat().st_mtime
+                written = path.stat().st_mtime if path.stat().st_size else 0.0
                 if name not in away and written > max(self._changed, time.time() - 1.0) and alive(int(pid)):
                     found[name] = int(pid)
         return found
