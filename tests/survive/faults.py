@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from tests.support.machines import NamespaceHost, hosts, ip
 from tests.survive.driving import DEFAULTS, HERE, finish
-from tests.survive.fault_program import ENDED, JOINING, PHASES, read_phase
+from tests.survive.fault_program import PHASES, read_phase
 
 SUPPORT: Final = HERE.parent / "support"
 LIGHTHOUSE: Final = "10.77.0.254"
@@ -91,7 +91,6 @@ class FaultyNetwork:
     made: list[NamespaceHost]
     socket: Path
     prefix: str
-    lost: set[tuple[str, str]] = field(default_factory=set)
 
     def cut(self, fault: Fault) -> None:
         """Cut the link of a replica, or its link to one other."""
@@ -131,13 +130,18 @@ def faulty_network(
 def warm_ranks(path: Path, modules: Sequence[str]) -> Iterator[None]:
     """Context manager with the process that forks ranks in which torch is loaded."""
     command = [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", str(path), *modules]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search_path()}) as server:
         assert server.stdout is not None
         server.stdout.readline()
         try:
             yield
         finally:
             server.kill()
+
+
+def search_path() -> str:
+    """Return the module search path of this process for children that import tests."""
+    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
 
 
 def rank_command(path: Path) -> list[str]:
@@ -182,7 +186,7 @@ class FaultyRun:
         variables = {
             **os.environ,
             "GLOO_SOCKET_IFNAME": "eth0",
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)]),
+            "PYTHONPATH": search_path(),
         }
         with (self.folder / "out.txt").open("w") as out:
             self.process = subprocess.Popen(
@@ -373,6 +377,3 @@ def encoded(fault: Fault) -> dict[str, Any]:
     found = asdict(fault)
     found["until"] = 0.0
     return found
-
-
-__all__ = ["ENDED", "JOINING", "Fault", "FaultyNetwork", "FaultyRun", "StalledRunError"]
