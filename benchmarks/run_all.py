@@ -60,16 +60,20 @@ CUDA_PLANS = (
     Plan("offload.py", always=("--parts", "cpu", "disk")),
     Plan("offload_tokens.py"),
     Plan("sharding.py", always=("--rounds", "8")),
+    Plan("offload_training.py", always=("--rounds", "3", "--each", "3")),
     Plan("fp8.py", always=("--device", "cuda")),
     Plan("chunked_loss.py", always=("--device", "cuda")),
     Plan("muon.py"),
+    Plan("qlora.py"),
 )
 """Benchmarks of the published tables, the headline first."""
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
     "offload.py": "needs a GPU",
     "muon.py": "needs a GPU",
+    "qlora.py": "needs a GPU",
     "offload_tokens.py": "needs a GPU",
+    "offload_training.py": "needs a GPU",
     "memory_picture.py": "needs a GPU",
     "oom_recovery.py": "needs a GPU",
     "lost_machine.py": "needs root for its network namespaces, and minutes",

@@ -137,6 +137,7 @@ class Accelerator:
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
         recompute: Class names of blocks whose activations are recomputed in backward.
+        offload: Training state in host memory, streamed to the device for its use: optimizer, parameters or all.
         checkpoint_in_memory: Updates between two copies of the run's state in the memory of its machines.
         step_scheduler_with_optimizer: Schedulers step only with an applied update.
         split_batches: The loader's batch size is the global one, split over processes.
@@ -174,6 +175,7 @@ class Accelerator:
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
+        offload: str | None = None,
         checkpoint_in_memory: int | None = None,
         step_scheduler_with_optimizer: bool | None = None,
         split_batches: bool | None = None,

@@ -21,10 +21,11 @@ from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
 from hasten.survive import healing
 from hasten.survive.coordination import Answer, Coordinator, Quorum, local_address
+from hasten.survive.early import EarlySender
 from hasten.survive.exchange import LostReplicaError, ReplicaGroup
 from hasten.survive.healing import HealingPort, NotHealedError, State
 from hasten.survive.ledger_plan import Ledger, Range
-from hasten.survive.roles_plan import Member, Roles, divide
+from hasten.survive.roles_plan import Member, Roles
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Replica:
         self._asked: Answer | None = None
         self._group: ReplicaGroup | None = None
         self._grouped = False
+        self._sender = EarlySender(self._early_group, self._window, lambda: clock.boundary)
         self.contributors: tuple[str, ...] = ()
         """The replicas whose gradients are in the latest update, in the order of the sum."""
         self._to_heal: list[Member] = []
@@ -220,7 +222,7 @@ class Replica:
             self.report.waiting_since = None
         if (waited := time.monotonic() - began) > _LONG_WAIT_S:
             self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
-        roles = divide(quorum.members)
+        roles = quorum.roles
         self._refuse_to_continue_a_finished_run(roles)
         return quorum, roles
 
@@ -250,7 +252,7 @@ class Replica:
 
     def _update(self, holder: Holder, quorum: Quorum, roles: Roles) -> None:
         """Exchange the gradients of the active replicas and write the mean to the parameters."""
-        names = tuple(one.name for one in roles.active)
+        names = roles.contributors
         parameters = [one for one in holder.parameters if one.requires_grad]
         weight, share = self._weights()
         if names != self.contributors or not self._grouped:
@@ -264,7 +266,19 @@ class Replica:
         if self._group is None:
             _alone(parameters, weight / share if share else 0.0)
         else:
-            _write(parameters, self._group.mean(parameters, weight, share, facts))
+            self._group.average(parameters, weight, share, facts, self._window())
+            self._sender.watch(self._group, parameters)
+
+    def _window(self) -> tuple[int, int, int]:
+        """Return a value that differs between windows, in this process."""
+        ledger = self.ledger
+        return ledger.epoch, ledger.step, len(ledger.rounds)
+
+    def _early_group(self) -> ReplicaGroup | None:
+        """Return the group of the current update, if its members are known already and are those of the previous one."""
+        if self._asked is None or self._group is None or not self._grouped or not self._asked.ready:
+            return None
+        return self._group if self._asked.result().roles.contributors == self.contributors else None
 
     def _weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
@@ -307,6 +321,7 @@ class Replica:
             self.note("replicas joined", step=self.ledger.step, replicas=", ".join(joined), present=len(roles.names))
 
     def _ungroup(self) -> None:
+        self._sender.close()
         if self._group is not None:
             self._group.close()
         self._group, self._grouped = None, False
@@ -430,17 +445,6 @@ class Replica:
         self._coordinator.close()
         self._ungroup()
         self._port.close()
-
-
-@torch.no_grad()
-def _write(parameters: Iterable[Tensor], means: Iterable[Tensor | None]) -> None:
-    for parameter, mean in zip(parameters, means, strict=True):
-        if mean is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = mean.to(parameter.device, parameter.dtype)
-        else:
-            parameter.grad.copy_(mean)
 
 
 @torch.no_grad()
