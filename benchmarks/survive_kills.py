@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from recording import commit, record
-from survive_peers import WRAPPERS, restarts, torchft_kills
+from survive_peers import WRAPPERS, name_of, restarts, torchft_kills
 
 from tests.survive.checking import check_run, results, rows
 from tests.survive.fault_program import PHASES
@@ -199,14 +199,14 @@ def beside(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]
     rows = [row | {"who": "hasten launch --replicas"} for row in single_kills(runs)] + peers
     found: list[list[object]] = []
     for who in dict.fromkeys(row["who"] for row in rows):
-        some = [row for row in rows if row["who"] == who]
+        some = [row for row in rows if row["who"] == who and "stalled" not in row]
+        stalled = sum(row["who"] == who and "stalled" in row for row in rows)
         pauses, lost = [row["pause (s)"] for row in some], [row["updates lost"] for row in some]
         ended = sum(row["others that ended"] > 0 for row in some)
-        found.append([who, len(some), f"{statistics.median(pauses):.1f} s", f"{max(pauses):.1f} s", max(lost), ended])
-    return table(
-        ["one process is killed", "kills", "pause, median", "longest", "most updates lost", "kills that ended others"],
-        found,
-    )
+        pause = [f"{statistics.median(pauses):.1f} s", f"{max(pauses):.1f} s"] if some else ["–", "–"]
+        found.append([who, len(some), *pause, max(lost, default=0), ended, stalled])
+    header = ["one process is killed", "kills", "pause, median", "longest", "most updates lost"]
+    return table([*header, "kills that ended others", "jobs not complete again in 180 s"], found)
 
 
 def single_kills(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -246,12 +246,16 @@ def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
 
 
 def peers_round(number: int, replicas: int, network: FaultyNetwork, args: argparse.Namespace) -> None:
-    """Kill processes under restarts and in torchft's pattern."""
+    """Kill processes under restarts and in torchft's pattern; a job whose processes do not all return is a row as well."""
     for who in ("memory", "disk", *WRAPPERS):
         rng = random.Random(f"{args.seed}-{number}-{who}")
-        before = processor_times()
         kill = torchft_kills if who in WRAPPERS else restarts
-        found = kill(who, replicas, KILLS, network, rng)
+        found: list[dict[str, Any]] = []
+        before = processor_times()
+        try:
+            found.extend(kill(who, replicas, KILLS, network, rng))
+        except TimeoutError as error:
+            found.append({"replicas": replicas, "who": name_of(who), "stalled": str(error)[-500:]})
         load = load_since(before)
         keep(args.folder / f"peers-{args.seed}.jsonl", [row | load for row in found])
         print(f"peers: {found}", flush=True)

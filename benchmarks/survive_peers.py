@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -231,10 +231,15 @@ def pause_of(rows: list[dict[str, Any]], at: float, reached: int) -> tuple[float
     return max(b - a for a, b in itertools.pairwise(progress)), max([0, *again]) + max([0, *dropped.values()])
 
 
+def name_of(who: str) -> str:
+    """Return the name of a contender in the table."""
+    return f"torchft, {who}" if who in WRAPPERS else f"restart from {who}"
+
+
 def restarts(
     source: str, replicas: int, kills: int, network: FaultyNetwork, rng: random.Random
-) -> list[dict[str, Any]]:
-    """Kill processes of a job that restarts as a whole; return a row for each kill."""
+) -> Iterator[dict[str, Any]]:
+    """Kill processes of a job that restarts as a whole; yield a row for each kill."""
     with tempfile.TemporaryDirectory(prefix="hasten-restarts-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--num_processes", str(replicas)]
@@ -243,7 +248,8 @@ def restarts(
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         job = Job(folder, replicas)
         try:
-            return [job.kill(rng) | {"who": f"restart from {source}"} for _ in range(kills)]
+            for _ in range(kills):
+                yield job.kill(rng) | {"who": name_of(source)}
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -288,8 +294,8 @@ class Replicas:
 
 def torchft_kills(
     wrapper: str, replicas: int, kills: int, network: FaultyNetwork, rng: random.Random
-) -> list[dict[str, Any]]:
-    """Kill replicas in torchft's own pattern; return a row for each kill."""
+) -> Iterator[dict[str, Any]]:
+    """Kill replicas in torchft's own pattern; yield a row for each kill."""
     with (
         tempfile.TemporaryDirectory(prefix="torchft-", ignore_cleanup_errors=True) as text,
         lighthouse(None) as address,
@@ -297,7 +303,8 @@ def torchft_kills(
         processes = Replicas(Path(text), replicas, wrapper, address, network)
         job = Job(Path(text), replicas, processes.tend)
         try:
-            return [job.kill(rng) | {"who": f"torchft, {wrapper}"} for _ in range(kills)]
+            for _ in range(kills):
+                yield job.kill(rng) | {"who": name_of(wrapper)}
         finally:
             processes.close()
 

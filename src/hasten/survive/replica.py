@@ -104,6 +104,7 @@ class Replica:
         self.contributors: tuple[str, ...] = ()
         """The replicas whose gradients are in the latest update, in the order of the sum."""
         self._to_heal: list[Member] = []
+        self._key = ""
         self._done: tuple[int, int] | None = None
         self._skips = False
         self._checked = False
@@ -224,6 +225,7 @@ class Replica:
             self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
         roles = quorum.roles
         self._refuse_to_continue_a_finished_run(roles)
+        self._key = quorum.key
         return quorum, roles
 
     def _note_agreed(self) -> None:
@@ -372,7 +374,7 @@ class Replica:
         self._checked = True
         for one in waiting:
             try:
-                healing.send(content, one.heal, self._token, self._settings.timeout_s)
+                healing.send(content, one.heal, self._token, self._key, self._settings.timeout_s)
             except OSError as error:
                 log.warning("survive: replica %s could not be healed: %s", one.name, error)
 
@@ -381,7 +383,8 @@ class Replica:
         source = roles.source_of(self.name)
         self._ungroup()
         try:
-            state = self._port.receive(source.heal, self._settings.heal_timeout_s, self._settings.timeout_s)
+            settings = self._settings
+            state = self._port.receive(source.heal, self._key, settings.heal_timeout_s, settings.timeout_s)
         except NotHealedError as error:
             log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
             return False
