@@ -54,7 +54,7 @@ test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, w
 	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > \
 		"$$(.ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
-	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train,tune]>=2.60,<2.61' 'optuna>=4.5'
+	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[default,train,tune]>=2.60,<2.61' 'optuna>=4.5'
 	PATH=$(CURDIR)/.ray/bin:$$PATH .ray/bin/python -m pytest -o faulthandler_timeout=0 tests/on_ray
 
 # On top of the packages of $(VENV) as well: mosaicml-streaming wants an older numpy and an older transformers.
@@ -83,11 +83,11 @@ test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages 
 
 # A folder of its own: the schemas of all versions of Kubernetes take 300 MB.
 SCHEMAS := .kubernetes-schemas
-test-kubernetes: $(READY) ## check the manifests of `--submit kubernetes` against the schemas of Kubernetes, JobSet and Kubeflow
+test-kubernetes: $(READY) ## check manifests and the dashboard against the schemas of Kubernetes, JobSet, Kubeflow and Grafana
 	@test -e $(SCHEMAS)/.ready || { $(BIN)/python -m pip install --quiet --constraint constraints.txt --target $(SCHEMAS) \
-		kubernetes-validate kubeflow-trainer-api kubeflow-training && touch $(SCHEMAS)/.ready; }
+		kubernetes-validate kubeflow-trainer-api kubeflow-training grafana-foundation-sdk && touch $(SCHEMAS)/.ready; }
 	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py \
-		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py
+		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py tests/dist/metrics/test_prometheus.py
 
 check: ## format, lint, types, layers, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit

@@ -86,6 +86,7 @@ NOT_HERE = {
     "headline.py": "draws a picture of other pages",
     "measuring.py": "shared by the others",
     "sharding.py": "needs a GPU",
+    "language_models.py": "needs a GPU, and ten minutes of its own",
     "tuned.py": "needs a GPU",
     "tuned_script.py": "the script that tuned.py tunes",
     "mesh_overhead.py": "needs a GPU",

@@ -209,14 +209,14 @@ class NamespaceMachine:
         """Output of this host so far."""
         return self.output.read_text() if self.output.exists() else ""
 
-    def wait_for(self, words: str, seconds: float = 60.0) -> None:
+    def wait_for(self, words: str, seconds: float = 240.0) -> None:
         """Block until these words were printed."""
         deadline = time.monotonic() + seconds
         while words not in self.said:
             assert time.monotonic() < deadline, f"{self.name} never said {words!r}:\n{self.said}"
             time.sleep(0.02)
 
-    def end(self, seconds: float = 60.0) -> tuple[int, str]:
+    def end(self, seconds: float = 240.0) -> tuple[int, str]:
         """Wait for the launcher to end; returns its exit code and output."""
         code, deadline = Path(f"{self.output}.code"), time.monotonic() + seconds
         while not code.exists():

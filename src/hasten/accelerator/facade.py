@@ -637,7 +637,7 @@ class Accelerator:
             weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
-        if self._metrics is not None:
+        if self._metrics is not None and self._metrics.sampled.loss_due:
             self._metrics.sampled.see("loss", loss)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
@@ -678,7 +678,7 @@ class Accelerator:
         loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, amounts[-1])
-        if self._metrics is not None:
+        if self._metrics is not None and self._metrics.sampled.loss_due:
             self._metrics.sampled.see("loss", loss)
         return loss
 
@@ -712,7 +712,10 @@ class Accelerator:
             self._rehearsal.capturing()
         captured = import_module("hasten.accelerator.captured_step")  # on first use
         why_not = self._preparer.performance.no_step_graph()
-        made: CapturedStep[P, R] = captured.CapturedStep(fn, self._prepared, self._clock, self._numbers, why_not)
+        sampled = None if self._metrics is None else self._metrics.sampled
+        made: CapturedStep[P, R] = captured.CapturedStep(
+            fn, self._prepared, self._clock, self._numbers, why_not, sampled
+        )
         return made
 
     def context_parallel(
@@ -758,7 +761,7 @@ class Accelerator:
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
-        if self._metrics is not None:
+        if self._metrics is not None and self._metrics.sampled.norm_due:
             self._metrics.sampled.see("grad_norm", norm)
         return norm
 
