@@ -3,8 +3,8 @@
     python benchmarks/muon.py                  # 1.1 B parameters on one GPU, windows of 8 x 16,384 tokens
     python benchmarks/muon.py --cpu            # a small model, to see that it runs
 
-Expected: the iteration needs about 53 TFLOP for every update of this model, a step of 131,072 tokens about 860, so about 6 % at equal
-speed; less, because products of square matrices run faster than a training step.
+Expected: the iteration needs about 45 TFLOP for every update of this model (steps of long matrices are taken in pairs), a step of
+131,072 tokens about 860, so about 5 % at equal speed; less, because products of square matrices run faster than a training step.
 """
 
 from __future__ import annotations

@@ -90,6 +90,10 @@ class Hub:
     before_gate: int | None = None
     repeats_token: bool = False
     """True if refusals quote the token that they refuse."""
+    breaks_after: int | None = None
+    """Number of bytes after which the connection of the next download of a large object breaks."""
+    ranges: list[str] = field(default_factory=list)
+    """Ranges of downloads that asked for a part of a large object."""
     begun: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -327,6 +331,7 @@ class Hub:
         return Answer(302, b"", {**moved, "x-repo-commit": head.oid, "etag": f'"{oid}"'})  # fmt: skip
 
     def object(self, headers: Any, body: bytes, oid: str) -> Answer:
+        self.ranges += [headers["range"]] if "range" in headers else []
         return _ranged(self.objects[oid], headers, {"etag": f'"{oid}"'})
 
 
@@ -365,8 +370,14 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send_header(name, value)
             self.send_header("content-length", str(len(answer.body)))
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(answer.body)
+            if self.command == "HEAD":
+                return
+            if self.command == "GET" and path.startswith("/objects/") and hub.breaks_after is not None:
+                some, hub.breaks_after = answer.body[: hub.breaks_after], None
+                self.wfile.write(some)
+                self.close_connection = True
+                return
+            self.wfile.write(answer.body)
 
         def _body(self) -> bytes:
             if "chunked" not in self.headers.get("transfer-encoding", ""):

@@ -43,7 +43,7 @@ from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import pci_address
 from hasten.runtime.logs import show_logs
-from hasten.runtime.mesh_plan import LOSS, Axis, mesh_of
+from hasten.runtime.mesh_plan import LOSS, Axis, check_mesh, mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, device_for
@@ -196,6 +196,8 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     survives = config.survive.lighthouse is not None
     if survives:
         import_module("hasten.survive.build").check(config)  # only a run with such replicas needs it
+    if context is not None and rehearsal is None:
+        check_mesh(config, context.topology.local_world_size, context.mesh)
     ctx = context or _context(config)
     if survives:
         import_module("hasten.survive.build").refuse_worlds(ctx, config.survive)  # the same
@@ -225,6 +227,8 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         clock.listening().phases = run_log
+        if run_log.tells_phases:
+            clock.listening().update_begins = run_log.optimizer_begins
         trackers.spent = run_log.logged
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError, PrepareError
 from hasten.modules.names import is_dtensor
-from hasten.modules.quantized import is_four_bit, is_torchao
+from hasten.modules.quantized import (
+    QuantizedShape,
+    is_four_bit,
+    is_torchao,
+    plans_shapes,
+    quantized_shape,
+)
 from hasten.optional import need
 
 BnbKind = Literal["nf4", "fp4", "llm_int8"]
@@ -98,10 +105,34 @@ def quantize_weights(
                 f"group_size={group_size} is only supported for 'int8' and 'int4', not for {kind!r}. Remove it."
             )
         bnb()  # raises for a missing package before weights are examined
+    else:
+        need("torchao.quantization", ">=0.12", why="quantized weights")
+    if plans_shapes():
+        return _replace_by_shapes(model, kind, group_size, skip_modules)
+    if kind in BNB_KINDS:
         return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
     chosen = set(chosen_linears(model, skip_modules))
     quantization.quantize_(model, _config(quantization, kind, group_size), lambda _, name: name in chosen)
+    return model
+
+
+def _replace_by_shapes(
+    model: nn.Module, kind: Kind, group_size: int | None, skip_modules: Collection[str]
+) -> nn.Module:
+    """Replace the linear layers on the meta device by layers that have the sizes of their quantized weights, in place."""
+    sizes: dict[tuple[torch.Size, torch.dtype], QuantizedShape] = {}
+    for name, layer in list(model.named_modules()):
+        if not name or not isinstance(layer, nn.Linear) or any(one in name for one in skip_modules):
+            continue
+        key = (layer.weight.shape, layer.weight.dtype)
+        if key not in sizes:
+            sizes[key] = quantized_shape(
+                layer, partial(quantize_weights, kind=kind, group_size=group_size, skip_modules=())
+            )
+        known = sizes[key]
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, QuantizedShape(layer, len(known.weight), known.scale_bytes))
     return model
 
 

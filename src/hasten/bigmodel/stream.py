@@ -56,16 +56,16 @@ class Streamer:
         units: Sequence[Unit],
         resident_bytes: int = 0,
         blocks_at_once: int = BLOCKS_AT_ONCE,
-        lanes: CopyStreams | None = None,
+        streams: CopyStreams | None = None,
     ) -> None:
         """Keep `resident_bytes` of weights on the device; the buffer for the others is allocated in addition.
 
-        `lanes` default to those of the device; the CPU has none, and a thread copies instead.
+        `streams` default to those of the device; the CPU has none, and a thread copies instead.
         """
         self.device = device
         self.units = list(units)
         self._lock = threading.RLock()
-        self._lanes = CopyStreams(device) if lanes is None and device.type != "cpu" else lanes
+        self._streams = CopyStreams(device) if streams is None and device.type != "cpu" else streams
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
         self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
         self._unpacked: list[Pack] = []
@@ -111,8 +111,8 @@ class Streamer:
 
     def _memory(self, num_bytes: int) -> Tensor:
         """Allocate memory for weights on the device."""
-        if self._lanes is not None:
-            return self._lanes.memory(num_bytes)
+        if self._streams is not None:
+            return self._streams.memory(num_bytes)
         with torch.inference_mode(False):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
@@ -163,9 +163,9 @@ class Streamer:
             self._lock.release()
 
     def _mark_done(self, state: _State) -> None:
-        if self._lanes is not None:
-            state.done = state.done or self._lanes.mark()
-            self._lanes.set_after_computing(state.done)
+        if self._streams is not None:
+            state.done = state.done or self._streams.mark()
+            self._streams.set_after_computing(state.done)
 
     def _swap_in(self, pack: Pack) -> None:
         state = self._states[pack]
@@ -236,8 +236,8 @@ class Streamer:
         if state.unpacked:
             self._mark_done(state)
             state.unpacked = False
-        if self._lanes is not None and state.used and state.done is not None:
-            self._lanes.copies_wait(state.done)
+        if self._streams is not None and state.used and state.done is not None:
+            self._streams.copies_wait(state.done)
         state.span, state.stamp, state.used = None, (), False
 
     def _settle_old(self, state: _State) -> None:
@@ -245,8 +245,8 @@ class Streamer:
         if state.coming is not None:
             state.coming.exception()
             state.coming = None
-        if self._lanes is not None and state.used and state.done is not None:
-            self._lanes.copies_wait(state.done)
+        if self._streams is not None and state.used and state.done is not None:
+            self._streams.copies_wait(state.done)
 
     def _fetch(self, pack: Pack, state: _State) -> None:
         state.stamp, state.used = (0, *pack.stamp()), False
@@ -257,11 +257,11 @@ class Streamer:
             target = self._arena[state.span.start : state.span.stop]
         if not pack.num_bytes:
             return
-        if self._lanes is not None:
-            state.ready = state.ready or self._lanes.mark()
+        if self._streams is not None:
+            state.ready = state.ready or self._streams.mark()
             if pack.segments:
                 pairs = [(target[at : at + source.numel()], source) for at, source in pack.segments]
-                self._lanes.copy(pairs, state.ready)
+                self._streams.copy(pairs, state.ready)
                 return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-stream")
@@ -270,14 +270,14 @@ class Streamer:
     def read(self, pack: Pack, state: _State, target: Tensor) -> None:
         """Fill a pack's memory on the device from files or pageable memory; runs on the fetching thread."""
         with torch.inference_mode(False), torch.no_grad():
-            if self._lanes is None:
+            if self._streams is None:
                 pack.read_into(target[: pack.num_bytes])
                 return
             with self._staging.buffer(self.device) as staged:
                 memory = staged.memory[: pack.num_bytes]
                 pack.read_into(memory)
-                self._lanes.copy([(target[: pack.num_bytes], memory)], state.ready)
-                staged.sent(self._lanes.copies)
+                self._streams.copy([(target[: pack.num_bytes], memory)], state.ready)
+                staged.sent(self._streams.copies)
 
     def _await(self, pack: Pack) -> None:
         """Make the device compute only after the pack's copy is complete."""
@@ -289,8 +289,8 @@ class Streamer:
             except BaseException:
                 state.stamp = ()
                 raise
-        if self._lanes is not None and state.ready is not None:
-            self._lanes.computing_waits(state.ready)
+        if self._streams is not None and state.ready is not None:
+            self._streams.computing_waits(state.ready)
 
     # ---------------------------------------------------------------------------------------------------- autograd
     def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
@@ -335,8 +335,8 @@ class Streamer:
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-            if self._lanes is not None:
-                self._lanes.finish()
+            if self._streams is not None:
+                self._streams.finish()
             for pack, state in self._states.items():
                 pack.views.clear()
                 state.home, state.span, state.stamp = None, None, ()

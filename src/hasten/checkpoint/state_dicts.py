@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Format, Json, Slice, as_stored, local_data
+from hasten.checkpoint.eight_bit import eight_bit_entries, from_entries, is_eight_bit, is_entries
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.format.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import FoundComponent
@@ -203,12 +204,14 @@ def _name(flat: Sequence[str], key: Any) -> str:  # Any: torch uses indices; cus
 
 def _stored(value: Any) -> Any:  # Any: state is nested freely
     if isinstance(value, Tensor):
+        if is_eight_bit(value):
+            return eight_bit_entries(value)
         found = as_stored(value)
         if hasattr(local := local_data(found), "__tensor_flatten__"):
             raise CheckpointError(
                 f"the optimizer's state holds a {type(local).__name__}, a tensor of {type(local).__module__.partition('.')[0]} that "
                 "checkpoints cannot hold, so a resumed run would lose it; use an optimizer with plain tensors as state, such as "
-                "AdamW of torch, or AdamW8bit of bitsandbytes without sharding."
+                "AdamW of torch, or AdamW8bit of torchao."
             )
         return found
     if type(value) is dict:
@@ -232,6 +235,10 @@ class OptimizerPlan:
 
         torch casts state to the parameter's dtype on load; the uncast tensors are restored afterwards.
         """
+        for index, values in self.state["state"].items():
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if is_entries(value):
+                    values[key] = from_entries(value, self.parameters[index].dtype)
         try:
             self.optimizer.load_state_dict(self.state)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

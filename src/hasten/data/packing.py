@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, Literal
 
 import torch
@@ -23,7 +24,9 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     The packs are made once, by best fit over the samples in an order that depends on `seed`, so that the number of batches
     is the same in every epoch; `set_epoch` changes their order. Samples longer than `max_tokens` raise an error, are left
-    out (`too_long="skip"`), or form a pack of their own that `PackedCollator(max_tokens=...)` truncates.
+    out (`too_long="skip"`), or form a pack of their own that `PackedCollator(max_tokens=...)` truncates. `balance=8` makes each 8
+    consecutive batches similar in tokens and in attention (the sum of squared lengths), for 8 data-parallel ranks that wait for
+    each other in every step.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         too_long: TooLong = "error",
+        balance: int = 1,
     ) -> None:
         self.max_tokens = max_tokens
         self.shuffle = shuffle
+        self.balance = balance
         self.seed = seed
         self.epoch = 0
         self.skipped: list[int] = []
@@ -45,7 +50,14 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise ConfigError(f"PackedBatchSampler(max_tokens={max_tokens}) must be 1 or more tokens in a row.")
         if too_long not in ("error", "skip", "truncate"):
             raise ConfigError(f"too_long={too_long!r} is unknown; use 'error', 'skip' or 'truncate'.")
-        self._packs = self._pack([int(length) for length in lengths], too_long)
+        if balance < 1:
+            raise ConfigError(
+                f"PackedBatchSampler(balance={balance}) must be 1 or more: the number of ranks that read different batches."
+            )
+        sizes = [int(length) for length in lengths]
+        self._packs = self._pack(sizes, too_long)
+        if balance > 1:
+            self._packs.sort(key=lambda pack: sum(min(sizes[index], max_tokens) ** 2 for index in pack))
 
     def _pack(self, lengths: Sequence[int], too_long: TooLong) -> list[list[int]]:
         order: Sequence[int] = range(len(lengths))
@@ -84,12 +96,17 @@ class PackedBatchSampler(Sampler[list[int]]):
         return len(self._packs)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order: Sequence[int] = range(len(self._packs))
+        size = self.balance
+        groups = [self._packs[start : start + size] for start in range(0, len(self._packs), size)]
+        rest = groups.pop() if groups and len(groups[-1]) < size else []  # comes last, so that groups stay aligned
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (self.epoch + 1))
-            order = torch.randperm(len(self._packs), generator=generator).tolist()
-        for number in order:
-            yield list(self._packs[number])
+            order = torch.randperm(len(groups), generator=generator).tolist()
+            groups = [groups[number] for number in order]
+            if size > 1:  # no rank always has the largest pack
+                groups = [[group[i] for i in torch.randperm(size, generator=generator).tolist()] for group in groups]
+        for pack in chain(*groups, rest):
+            yield list(pack)
 
 
 def num_label_tokens(labels: Tensor) -> Tensor:
@@ -106,7 +123,8 @@ class PackedCollator:
     the batch's mean loss. For models of transformers, `transformers=True` adds `use_cache=False`, without which they let
     samples attend to each other, and leaves out `num_tokens`; `cu_seqlens=True` adds `cu_seq_lens_q`, `cu_seq_lens_k`,
     `max_length_q` and `max_length_k` for variable-length attention kernels. `pad_to` pads the row with ignored tokens, for compiled
-    models that need one length.
+    models that need one length. `shift_labels=True` makes `shift_labels`, where each token has the label of the next one: for
+    context parallelism, which splits rows over ranks. It replaces `labels`, which models of transformers get as well.
     """
 
     def __init__(
@@ -117,12 +135,14 @@ class PackedCollator:
         pad_token_id: int = 0,
         transformers: bool = False,
         cu_seqlens: bool = False,
+        shift_labels: bool = False,
     ) -> None:
         self.max_tokens = max_tokens
         self.pad_to = pad_to
         self.pad_token_id = pad_token_id
         self.transformers = transformers
         self.cu_seqlens = cu_seqlens
+        self.shift_labels = shift_labels
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: lists, arrays or tensors
         rows = [self._fields(number, sample) for number, sample in enumerate(samples)]
@@ -138,7 +158,12 @@ class PackedCollator:
             lengths.append(padding)
             for name, value in batch.items():
                 batch[name] = torch.cat([value, self._filler(name, padding, value.dtype)])
+        if self.shift_labels:
+            batch["shift_labels"] = torch.cat([batch["labels"][1:], batch["labels"].new_full((1,), IGNORED)])
+            batch["labels"] = batch["shift_labels"].clone()
         found: dict[str, Any] = {name: value[None] for name, value in batch.items()}
+        if self.shift_labels and not self.transformers:
+            del found["labels"]
         if self.transformers:
             found["use_cache"] = False
         else:

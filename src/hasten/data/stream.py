@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Padding, derive_seed
-from hasten.data.foreign import has_fixed_shard_order, length_of
+from hasten.data.foreign import COUNTED, counted_states, has_fixed_shard_order, length_of, shares_epochs
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
 from hasten.data.rank_check import read_first_samples
@@ -105,6 +105,8 @@ class StreamSource:
         first = self.first(at) if pads and start.position else None
         if at.stream is not None:  # persistent workers of an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
+        if first is not None and shares_epochs(self._loader.dataset):
+            self._comm.barrier("first batch of a stream")  # the first iterator has counted the epoch on every rank
         items = self._items(start, at)
         if not agrees:
             return looking_ahead(items)
@@ -144,8 +146,8 @@ class StreamSource:
             "positions": [worker.position for worker in workers],
             "turn": state.turn,
         }
-        if any(worker.state is not None for worker in workers):
-            stream["states"] = [worker.state for worker in workers]
+        if (states := self._states(at, workers)) is not None:
+            stream["states"] = states
         if any(worker.rng is not None for worker in workers):
             stream["rngs"] = [None if worker.rng is None else encode_states(worker.rng) for worker in workers]
         if any(worker.origin is not None for worker in workers):
@@ -153,6 +155,16 @@ class StreamSource:
         if self._cutting.sharing != "strided":
             stream["shards"] = self._cutting.num_shards
         return replace(at, consumed=state.position, stream=stream)
+
+    def _states(self, at: Position, workers: tuple[WorkerState, ...]) -> list[Any] | None:
+        """Return the states of the workers' streams; None if they are read again up to their positions."""
+        states = [worker.state for worker in workers]
+        if COUNTED not in states:
+            return states if any(state is not None for state in states) else None
+        if any(state is None and worker.position for state, worker in zip(states, workers, strict=True)):
+            return None
+        positions = [worker.position for worker in workers]
+        return counted_states(self._loader.dataset, positions, at.epoch, self._cutting.num_shards)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, more = divmod(num_batches, self._num_workers)

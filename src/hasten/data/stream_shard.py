@@ -17,7 +17,17 @@ from hasten import trees
 from hasten.config.sections.loop import Pad
 from hasten.data.batch_plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.carried_state import CarriedState
-from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
+from hasten.data.foreign import (
+    COUNTED,
+    begin_anew,
+    continue_from,
+    has_counted_state,
+    has_plain_state,
+    is_hub_stream,
+    own_epoch,
+    shares_epochs,
+    state_loses_samples,
+)
 from hasten.data.random_states import OwnRng, RandomStates, States, seed_everything
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.source import Forwarding
@@ -184,9 +194,11 @@ class _Cutter:
         self._shards = range(plan.num_shards) if cutting.every else range(plan.shard, plan.shard + 1)
         self._names = self._shards if cutting.every else (cutting.shard,)  # of the ranks, in the seeds of their batches
         self._num_first = plan.max_padding if plan.even and (plan.num_shards > 1 or plan.pad == "full") else 0
-        self._trusted = has_plain_state(stream) and not state_loses_samples(
-            stream, in_worker=get_worker_info() is not None
-        )
+        in_worker = get_worker_info() is not None
+        self._shares_epochs = shares_epochs(stream)
+        # Workers do not come to the end together, where they would start an iterator for the epoch's first elements.
+        self._counted = has_counted_state(stream) and not (self._shares_epochs and in_worker and self._num_first)
+        self._trusted = has_plain_state(stream) and not state_loses_samples(stream, in_worker)
         # The state of a stream of `datasets` includes its generators. For other streams this is unknown, so those that
         # draw random numbers are read again up to the position instead.
         self._watched = CarriedState(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
@@ -207,15 +219,21 @@ class _Cutter:
         if start.state is not None:
             self._rng.place(start.rng)
         plan, position = self._plan, start.position
+        resumed_by_state = start.state is not None and self._shares_epochs
         while True:
             with self._rng.entered():
                 wanted = self._num_first - len(first_elements)
                 shown_of = NUM_SAMPLES if self._shows and not position else 0
                 round_ = _round(elements, plan, self._shards, max(wanted, shown_of))
-            first_elements += round_.first[: max(wanted, 0)]
+            if resumed_by_state:
+                first_elements.clear()
+            else:
+                first_elements += round_.first[: max(wanted, 0)]
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
+            if resumed_by_state and not full and self._num_first:
+                self._read_first(first_elements)
             # After its end, a stream's state may mean the next epoch's start, so the stream is read up to the position.
             state = self._state() if full else None
             position += round_.taken
@@ -250,6 +268,9 @@ class _Cutter:
     def _seek(self, start: WorkerState) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
+        if start.state is not None and self._shares_epochs:  # first elements are read at the end, if at all
+            continue_from(stream, start.state, self._seeds[1])
+            return [], chain(iter(stream))
         elements: Iterator[Any] = chain(iter(stream))  # chain stays exhausted: litdata streams restart on the next call
         if not start.position:
             return [], elements
@@ -257,11 +278,19 @@ class _Cutter:
         if start.state is None:
             _skip(elements, start.position - len(first_elements))
             return first_elements, elements
-        stream.load_state_dict(start.state)
+        continue_from(stream, start.state, self._seeds[1])
         return first_elements, chain(iter(stream))
+
+    def _read_first(self, first_elements: list[Any]) -> None:
+        """Add the epoch's first elements to the list, for the padding of a last round after a resume without them."""
+        with self._rng.entered():
+            begin_anew(self._stream, self._seeds[1])
+            first_elements[:] = islice(iter(self._stream), self._num_first)
 
     def _state(self) -> Any:
         """Return the stream's `state_dict()`, if resuming from here needs nothing else; else None."""
+        if self._counted:
+            return COUNTED if self._rng.state() is None else None
         if not self._trusted:
             return None
         if self._watched is None:

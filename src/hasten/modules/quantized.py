@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -51,7 +53,7 @@ def to_bytes(tensor: Tensor) -> tuple[Tensor, ByteLayout]:
     position = 0
     for name in names:
         piece = getattr(whole, name).contiguous()
-        raw = piece.reshape(-1).view(torch.uint8)
+        raw = piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
         rest = -len(raw) % _ALIGNED
         inner.append((name, piece.dtype, piece.shape, position))
         pieces += [raw, raw.new_zeros(rest)]
@@ -166,6 +168,74 @@ class PackedLayers:
         """Give the sharded weights their scales, so that state dicts have the entries of bitsandbytes."""
         for layer in self._four_bit:
             setattr(layer.weight, _STATE_ATTRIBUTE, layer.quant_state)
+
+
+class QuantizedShape(nn.Linear):
+    """Linear layer with a frozen quantized weight of which only the number of bytes is known, to plan its memory.
+
+    The weight is a column of bytes on the meta device, as under FSDP2; the forward allocates what dequantization allocates.
+    """
+
+    def __init__(self, layer: nn.Linear, weight_bytes: int, scale_bytes: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = nn.Parameter(torch.empty(weight_bytes, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.bias = layer.bias
+        self.scale_bytes = scale_bytes
+        """Bytes of the scales that every rank holds."""
+        self.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply by a weight of the right size."""
+        size = self.in_features * self.out_features
+        repeats = -(-size // len(self.weight))
+        values = self.weight.expand(-1, repeats).reshape(-1)[:size].to(input.dtype)
+        return nn.functional.linear(input, values.view(self.out_features, self.in_features), self.bias)
+
+
+def quantized_shape(layer: nn.Linear, quantize: Callable[[nn.Module], object]) -> QuantizedShape:
+    """Return a layer's shape after `quantize`, which is called with a module that holds a layer of zeros of the same size."""
+    with _real_modules():
+        made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="cpu", dtype=layer.weight.dtype)
+        nn.init.zeros_(made.weight)
+        holder = nn.ModuleDict({"layer": made})
+        quantize(holder)
+        packed = PackedLayers(holder.requires_grad_(False), torch.device("cpu"))
+    return QuantizedShape(layer, packed.num_bytes, sum(tensor.nbytes for tensor in packed.tensors()))
+
+
+@cache  # scripts call quantize_weights() without arguments from hasten, so the mode is process-wide
+def _shape_modes() -> list[Any]:
+    return []
+
+
+def plans_shapes() -> bool:
+    """Return True while weights are quantized by shape, for a plan."""
+    return bool(_shape_modes())
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Context manager in which `quantize_weights` replaces layers on the meta device by their shapes."""
+    _shape_modes().append(nn.Module.register_parameter)
+    try:
+        yield
+    finally:
+        _shape_modes().pop()
+
+
+@contextmanager
+def _real_modules() -> Iterator[None]:
+    """Context manager that suspends `shapes_only`, and the placing of parameters on the meta device inside it."""
+    modes = _shape_modes()
+    before, inside = nn.Module.register_parameter, modes.copy()
+    modes.clear()
+    nn.Module.register_parameter = inside[-1] if inside else before  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = before  # type: ignore[method-assign]
+        modes.extend(inside)
 
 
 def _check_frozen(name: str, weight: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from types import MappingProxyType
 from typing import Final, Self
 
 from hasten.config.root import Config
@@ -32,6 +33,18 @@ LOSS: Final = (*BATCH, Axis.CP)
 """Ranks whose gradients are averaged: they see different tokens."""
 SHARD: Final = (Axis.DP_SHARD, Axis.CP)
 """Ranks that hold different shards of the same parameter under fully sharded data parallelism."""
+
+_AXES_OF_SIZES: Final = MappingProxyType(
+    {
+        "pp_size": "pp",
+        "dp_replicate_size": "dp_replicate",
+        "dp_shard_size": "dp_shard",
+        "cp_size": "cp",
+        "sp_size": "cp",
+        "tp_size": "tp",
+        "ep_size": "ep",
+    }
+)
 
 EXPERTS: Final = "ep"
 """Ranks that hold different experts: a subset of those of BATCH."""
@@ -238,6 +251,28 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         tp=sizes.tp_size if engine is None else engine.tp_degree,
         ep=sizes.ep_size,
     )
+
+
+def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
+    """Raise ConfigError if the settings contradict `mesh`, the mesh of an existing process context.
+
+    An axis whose size is not set takes the context's size; but strategy='fsdp' needs an axis to shard over.
+    """
+    asked = [name for name in _AXES_OF_SIZES if getattr(config.parallelism, name) not in (None, 1)]
+    wanted = mesh_of(config, local_world_size, mesh.world_size) if asked else mesh
+    for name in asked:
+        axis = _AXES_OF_SIZES[name]
+        if getattr(wanted, axis) != getattr(mesh, axis):
+            raise ConfigError(
+                f"{name}={getattr(config.parallelism, name)} was set with a context whose mesh has {axis} {getattr(mesh, axis)} "
+                f"({mesh_title(mesh) or 'one process'}); the process groups of a context are fixed, so the setting would have no effect. "
+                f"Create the context with {axis} {getattr(wanted, axis)}, or leave out {name} or context."
+            )
+    if config.strategy == "fsdp" and mesh.size(*SHARD) == 1 < mesh.size(*BATCH):
+        raise ConfigError(
+            f"strategy='fsdp' was set with a context whose mesh is {mesh_title(mesh)}, without shards; every rank would hold the whole "
+            f"model. Create the context with dp_shard {mesh.dp_replicate}, or leave out context, or use strategy='ddp'."
+        )
 
 
 def shards_parameters(config: Config, mesh: MeshSpec) -> bool:

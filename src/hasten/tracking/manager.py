@@ -96,13 +96,13 @@ class TrackerManager:
         """Called with the duration of each logging call on the training thread."""
         self.names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
-        self._lanes: list[TrackerWriter] = []
+        self._tracker_writers: list[TrackerWriter] = []
         self._shares_id = False
         for tracker in trackers:
             self.names += (tracker.name,)
             self._shares_id |= tracker.every_rank
             if is_main or tracker.every_rank:
-                self._lanes.append(TrackerWriter(tracker, self._notices.append))
+                self._tracker_writers.append(TrackerWriter(tracker, self._notices.append))
         self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer()
@@ -142,7 +142,7 @@ class TrackerManager:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         run_id = self._share(run_id) if self._shares_id else run_id
         directory = self._directory or Path("runs")
-        if self._directory is None and self._lanes:
+        if self._directory is None and self._tracker_writers:
             log.info("trackers write to ./runs because no project_dir was given")
         self._run = Run(
             project=project, run_id=run_id, directory=directory, config=plain_config(config), rank=self._rank
@@ -159,10 +159,10 @@ class TrackerManager:
         old = self._resume or {}
         run = replace(self._run, run_id=old.get("run_id", self._run.run_id))
         ids: Mapping[str, str] = old.get("runs", {}).get(str(self._rank), {})
-        for lane in self._lanes:
-            name = lane.tracker.name
+        for writer in self._tracker_writers:
+            name = writer.tracker.name
             found = Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
-            lane.start(replace(run, options=self._init_kwargs.get(name, {}), resume=found))
+            writer.start(replace(run, options=self._init_kwargs.get(name, {}), resume=found))
         self._run = run
         # after the trackers' exit hooks were registered, so that this one runs before them
         atexit.register(self._at_exit)
@@ -256,7 +256,7 @@ class TrackerManager:
             )
         self._start()
         self._announce()
-        return bool(self._lanes)
+        return bool(self._tracker_writers)
 
     def _next(self, step: int | None) -> int:
         """Return the step of this record; the highest step is saved in checkpoints."""
@@ -267,7 +267,7 @@ class TrackerManager:
 
     def _post(self, entry: ImageEntry | TableEntry, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self._send()
-        self._put(lambda lane: [replace(entry, options=log_kwargs.get(lane.tracker.name, {}))], 1)
+        self._put(lambda writer: [replace(entry, options=log_kwargs.get(writer.tracker.name, {}))], 1)
 
     def _send(self) -> None:
         """Read the pending tensors, all at once, and queue the records for the writer."""
@@ -285,16 +285,16 @@ class TrackerManager:
             for name, value in draft.values.items():
                 if isinstance(value, Deferred):
                     draft.values[name] = next(numbers)
-        self._put(lambda lane: [draft.entry(lane.tracker.name) for draft in drafts], len(drafts))
+        self._put(lambda writer: [draft.entry(writer.tracker.name) for draft in drafts], len(drafts))
 
     def _put(self, records: Callable[[TrackerWriter], list[Record]], num: int) -> None:
         def writing() -> None:
-            for lane in self._lanes:
-                lane.write(records(lane))
+            for writer in self._tracker_writers:
+                writer.write(records(writer))
 
         if not self._writer.put(writing):
-            for lane in self._lanes:
-                lane.lost += num
+            for writer in self._tracker_writers:
+                writer.lost += num
             self._warn_once(
                 "full", "the trackers are far behind the training; records are dropped until they catch up."
             )
@@ -305,7 +305,7 @@ class TrackerManager:
     def trackers(self) -> list[Tracker]:
         """The active trackers of this process, started."""
         self._start()
-        return [lane.tracker for lane in self._lanes]
+        return [writer.tracker for writer in self._tracker_writers]
 
     def get(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, an object of a foreign package
         """Return the tracker called `name`, or with `unwrap` the object of its package.
@@ -317,9 +317,9 @@ class TrackerManager:
         if name not in self.names:
             raise TrackerError(f"there is no tracker {name!r}; the trackers of log_with are {list(self.names)}.")
         self._start()
-        for lane in self._lanes:
-            if lane.tracker.name == name and (lane.open or not self._started):
-                return lane.tracker.native if unwrap else lane.tracker
+        for writer in self._tracker_writers:
+            if writer.tracker.name == name and (writer.open or not self._started):
+                return writer.tracker.native if unwrap else writer.tracker
         return DummyTracker()
 
     # ---- ending and resuming
@@ -332,8 +332,8 @@ class TrackerManager:
         self._send()
         if not self._writer.close(60.0):
             self._warn_once("slow end", "the trackers did not finish writing within 60 s; the last records are lost.")
-        for lane in self._lanes:
-            lane.finish(failed)
+        for writer in self._tracker_writers:
+            writer.finish(failed)
         self._run, self._resume, self._init_kwargs = None, None, {}
         self._started = self._logged = False
         self._announce()
@@ -348,7 +348,7 @@ class TrackerManager:
             return {"version": _VERSION}
         if self._started:
             self.flush()
-        ids = {lane.tracker.name: lane.run_id for lane in self._lanes if lane.run_id is not None}
+        ids = {writer.tracker.name: writer.run_id for writer in self._tracker_writers if writer.run_id is not None}
         return {
             "version": _VERSION,
             "project": self._run.project,
@@ -379,8 +379,8 @@ class TrackerManager:
 
     def _rewind(self, step: int) -> None:
         def rewinding() -> None:
-            for lane in self._lanes:
-                lane.rewind(step)
+            for writer in self._tracker_writers:
+                writer.rewind(step)
 
         self._writer.put(rewinding)
 

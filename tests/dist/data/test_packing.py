@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hasten import Accelerator
+from hasten import Accelerator, TorchContextParallelConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.data.packing import (
     IGNORED,
     PackedBatchSampler,
@@ -23,7 +24,7 @@ from hasten.data.packing import (
     packed_block_mask,
     sample_numbers,
 )
-from hasten.errors import ConfigError, DataError
+from hasten.errors import ConfigError, DataError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -239,6 +240,146 @@ def test_a_resumed_loader_continues_with_the_next_pack(ctx: ProcessContext, tmp_
     resumed = again.prepare(loader_of(data))
     again.load_state(f"{where}/middle")
     assert [rows_of(batch) for batch in resumed] == seen[at:]
+
+
+def test_balanced_packs_cost_ranks_the_same() -> None:
+    """The slowest rank of a step has hardly more attention to compute than the mean; every sample comes once."""
+    data = samples(1000, 60)
+    lengths = [len(sample["input_ids"]) for sample in data]
+
+    def waiting(sampler: PackedBatchSampler, num_ranks: int) -> float:
+        costs = [sum(lengths[index] ** 2 for index in pack) for pack in sampler]
+        steps = [costs[i : i + num_ranks] for i in range(0, len(costs) - num_ranks + 1, num_ranks)]
+        return sum(map(max, steps)) / (sum(map(sum, steps)) / num_ranks)
+
+    for num_ranks in (2, 4, 8):
+        plain, balanced = (
+            PackedBatchSampler(lengths, 128),
+            PackedBatchSampler(lengths, 128, balance=num_ranks),
+        )
+        orders = []
+        for epoch in range(2):
+            balanced.set_epoch(epoch)
+            orders.append(list(balanced))
+            assert len(orders[-1]) == len(balanced) == len(plain)
+            assert sorted(index for pack in orders[-1] for index in pack) == list(range(1000))
+        assert orders[0] != orders[1]
+        assert waiting(balanced, num_ranks) < 1.02 < waiting(plain, num_ranks)
+    assert list(PackedBatchSampler([], 8, balance=4)) == []
+    with pytest.raises(ConfigError, match="balance=0"):
+        PackedBatchSampler([1], 4, balance=0)
+
+
+class Packed(nn.Module):
+    """The attention layer, which makes its mask from the positions that it is given."""
+
+    def __init__(self, masked: bool = True) -> None:
+        super().__init__()
+        self.net, self.masked = Attention(), masked
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        mask = packed_attention_mask(positions) if self.masked else None
+        found: Tensor = self.net(tokens, positions, mask)
+        return found
+
+
+def small_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    return made
+
+
+def unpacked_update(net: nn.Module, chosen: list[dict[str, list[int]]], logits_of: Any) -> float:
+    """The mean loss by tokens of samples one by one, with its gradients."""
+    total = torch.zeros(())
+    for sample in chosen:
+        tokens = torch.tensor([sample["input_ids"]])
+        total = total + shifted_loss(logits_of(net, tokens, torch.arange(tokens.shape[1])[None]), tokens, "sum")
+    loss = total / sum(len(sample["input_ids"]) - 1 for sample in chosen)
+    torch.autograd.backward(loss)
+    return loss.item()
+
+
+def over_ranks(way: str, cp_size: int) -> Accelerator:
+    handler = TorchContextParallelConfig(cp_comm_strategy=way)  # type: ignore[arg-type]
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=cp_size, cp_handler=handler))
+
+
+@ranks(2, exhaustive=(4,), timeout_s=400)
+@pytest.mark.parametrize(("name", "way"), [("own", "allgather"), ("llama", "allgather"), ("llama", "ulysses")])
+def test_packs_over_context_parallel_ranks_equal_unpacked_samples(ctx: ProcessContext, name: str, way: str) -> None:
+    """Two ranks share each row; on four ranks two rows make an update, weighted by their tokens."""
+    data = [{"input_ids": [1 + i, *range(2, 2 + 5 + (5 * i) % 7)]} for i in range(16)]
+    sampler = PackedBatchSampler([len(s["input_ids"]) for s in data], 40)
+    packs, readers = list(sampler), ctx.world.size // 2
+    assert len(packs) == 4
+
+    def logits_of(net: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        if name == "own":
+            return net(tokens, positions)  # type: ignore[no-any-return]
+        return net(input_ids=tokens, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
+
+    plain = Packed() if name == "own" else small_llama()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    updates = [packs[i : i + readers] for i in range(0, 4, readers)]
+    expected = []
+    for update in updates:
+        expected.append(unpacked_update(plain, [data[index] for pack in update for index in pack], logits_of))
+        reference.step()
+        reference.zero_grad()
+
+    accelerator = over_ranks(way, 2)
+    collate = PackedCollator(shift_labels=True, pad_to=40)
+    net: Any = Packed() if name == "own" else small_llama()
+    loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), loader)
+    for number, batch in enumerate(loader):
+        tokens, positions, labels = batch["input_ids"], batch["position_ids"], batch["shift_labels"]
+        with accelerator.context_parallel([tokens, positions, labels], [1, 1, 1]):
+            loss = F.cross_entropy(logits_of(net, tokens, positions)[0], labels[0], ignore_index=IGNORED)
+            mine = num_label_tokens(labels)
+            accelerator.backward(loss, weight=mine)
+        optimizer.step()
+        optimizer.zero_grad()
+        summed = accelerator.reduce(torch.stack([loss.detach().nan_to_num() * mine, mine.float()]), "sum")
+        assert float(summed[0] / summed[1]) == pytest.approx(expected[number], rel=1e-5)
+    for ours, theirs in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_packs_that_attention_would_mix_are_refused_on_every_rank(ctx: ProcessContext) -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    tokens = torch.ones(1, 8, dtype=torch.long)
+    for way, masked, error, message in (
+        ("allgather", False, StepError, r"without a mask that keeps them apart.*packed_attention_mask"),
+        ("ring", True, ConfigError, r"'ring' does not support packed samples.*'allgather'"),
+    ):
+        accelerator = over_ranks(way, 2)
+        net = accelerator.prepare(Packed(masked))
+        tokens_, positions_ = tokens.clone(), positions.clone()
+        with pytest.raises(error, match=message), accelerator.context_parallel([tokens_, positions_], [1, 1]):
+            net(tokens_, positions_)
+
+
+@ranks(2)
+def test_context_parallel_ranks_resume_with_the_next_pack(ctx: ProcessContext, tmp_path: Path) -> None:
+    where: str = ctx.world.broadcast_object(str(tmp_path))
+    data = samples(80)
+    accelerator = over_ranks("allgather", 2)
+    loader = accelerator.prepare(loader_of(data, balance=2))
+    seen: list[Any] = []
+    for number, batch in enumerate(loader):
+        seen.append(rows_of(batch))
+        if number == 3:
+            accelerator.save_state(f"{where}/middle")
+    assert ctx.world.all_gather_object(seen) == [seen, seen], "both hold parts of the same rows"
+    again = over_ranks("allgather", 2)
+    resumed = again.prepare(loader_of(data, balance=2))
+    again.load_state(f"{where}/middle")
+    assert [rows_of(batch) for batch in resumed] == seen[4:]
 
 
 def test_wrong_samples_are_refused_by_name() -> None:

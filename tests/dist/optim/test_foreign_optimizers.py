@@ -133,14 +133,38 @@ def test_adam_of_bitsandbytes_in_eight_bits(ctx: ProcessContext, tmp_path: Path)
 
 
 @ranks(1, 2, timeout_s=300)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.filterwarnings("ignore")  # of torchao's import
-def test_adam_of_torchao_in_eight_bits(ctx: ProcessContext, tmp_path: Path) -> None:
-    """Sharded training equals one process; its state cannot be saved, which is said."""
+def test_adam_of_torchao_in_eight_bits(ctx: ProcessContext, tmp_path: Path, strategy: str) -> None:
+    """Training equals one process; a resume is exact, and the state moves between shards and a whole."""
+    chosen = strategy if ctx.world.size > 1 or strategy == "fsdp" else "none"
     with torch.compiler.set_stance("force_eager"):
         expected = plain(torchao_eight_bit)
-        accelerator, net, optimizer = prepared(torchao_eight_bit, "fsdp")
-        found = train(accelerator, net, optimizer, range(STEPS))
+        accelerator, net, optimizer = prepared(torchao_eight_bit, chosen)
+        train(accelerator, net, optimizer, range(2))
+        accelerator.save_state(tmp_path / "state")
+        found = train(accelerator, net, optimizer, range(2, STEPS))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
-        with pytest.raises(CheckpointError, match=r"OptimState8bit.*would lose it; use an optimizer"):
+        accelerator, net, optimizer = prepared(torchao_eight_bit, chosen)
+        accelerator.load_state(tmp_path / "state")
+        again = train(accelerator, net, optimizer, range(2, STEPS))
+        assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
+        other_way = "fsdp" if chosen != "fsdp" else "ddp" if ctx.world.size > 1 else "none"
+        accelerator, net, optimizer = prepared(torchao_eight_bit, other_way)
+        accelerator.load_state(tmp_path / "state")
+        moved = train(accelerator, net, optimizer, range(2, STEPS))
+        for one, other in zip(moved, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
+
+
+@ranks(1)
+@pytest.mark.filterwarnings("ignore")  # of torchao's import
+def test_four_bit_state_of_torchao_is_refused_in_one_sentence(ctx: ProcessContext, tmp_path: Path) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        accelerator, net, optimizer = prepared(
+            lambda net: pytest.importorskip("torchao.optim").AdamW4bit(net.parameters(), lr=0.01), "none"
+        )
+        train(accelerator, net, optimizer, range(1))
+        with pytest.raises(CheckpointError, match=r"OptimState4bit.*would lose it; use an optimizer"):
             accelerator.save_state(tmp_path / "state")

@@ -130,6 +130,17 @@ def test_a_killed_upload_is_resumed(hub: Hub, tmp_path: Path) -> None:
     assert all(hub.received[oid] == 1 for oid in arrived)
 
 
+def test_a_broken_download_continues_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_client.constants, "DOWNLOAD_CHUNK_SIZE", 512)  # bytes that the client writes at a time
+    push(net(), max_shard_size="1GB")
+    hub.ranges.clear()
+    hub.breaks_after = 700
+    fresh = net(1)
+    Accelerator(cpu=True).load_model(fresh, f"hf://{NAME}")
+    assert equal(fresh, net())
+    assert [one for one in hub.ranges if one.startswith("bytes=512-")], "the whole file was sent again"
+
+
 def test_cards_edited_by_hand_are_not_replaced(hub: Hub) -> None:
     push(net(), metrics={"loss": 1.0})
     push(net(), metrics={"loss": 0.5})

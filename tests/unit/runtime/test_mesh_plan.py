@@ -1,4 +1,4 @@
-"""The table of a mesh: one line per rank with its machine and its coordinates."""
+"""Meshes: their table, with one line per rank, and settings that contradict the mesh of a context."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
+from hasten.config.root import Config
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
-from hasten.runtime.mesh_plan import AXES, MeshSpec, divisors, mesh_table
+from hasten.runtime.mesh_plan import AXES, MeshSpec, check_mesh, divisors, mesh_table
 
 
 def test_each_rank_has_a_line_with_its_coordinates() -> None:
@@ -80,3 +82,23 @@ def test_the_table_shows_who_holds_which_experts(tmp_path: Path, capsys: pytest.
     assert "parameters of experts: holds 7.5 GiB" in shown
     assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=3", str(script)]) != 0
     assert "Set ep_size to one of [1, 2, 4]" in capsys.readouterr().err
+
+
+def test_settings_that_contradict_the_mesh_of_a_context_are_refused() -> None:
+    flat, sharded, hybrid = MeshSpec.flat(4), MeshSpec(dp_shard=4), MeshSpec(dp_replicate=2, dp_shard=2)
+    fsdp = Config(strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"strategy='fsdp'.*dp_replicate 4, without shards.*whole model.*dp_shard 4"):
+        check_mesh(fsdp, 4, flat)
+    for fitting in (sharded, hybrid, MeshSpec(), MeshSpec(cp=4), MeshSpec(tp=4)):
+        check_mesh(fsdp, 4, fitting)
+        check_mesh(Config(), 4, fitting)
+    check_mesh(Config(strategy="ddp"), 4, flat)
+    tensor = Config(parallelism=ParallelismConfig(tp_size=2))
+    with pytest.raises(ConfigError, match=r"tp_size=2 .* tp 1 .*no effect.*context with tp 2, or leave out tp_size"):
+        check_mesh(tensor, 4, flat)
+    check_mesh(tensor, 4, MeshSpec(dp_replicate=2, tp=2))
+    check_mesh(tensor, 4, MeshSpec(dp_shard=2, tp=2))  # shards were not asked about
+    filled = Config(strategy="fsdp", parallelism=ParallelismConfig(dp_shard_size=-1))
+    check_mesh(filled, 4, sharded)
+    with pytest.raises(ConfigError, match=r"dp_shard_size=-1 .* dp_shard 2 "):
+        check_mesh(filled, 4, hybrid)

@@ -1,4 +1,4 @@
-"""Meaning of an attention mask whose sequence is sharded over ranks: causal, a mask of keys, or refused."""
+"""Meaning of an attention mask whose sequence is sharded over ranks: causal, packed samples, a mask of keys, or refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,67 @@ class Contents:
     ignoring: tuple[bool, ...]
     """For each buffer, whether it holds labels that the loss ignores."""
     counting: tuple[bool, ...] = ()
-    """For each buffer, whether it holds the positions 0, 1, 2, … of the sequence."""
+    """For each buffer, whether it holds the positions 0, 1, 2, … of the sequence, or of several samples packed into it."""
+    restarting: tuple[bool, ...] = ()
+    """For each buffer, whether it holds positions that restart, of several samples packed into one sequence."""
+
+
+class PackedSamples:
+    """Samples packed into the sequences of a block: each attends only to itself, over the shards of all ranks."""
+
+    def __init__(self, positions: Tensor, layout: SequenceLayout, rank: int) -> None:
+        """Take the positions of whole sequences, (length,) or (batch, length), which restart with each sample."""
+        positions = positions.reshape(-1, positions.shape[-1])
+        self._layout = layout
+        self._rank = rank
+        self._numbers = (positions == 0).long().cumsum(-1)
+        self._length = positions.shape[-1]
+        self._mine = positions[:, layout.positions(rank, self._length)]
+        self._made: dict[tuple[bool, bool], Tensor] = {}
+
+    @property
+    def splits_here(self) -> bool:
+        """True if a sample starts inside one of this rank's chunks, so that a mask of this rank shows whether samples are kept apart."""
+        starts = (self._mine == 0).chunk(self._layout.chunks_per_rank, -1)
+        return any(bool(chunk[:, 1:].any()) for chunk in starts)
+
+    def causal(self, mask: Tensor | None, is_causal: bool) -> tuple[bool, bool] | None:
+        """Return whether the attention of this rank's shard is causal, and whether it keeps samples apart; None if unknown.
+
+        A model computes the mask from its shard, where samples seem to end at each jump of the positions, or to start at each 0.
+        """
+        if mask is None:
+            return is_causal, False
+        length = self._mine.shape[-1]
+        if mask.shape[-2:] != (length, length) or (allowed := _allowed(mask)) is None:
+            return None
+        lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        jumps = torch.ones_like(self._mine, dtype=torch.bool)
+        jumps[:, 1:] = self._mine[:, 1:] != self._mine[:, :-1] + 1
+        for starts in (jumps, self._mine == 0):
+            numbers = starts.long().cumsum(-1)
+            same = (numbers[:, None, :, None] == numbers[:, None, None, :]).to(mask.device)
+            for causal, wanted in ((True, same & lower), (False, same)):
+                if bool((allowed == wanted).all()):
+                    return causal, True
+        return (True, False) if bool((allowed == lower).all()) else None
+
+    def mask(self, causal: bool, by_rank: bool, device: torch.device) -> Tensor:
+        """Return True where a query of this rank may attend to a key, (batch, 1, queries, keys).
+
+        With `by_rank`, the queries are this rank's and the keys those of all ranks in the order of the ranks; without, both are the
+        whole sequence in its order.
+        """
+        if (causal, by_rank) not in self._made:
+            ranks = range(self._layout.ranks)
+            whole = list(range(self._length))
+            keys = [p for rank in ranks for p in self._layout.positions(rank, self._length)] if by_rank else whole
+            queries = self._layout.positions(self._rank, self._length) if by_rank else whole
+            allowed = self._numbers[:, queries, None] == self._numbers[:, None, keys]
+            if causal:
+                allowed = allowed & (torch.tensor(queries).unsqueeze(-1) >= torch.tensor(keys)).to(allowed.device)
+            self._made[causal, by_rank] = allowed[:, None].to(device)
+        return self._made[causal, by_rank]
 
 
 def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
@@ -94,7 +154,7 @@ def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
     """
     whole = [not t.is_floating_point() for t, _ in wholes]
     if not any(whole):
-        return lambda: Contents(False, tuple(whole), tuple(whole))
+        return lambda: Contents(False, tuple(whole), tuple(whole), tuple(whole))
     pairs = zip(wholes, whole, strict=True)
     seen = torch.stack(
         [torch.stack([_restarts(t, d), _hides(t), _ignores(t), _counts(t, d)]) for (t, d), one in pairs if one]
@@ -113,18 +173,15 @@ def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
 
 
 def _contents(whole: list[bool], seen: Tensor) -> Contents:
-    """Return the contents read from the device.
-
-    Raises: StepError for positions of packed sequences, which would attend to each other.
-    """
+    """Return the contents read from the device."""
     rows = iter(seen.tolist())
     found = [next(rows) if one else (False, False, False, False) for one in whole]
-    if any(row[0] for row in found):
-        raise StepError(
-            "a buffer counts up from 0 and restarts, like the positions of several sequences packed into one; with context parallelism "
-            "these sequences would attend to each other. Use unpacked sequences, or cp_size=1."
-        )
-    return Contents(any(row[1] for row in found), tuple(row[2] for row in found), tuple(row[3] for row in found))
+    return Contents(
+        any(row[1] for row in found),
+        tuple(row[2] for row in found),
+        tuple(row[3] or row[0] for row in found),
+        tuple(row[0] for row in found),
+    )
 
 
 def _ignores(whole: Tensor) -> Tensor:

@@ -113,9 +113,11 @@ def _may_run(model: nn.Module, inner: nn.Module, block: OpenBlock) -> bool:
 
 def _split_attention(block: OpenBlock) -> SequenceAttention:
     lengths = frozenset({block.layout.num_chunks * _PER_CHUNK // block.layout.ranks})
-    return replace(
-        block.attention, lengths=lengths, masks=MaskReader(block.layout), begin=lambda: False, padded=None, hidden=None
+    made = replace(
+        block.attention, lengths=lengths, masks=MaskReader(block.layout), padded=None, packed=None, hidden=None
     )
+    made.begin, made.lenient = lambda: (False, None), block.attention.packed is not None
+    return made
 
 
 def _run(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
-from hasten.strategies.context.masks import MaskReader
+from hasten.strategies.context.masks import MaskReader, PackedSamples
 from hasten.strategies.context.ops import all_parts, collect, swap
 
 _NAME: Final = "scaled_dot_product_attention"
@@ -83,9 +83,15 @@ class SequenceAttention:
     lengths: frozenset[int]
     """Lengths of this rank's shards of the sequences."""
     masks: MaskReader
-    begin: Callable[[], bool]
-    """Called once, before the first attention; returns whether masks may differ between ranks because of padding."""
+    begin: Callable[[], tuple[bool, PackedSamples | None]]
+    """Called once, before the first attention; returns whether masks may differ between ranks because of padding, and the
+    samples that are packed into the sequences."""
     padded: bool | None = None
+    packed: PackedSamples | None = None
+    packed_causal: bool | None = None
+    """Whether attention within packed samples is causal; None until the ranks have agreed."""
+    lenient: bool = False
+    """Ignore masks, for a check of something other than attention."""
     hidden: Tensor | None = None
     """This rank's shard of the padding mask that was removed from a causal model's arguments (batch, 1, 1, length)."""
     calls: int = 0
@@ -105,7 +111,10 @@ class SequenceAttention:
         self.calls += 1
         queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
         self._check_lengths(queries, keys)
-        hidden, is_causal = self._read(attn_mask, is_causal, query, key)
+        if self.packed is not None:
+            is_causal, hidden = self._agreed_packing(self.packed, attn_mask, is_causal, query), None
+        else:
+            hidden, is_causal = self._read(attn_mask, is_causal, query, key)
         if is_causal and queries != keys:
             raise StepError(
                 f"causal attention of {queries} queries to {keys} keys is not supported inside a context-parallel block; "
@@ -120,13 +129,13 @@ class SequenceAttention:
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
             case "ulysses":
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
-            case "ring" if hidden is not None or dropout_p > 0:
+            case "ring" if hidden is not None or dropout_p > 0 or self.packed is not None:
+                what = "a mask of keys" if hidden is not None else f"dropout (dropout_p={dropout_p})"
                 raise ConfigError(
-                    f"cp_comm_strategy='ring' does not support "
-                    f"{'a mask of keys' if hidden is not None else f'dropout (dropout_p={dropout_p})'} inside attention. "
-                    "Use cp_comm_strategy='allgather' or 'ulysses'."
+                    f"cp_comm_strategy='ring' does not support {'packed samples' if self.packed is not None else what} inside attention: "
+                    "its blocks of keys have no mask. Use cp_comm_strategy='allgather' or 'ulysses'."
                 )
-            case "allgather" if hidden is not None or dropout_p > 0 or not is_causal:
+            case "allgather" if hidden is not None or dropout_p > 0 or not is_causal or self.packed is not None:
                 return self._with_all_keys(query, key, value, hidden, dropout_p, manner)
         shape = query.shape
         query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
@@ -135,12 +144,42 @@ class SequenceAttention:
     def start(self) -> None:
         """Wait for the inspection of the buffers, unless that was done before."""
         if self.padded is None:
-            self.padded = self.begin()
+            self.padded, self.packed = self.begin()
+
+    def _agreed_packing(self, packed: PackedSamples, mask: Tensor | None, is_causal: bool, query: Tensor) -> bool:
+        """Return whether attention within samples is causal, by the masks that the ranks' models made from their shards.
+
+        Raises: StepError on every rank if a mask is unknown, or if the model lets samples attend to each other.
+        """
+        if self.packed_causal is not None:
+            return self.packed_causal
+        found = packed.causal(mask, is_causal)
+        causal, apart = found or (is_causal, True)
+        mine = [found is None, packed.splits_here and not apart, causal]
+        gathered = torch.tensor(mine, dtype=torch.int64, device=query.device)
+        everyone = torch.stack(all_parts(gathered, self.sharing.group)).tolist()
+        if any(row[0] or row[2] != everyone[0][2] for row in everyone):
+            raise StepError(
+                f"the positions of this context-parallel block restart, so samples are packed into its sequences, and attention was given "
+                f"{'no mask' if mask is None else f'a mask of shape {tuple(mask.shape)}'} from which ranks cannot tell how samples attend "
+                "to themselves. Use hasten.data.packed_attention_mask(position_ids), or a model of transformers with use_cache=False and "
+                "without attention_mask; or set cp_size=1."
+            )
+        if any(row[1] for row in everyone):
+            raise StepError(
+                "the positions of this context-parallel block restart, so samples are packed into its sequences, but attention was called "
+                "without a mask that keeps them apart: samples would attend to each other. Pass "
+                "hasten.data.packed_attention_mask(position_ids) as attn_mask, or positions that do not restart."
+            )
+        self.packed_causal = causal
+        return causal
 
     def _read(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
         """Return this rank's shard of a mask of keys, if any rank has one, and whether attention is causal."""
         problem: StepError | None = None
         meaning: Tensor | Literal["causal"] | None = None
+        if self.lenient:
+            return None, causal
         if mask is not None:
             try:
                 meaning = self.masks.read(mask, query.shape[_LENGTH], key.shape[_LENGTH])
@@ -199,7 +238,9 @@ class SequenceAttention:
         """Compute attention in one call over all keys, ordered by the ranks that hold them."""
         group, layout = self.sharing.group, self.sharing.layout
         mask = None if hidden is None else torch.cat(all_parts(hidden, group), -1)
-        if manner.causal:
+        if self.packed is not None:
+            mask = self.packed.mask(manner.causal, True, query.device)
+        elif manner.causal:
             length = key.shape[_LENGTH] * layout.ranks
             places = [layout.positions(rank, length) for rank in range(layout.ranks)]
             mine = torch.tensor(places[group.rank()], device=query.device).unsqueeze(-1)
@@ -227,7 +268,9 @@ class SequenceAttention:
         query, key, value = (swap(t, across, along, group) for t in (query, key, value))
         mask = None if hidden is None else torch.cat(all_parts(hidden, group), -1)
         causal = manner.causal
-        if mask is not None:
+        if self.packed is not None:
+            mask, causal = self.packed.mask(causal, False, query.device), False
+        elif mask is not None:
             mask = self._own_heads(mask)
             if causal:
                 length = query.shape[_LENGTH]

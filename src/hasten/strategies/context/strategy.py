@@ -19,7 +19,7 @@ from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import CallHook
-from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
+from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, PackedSamples, look
 from hasten.strategies.context.ops import collect, held_part
 from hasten.strategies.context.probe import OpenBlock
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
@@ -106,11 +106,12 @@ class ContextParallel:
         wholes = [(tensor.data, dim) for tensor, dim in chosen]
         read, counted = look(wholes), self._named(chosen, labels)
 
-        def begin() -> bool:
+        def begin() -> tuple[bool, PackedSamples | None]:
             contents = read()
             decisive = self._found(chosen, wholes, contents) if isinstance(labels, str) else counted
             self._clock.weights.share = None if decisive is None else self._share(decisive, comm)
-            return contents.padded
+            packed = self._packed(wholes, contents)
+            return contents.padded and packed is None, packed
 
         try:
             for tensor, dim in chosen:
@@ -205,6 +206,20 @@ class ContextParallel:
                 "which of them the loss is averaged. Pass it: context_parallel(..., labels=shift_labels)."
             )
         return chosen[found[0]][0] if found else None
+
+    def _packed(self, wholes: list[tuple[Tensor, int]], contents: Contents) -> PackedSamples | None:
+        """Return the samples packed into the sequences, by the positions that restart; None if no buffer has such positions."""
+        found = [whole for whole, one in zip(wholes, contents.restarting, strict=True) if one]
+        if not found:
+            return None
+        positions, dim = found[0]
+        if positions.ndim > 2 or dim != positions.ndim - 1 or any(not torch.equal(positions, one) for one, _ in found):
+            raise StepError(
+                f"{len(found)} buffers of this context-parallel block count up from 0 and restart, like the positions of several samples "
+                f"packed into one sequence, and their shapes are {', '.join(str(tuple(one.shape)) for one, _ in found)}; which samples "
+                "attend to themselves is unclear. Pass one buffer of positions, (batch, length), or set cp_size=1."
+            )
+        return PackedSamples(positions, self._layout, self._rank)
 
     def _real(self, whole: Tensor, dim: int) -> Tensor:
         """Return the number of labels in each chunk that the loss does not ignore."""

@@ -94,7 +94,8 @@ def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> N
     moment = _highest(trace, candidate, variant, gradients)
     activations = _activations(trace, candidate, moment)
     passing = gradients * (1.0 if candidate.micro_steps > 1 else moment.gradients)
-    stepping = gradients + (0.0 if candidate.offload else parameters * trace.optimizer.passing)
+    trained = gradients  # as many bytes as the trained parameters
+    stepping = gradients + (0.0 if candidate.offload else trained * trace.optimizer.passing)
     on_device = 0.0 if candidate.offload else parameters + optimizer
     if candidate.offload:
         passing = stepping = 0.0
@@ -128,24 +129,26 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
         several = candidate.mesh.size(*LOSS) > 1
         return _Buffers(standing=own if several else 0.0)  # DDP's buckets are separate from the gradients
     gathered, reduced = ITEM if candidate.precision == "no" else 2, ITEM
-    outside = trace.outside_blocks
-    inside = (trace.num_parameters - outside) / candidate.mesh.pp / candidate.mesh.tp
-    if candidate.mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
-        whole = inside + outside
-        passing = whole * gathered
-        return _Buffers(standing=passing, passing=0.0, ending=whole * max(gathered + reduced, 2 * reduced))
-    block = trace.largest_block / candidate.mesh.tp
-    in_flight = _BLOCKS_AT_ONCE * block
-    whole = (in_flight if candidate.reshard else inside) + outside
-    gradients = (block + outside) * gathered + in_flight * reduced
-    return _Buffers(passing=whole * gathered + gradients)
+    mesh = candidate.mesh
+    outside = trace.gathered_bytes(gathered, in_block=False)
+    inside = trace.gathered_bytes(gathered, in_block=True) / mesh.pp / mesh.tp
+    trained_outside = trace.elements(in_block=False, trained=True)
+    trained_inside = trace.elements(in_block=True, trained=True) / mesh.pp / mesh.tp
+    if mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
+        trained = trained_inside + trained_outside
+        return _Buffers(standing=inside + outside, passing=0.0, ending=trained * max(gathered + reduced, 2 * reduced))
+    block = ((trace.largest_block - trace.block_quantized) * gathered + trace.block_quantized) / mesh.tp
+    trained_block = (trace.largest_block - trace.block_frozen) / mesh.tp
+    whole = (_BLOCKS_AT_ONCE * block if candidate.reshard else inside) + outside
+    gradients = (trained_block + trained_outside) * gathered + _BLOCKS_AT_ONCE * trained_block * reduced
+    return _Buffers(passing=whole + gradients)
 
 
 def _highest(trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float) -> Moment:
     """Return the moment of the memory peak for this micro-batch."""
     share = 0.0 if candidate.micro_steps > 1 or candidate.offload else gradients
     if candidate.sharded and candidate.mesh.size(*LOSS) == 1:  # gradients are stored in the gathered precision
-        share = trace.num_parameters * (ITEM if candidate.precision == "no" else 2)
+        share = trace.elements(trained=True) * (ITEM if candidate.precision == "no" else 2)
     return max(
         variant.moments,
         key=lambda moment: _activations(trace, candidate, moment) + share * moment.gradients,

@@ -29,6 +29,9 @@ class ParameterKind:
     split: int | None = None
     """The dimension that tensor parallelism splits; None for a parameter that is not split."""
 
+    quantized: bool = False
+    """Whether the elements are bytes of quantized weights, which are gathered as they are."""
+
     @property
     def numel(self) -> int:
         """Number of elements of one parameter."""
@@ -112,6 +115,10 @@ class ModelTrace:
     block_classes: tuple[str, ...] = ()
     largest_block: int = 0
     """Number of elements in the largest block."""
+    block_quantized: int = 0
+    """Number of those that are bytes of quantized weights."""
+    block_frozen: int = 0
+    """Number of those that have no gradients."""
     split_share: float = 0.0
     """Fraction of activations that tensor parallelism splits."""
     block_share: float = 1.0
@@ -140,10 +147,21 @@ class ModelTrace:
         """Number of elements in all parameters."""
         return sum(kind.numel * kind.count for kind in self.parameters)
 
-    @property
-    def outside_blocks(self) -> int:
-        """Number of elements in parameters outside of blocks."""
-        return sum(kind.numel * kind.count for kind in self.parameters if not kind.in_block)
+    def elements(self, *, in_block: bool | None = None, trained: bool | None = None) -> int:
+        """Return the number of elements in parameters, of those in or outside of blocks, trained or frozen ones."""
+        return sum(
+            kind.numel * kind.count
+            for kind in self.parameters
+            if in_block in (None, kind.in_block) and trained in (None, kind.trained)
+        )
+
+    def gathered_bytes(self, item: int, *, in_block: bool) -> int:
+        """Return the bytes of unsharded parameters in or outside of blocks, in a precision of `item` bytes."""
+        return sum(
+            kind.numel * kind.count * (1 if kind.quantized else item)
+            for kind in self.parameters
+            if kind.in_block == in_block and kind.shape
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from hasten.accelerator.facade import Accelerator
 from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
+from hasten.modules.quantized import shapes_only
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.precision.base import Precision
@@ -98,6 +99,9 @@ class ScriptPlanner(AcceleratorHooks):
         """
         try:
             with rehearsing(self), redirect_stdout(sys.stderr), self._building:
+                self._building.enter_context(
+                    shapes_only()
+                )  # first: it quantizes weights that are not on the meta device
                 self._building.enter_context(init_on_device("meta"))
                 loop()
         except _EndOfPlanning:

@@ -91,9 +91,10 @@ def test_each_machine_saves_what_it_needs_on_a_disk_of_its_own(
     place = replace(ctx.topology, node_rank=ctx.rank // 2, local_rank=ctx.rank % 2, local_world_size=2)
     project = ProjectConfiguration(project_dir=str(tmp_path / f"disk{place.node_rank}"), save_on_each_node=True)
     settings = SETTINGS.get(layout, {"strategy": layout})
+    meshed = replace(Accelerator(**settings).ctx, topology=place)
 
     def begun(seed: int) -> Run:
-        accelerator = Accelerator(context=replace(ctx, topology=place), project_config=project, **settings)
+        accelerator = Accelerator(context=meshed, project_config=project, **settings)
         net: nn.Module = seeded(lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed)
         net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True))
         return accelerator, net, optimizer

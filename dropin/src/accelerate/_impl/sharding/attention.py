@@ -31,7 +31,7 @@ class SpannedAttention:
             "ulysses",
             frozenset(),
             MaskReader(layout),
-            begin=lambda: False,
+            begin=lambda: (False, None),
         )
         self._ranks, self._lengths, self._reading_parts = comm.size, lengths, reading_parts
 

@@ -57,10 +57,10 @@ class ShardPart:
         """Return a tensor with the layout of the updated one, as checkpoints store it."""
         if self.span is None:
             return slice_of(value, self.model.place_of(self.parameter), self.model.owns(self.parameter))
-        lane, lanes = self._lane()
+        index, shards = self._tensor_shard()
         start, size = self.span
-        owned = size > 0 and (lanes > 1 or self.model.ranks.tp[0] == 0)
-        return Slice(value.detach().view(1, -1), (lanes, self.parameter.numel()), (lane, start), owned=owned)
+        owned = size > 0 and (shards > 1 or self.model.ranks.tp[0] == 0)
+        return Slice(value.detach().view(1, -1), (shards, self.parameter.numel()), (index, start), owned=owned)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a stored tensor of the parameter: this rank's slice, or the whole of one with another layout."""
@@ -69,17 +69,17 @@ class ShardPart:
             if shape == () or shape != at.shape:
                 return torch.empty(shape, dtype=dtype)
             return slice_of(torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False), at, True)
-        lane, lanes = self._lane()
-        if shape != (lanes, self.parameter.numel()):
+        index, shards = self._tensor_shard()
+        if shape != (shards, self.parameter.numel()):
             return torch.empty(shape, dtype=dtype)
         start, size = self.span
-        return Slice(torch.zeros(1, size, dtype=dtype, device=self.parameter.device), shape, (lane, start))
+        return Slice(torch.zeros(1, size, dtype=dtype, device=self.parameter.device), shape, (index, start))
 
     def inside(self, tensor: Tensor) -> Tensor:
         """Return the elements that checkpoints store, of a tensor with the layout of the updated one."""
         return self.stored(tensor).data
 
-    def _lane(self) -> tuple[int, int]:
+    def _tensor_shard(self) -> tuple[int, int]:
         """Return the index and the number of distinct tensor-parallel shards of the parameter."""
         return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
 

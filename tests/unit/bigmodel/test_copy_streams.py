@@ -24,13 +24,13 @@ from hasten.modules import forwarding
 
 
 class Box:
-    """A mark: a point of one of the lanes."""
+    """A mark: a point of one of the streams."""
 
     point = -1
 
 
-class LateLanes(CopyStreams):
-    """Lanes of a device whose copies come as late as the marks allow, and whose computations may come later still."""
+class LateStreams(CopyStreams):
+    """Streams of a device whose copies come as late as the marks allow, and whose computations may come later still."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -108,20 +108,20 @@ class Uneven(nn.Module):
         return torch.as_tensor(self.head(self.norm(x)))
 
 
-def streamed(model: nn.Module, lanes: LateLanes, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
-    """Offload the model as if to a device with these lanes, and let them know what is used when."""
+def streamed(model: nn.Module, streams: LateStreams, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
+    """Offload the model as if to a device with these streams, and let them know what is used when."""
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "Streamer", partial(Streamer, lanes=lanes))
+        patch.setattr(dispatch, "Streamer", partial(Streamer, streams=streams))
         patch.setattr(Tensor, "is_pinned", lambda self: True)
         dispatch.cpu_offload(model, "cpu", resident=resident)
     (streamer,) = streamers_of(model)
     for unit in streamer.units:
         forward = forwarding.find(unit.module, StreamedForward.tag)
         assert isinstance(forward, StreamedForward)
-        forward._acquire, forward._release = watching(streamer, lanes)
+        forward._acquire, forward._release = watching(streamer, streams)
 
 
-def watching(streamer: Streamer, lanes: LateLanes) -> tuple[Any, Any]:
+def watching(streamer: Streamer, streams: LateStreams) -> tuple[Any, Any]:
     def acquire(index: int) -> None:
         streamer.acquire(index)
         for pack in streamer.units[index].packs:
@@ -129,7 +129,7 @@ def watching(streamer: Streamer, lanes: LateLanes) -> tuple[Any, Any]:
                 table, name = entry.places[0]
                 view = table[name]
                 assert view is not None
-                lanes.used(view)
+                streams.used(view)
 
     def release(index: int) -> None:
         for pack in streamer.units[index].packs:  # until now it was in use
@@ -137,8 +137,8 @@ def watching(streamer: Streamer, lanes: LateLanes) -> tuple[Any, Any]:
                 table, name = entry.places[0]
                 view = table[name]
                 assert view is not None
-                lanes.used(view)
-        lanes.now += 1
+                streams.used(view)
+        streams.now += 1
         streamer.release(index)
 
     return acquire, release
@@ -150,7 +150,7 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(start: int, monkeypatch: pyte
         rng = random.Random(seed)
         torch.manual_seed(seed)
         tied = rng.random() < 0.3
-        model, lanes = Uneven(rng, tied), LateLanes()
+        model, streams = Uneven(rng, tied), LateStreams()
         count = len(model.blocks)
         passes = []
         for _ in range(8):
@@ -159,20 +159,20 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(start: int, monkeypatch: pyte
             passes.append((torch.randint(0, 8, (1, rng.choice([1, 1, 5]))), order))
         with torch.no_grad():
             wanted = [model(ids, order) for ids, order in passes]
-            streamed(model, lanes, monkeypatch, resident=rng.choice([0, 0, 3000]))
+            streamed(model, streams, monkeypatch, resident=rng.choice([0, 0, 3000]))
             for turn, ((ids, order), right) in enumerate(zip(passes, wanted, strict=True)):
                 assert torch.equal(model(ids, order), right), (seed, turn, order)
-        assert lanes.races == [], (seed, lanes.races[:2])
+        assert streams.races == [], (seed, streams.races[:2])
         detach(model)
 
 
 def test_the_stand_in_sees_a_copy_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker itself: streaming that forgets to wait for the last use is caught."""
-    model, lanes = Uneven(random.Random(1), False), LateLanes()
-    streamed(model, lanes, monkeypatch, 0)
-    monkeypatch.setattr(LateLanes, "copies_wait", lambda self, done: None)
+    model, streams = Uneven(random.Random(1), False), LateStreams()
+    streamed(model, streams, monkeypatch, 0)
+    monkeypatch.setattr(LateStreams, "copies_wait", lambda self, done: None)
     with torch.no_grad():
         for _ in range(2):
             model(torch.zeros(1, 2, dtype=torch.long), list(range(len(model.blocks))))
-    assert lanes.races
+    assert streams.races
     detach(model)
