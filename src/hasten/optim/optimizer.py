@@ -237,8 +237,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._mark()
             return None
         listener = clock.listener
-        if listener is not None and listener.phases is not None:
-            listener.phases.optimizer_begins()
+        if listener is not None and listener.update_begins is not None:
+            listener.update_begins()
         if self._share.clears_late is not None:
             self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
@@ -283,8 +283,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         clock = self._clock
         self.called_at = clock.num_updates
         if (listener := clock.listener) is not None:
-            if listener.phases is not None:
-                listener.phases.optimizer_begins()
+            if listener.update_begins is not None:
+                listener.update_begins()
             if listener.before_update is not None:
                 listener.before_update(self)
         self._close(APPLIED)
