@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-survive bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,7 +54,7 @@ test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, w
 	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > \
 		"$$(.ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
-	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train,tune]>=2.60,<2.61' 'optuna>=4.5'
+	@.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[default,train,tune]>=2.60,<2.61' 'optuna>=4.5'
 	PATH=$(CURDIR)/.ray/bin:$$PATH .ray/bin/python -m pytest -o faulthandler_timeout=0 tests/on_ray
 
 # On top of the packages of $(VENV) as well: mosaicml-streaming wants an older numpy and an older transformers.
@@ -83,11 +83,11 @@ test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages 
 
 # A folder of its own: the schemas of all versions of Kubernetes take 300 MB.
 SCHEMAS := .kubernetes-schemas
-test-kubernetes: $(READY) ## check the manifests of `--submit kubernetes` against the schemas of Kubernetes, JobSet and Kubeflow
+test-kubernetes: $(READY) ## check manifests and the dashboard against the schemas of Kubernetes, JobSet, Kubeflow and Grafana
 	@test -e $(SCHEMAS)/.ready || { $(BIN)/python -m pip install --quiet --constraint constraints.txt --target $(SCHEMAS) \
-		kubernetes-validate kubeflow-trainer-api kubeflow-training && touch $(SCHEMAS)/.ready; }
+		kubernetes-validate kubeflow-trainer-api kubeflow-training grafana-foundation-sdk && touch $(SCHEMAS)/.ready; }
 	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py \
-		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py
+		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py tests/dist/metrics/test_prometheus.py
 
 check: ## format, lint, types, layers, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit
@@ -172,6 +172,11 @@ bench: $(READY) ## run the benchmarks and write one table
 bench-cuda: $(READY) ## measure every published table on one GPU, in at most ten minutes, and write the pages
 	$(BIN)/python benchmarks/run_all.py --cuda
 	$(BIN)/python benchmarks/published.py --write
+
+# As root, for its network namespaces. A second call continues; FAULTS=20 makes a short run.
+bench-survive: ## inject 200 faults into replicas in every phase, beside restarts and torchft; write the result: an hour
+	@$(PYTHON) tests/survive/environment.py .torch-ft $(TORCHFT_WHEELS); code=$$?; if [ $$code = 3 ]; then exit 0; else exit $$code; fi
+	@test ! -e .torch-ft/.ready || .torch-ft/bin/python benchmarks/survive_kills.py --faults $(or $(FAULTS),200) --seed $(or $(SEED),0)
 
 bench-ledger: $(READY) ## list every published number: its benchmark, commit and machine, and what has changed since
 	@$(BIN)/python benchmarks/published.py

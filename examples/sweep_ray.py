@@ -16,6 +16,8 @@ from ray import tune
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search.basic_variant import BasicVariantGenerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,10 +34,11 @@ def main() -> None:
     parser.add_argument(
         "--concurrent", type=int, default=1, help="trials at the same time; the cluster must hold their workers"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the trials' hyperparameters")
     parser.add_argument("--gpu", action="store_true", help="one GPU for each process")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep_ray"), help="folder for results and checkpoints")
     args = parser.parse_args()
-    ray.init(include_dashboard=False)
+    ray.init()  # with its dashboard: Ray frees the workers of a stopped trial through it
     space = {
         "lr": tune.loguniform(1e-4, 1e-1),
         "width": tune.choice([16, 32, 64]),
@@ -51,8 +54,8 @@ def main() -> None:
             metric="accuracy",
             mode="max",
             num_samples=args.trials,
-            max_concurrent_trials=args.concurrent,
-            scheduler=tune.schedulers.ASHAScheduler(max_t=args.epochs, grace_period=1),
+            search_alg=BasicVariantGenerator(max_concurrent=args.concurrent, random_state=args.seed),
+            scheduler=ASHAScheduler(max_t=args.epochs + 1, grace_period=1),  # the last epoch ends a trial by itself
         ),
         run_config=tune.RunConfig(name="search", storage_path=str(args.out.absolute())),
     )

@@ -131,3 +131,27 @@ def test_what_a_graph_cannot_hold_runs_as_it_is(settings: dict[str, Any], why: s
     step = accelerator.capture_step(lambda x: x)
     assert why in step.refusal
     assert step(3) == 3
+
+
+def test_replays_give_their_loss_and_norm_to_the_metrics() -> None:
+    run = Run("auto", True, metrics={"port": 0}, trust="off")
+    metrics, log = run.accelerator._metrics, run.accelerator._run_log
+    assert metrics is not None
+    assert log is not None
+    log.every_second = None
+    run.train(range(8))
+    step: Any = run.step
+    assert step._graphs, "nothing was captured"
+    for number in (8, 10):
+        metrics.sampled.request()
+        (loss,) = run.train(range(number, number + 1))
+        torch.cuda.synchronize()
+        metrics.sampled.request()
+        # reads the copy of the first loss, and that of the second if it has arrived
+        (newer,) = run.train(range(number + 1, number + 2))
+        known = metrics.sampled.known
+        assert known["loss"] in (pytest.approx(loss, rel=1e-6), pytest.approx(newer, rel=1e-6))
+        assert 0 < known["grad_norm"] < 100
+    run.train(range(12, 14))
+    assert metrics.sampled.known is known, "a replay copies nothing that is not due"
+    run.accelerator.end_training()

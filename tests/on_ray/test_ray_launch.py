@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.on_ray.toy import QUICK
+
 ROOT = Path(__file__).parents[2]
-QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2"}
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.on_ray.toy import Numbered, network
+from tests.on_ray.toy import QUICK, Numbered, network
 
 ROOT = Path(__file__).parents[2]
-QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2"}
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,15 +14,16 @@ from typing import Any
 
 import pytest
 
+from tests.on_ray.toy import QUICK
+
 ROOT = Path(__file__).parents[2]
-QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_ADDRESS": "local"}
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 LAUNCH = ("-m", "hasten", "launch", "--cpu", "--num_processes", "2", "examples/sweep_optuna.py")
 
 
 def start(*words: str) -> subprocess.Popen[str]:
     """Start a program in a group of its own."""
-    env = {**os.environ, **QUICK, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **QUICK, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
@@ -78,8 +80,15 @@ def test_ranks_prune_a_bad_trial_together(tmp_path: Path) -> None:
     assert set(states) == {"COMPLETE", "PRUNED"}
 
 
-def test_ray_tune_finds_the_best_of_its_trials(tmp_path: Path) -> None:
-    text = output(start("examples/sweep_ray.py", "--trials", "2", "--epochs", "2", "--out", str(tmp_path)))
-    found = re.findall(r"best of 2: ([\d.]+)% with lr", text)
+def test_ray_tune_stops_a_bad_trial_and_finds_the_best(tmp_path: Path) -> None:
+    """The second and third trial of this seed are worse than the first: they are stopped after an epoch, which frees their workers."""
+    size = ("--seed", "5", "--trials", "3", "--epochs", "2", "--out", str(tmp_path))
+    text = output(start("examples/sweep_ray.py", *size))
+    found = re.findall(r"best of 3: ([\d.]+)% with lr", text)
     assert found, text[-4000:]
+    results = [file.read_text().splitlines() for file in sorted(tmp_path.glob("search/run_trial_*/result.json"))]
+    scores = [[json.loads(line)["accuracy"] for line in lines] for lines in results]
+    assert [len(one) for one in scores] == [2, 1, 1], "epochs of each trial"
+    assert scores[1][0] < scores[0][0]
+    assert float(found[-1]) == pytest.approx(100 * max(map(max, scores)), abs=0.01)
     assert float(found[-1]) > 50

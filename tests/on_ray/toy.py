@@ -1,4 +1,4 @@
-"""Model and data of the runs on Ray; imports no ray, which changes the environment of the importing process."""
+"""Model, data and variables of the runs on Ray; imports no ray, which changes the environment of the importing process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 SAMPLES: Final = 96
+QUICK: Final = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",  # on a busy machine, imports take longer than Ray's minute
+}
+"""Variables of Ray with which lost workers are noticed soon, and slow ones have time."""
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):

@@ -39,6 +39,9 @@ _THROUGHPUT: Final = "src/hasten/progress/throughput.py"
 _MFU: Final = "track_throughput() fails"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
+_UPDATE: Final = "src/hasten/strategies/offload/update.py"
+_WEIGHTS: Final = "src/hasten/strategies/offload/weights.py"
+_STREAMED: Final = "offload fails"
 _HOSTS: Final = "src/hasten/strategies/engines/xla/strategy.py"
 _DDP_RETRY: Final = "src/hasten/strategies/ddp/strategy.py"
 
@@ -104,7 +107,9 @@ NAMES: Final = (
     # several XLA hosts: the end of a backward pass
     Name("torch", "_C", (_HOSTS,), _MEAN),
     Name("torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"),
-    Name("torch.autograd:Variable", "_execution_engine", (_HOSTS,), _MEAN),
+    Name("torch.autograd:Variable", "_execution_engine", (_HOSTS, _WEIGHTS), f"{_MEAN}; {_STREAMED}"),
+    # offload: the hooks of an optimizer in their order
+    Name("torch.optim:Optimizer", "_optimizer_step_post_hooks", (_UPDATE,), _STREAMED),
     # FSDP2: gradients held between reductions
     Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
     Name(_STATE, "_fsdp_param_groups", (_HELD,), _HOLDS, ("2.13",), instead_of="_fsdp_param_group"),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any, Final, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from hasten.runtime.logs import get_logger
 from hasten.strategies.compiling import is_settling
 from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch
+
+if TYPE_CHECKING:
+    from hasten.accelerator.operations import SampledName, SampledScalars
 
 
 class StepGraph:
@@ -149,11 +153,12 @@ class CapturedStep(Generic[P, R]):
         clock: StepClock,
         numbers: NumbersWatch | None,
         refusal: str,
+        sampled: SampledScalars | None = None,
     ) -> None:
         self._function = function
         self._prepared = prepared
         self._clock = clock
-        self._numbers = numbers
+        self._numbers, self._sampled = numbers, sampled
         self._graphs: dict[object, _Replayed] = {}
         self._seen: dict[object, int] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -251,8 +256,11 @@ class CapturedStep(Generic[P, R]):
         assert self._stream is not None, "steps were run before"
         numbers = self._numbers
         apart: AbstractContextManager[list[Tensor]] = nullcontext([]) if numbers is None else numbers.apart()
+        sampled: AbstractContextManager[dict[SampledName, Tensor]] = (
+            nullcontext({}) if self._sampled is None else self._sampled.capturing()
+        )
         try:
-            with apart as losses:
+            with apart as losses, sampled as metrics:
                 graph = StepGraph(
                     lambda args, kwargs: self._function(*args, **kwargs),
                     inputs,
@@ -274,6 +282,7 @@ class CapturedStep(Generic[P, R]):
                 one for one, a, b in zip(self._prepared.optimizers, before, after, strict=True) for _ in range(b - a)
             ],
             losses=losses,
+            metrics=metrics,
         )
         put_back()
         self._graphs[key] = known
@@ -296,6 +305,8 @@ class CapturedStep(Generic[P, R]):
         if self._numbers is not None:
             for loss in known.losses:
                 self._numbers.seen(loss.clone(), None)
+        if self._sampled is not None:
+            self._sampled.replayed(known.metrics)
         for optimizer in known.stepped:
             optimizer.replayed()
         return result
@@ -315,16 +326,16 @@ class CapturedStep(Generic[P, R]):
         return put_back
 
 
+@dataclass(frozen=True, slots=True)
 class _Replayed:
     """Captured graph with the counter increments of one replay."""
 
-    def __init__(
-        self, graph: StepGraph, num_passes: int, stepped: list[PreparedOptimizer], losses: list[Tensor]
-    ) -> None:
-        self.graph = graph
-        self.num_passes = num_passes
-        self.stepped = stepped
-        self.losses = losses
+    graph: StepGraph
+    num_passes: int
+    stepped: list[PreparedOptimizer]
+    losses: list[Tensor]
+    metrics: dict[SampledName, Tensor]
+    """Loss and gradient norm of the last replay."""
 
 
 def _detached(value: R) -> R:

@@ -55,7 +55,7 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.errors import HastenWarning, PrepareError, StepError
+from hasten.errors import CheckpointBusyError, HastenWarning, PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
@@ -137,6 +137,7 @@ class Accelerator:
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
         recompute: Class names of blocks whose activations are recomputed in backward.
+        offload: Training state in host memory, streamed to the device for its use: optimizer, parameters or all.
         checkpoint_in_memory: Updates between two copies of the run's state in the memory of its machines.
         step_scheduler_with_optimizer: Schedulers step only with an applied update.
         split_batches: The loader's batch size is the global one, split over processes.
@@ -174,6 +175,7 @@ class Accelerator:
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
+        offload: str | None = None,
         checkpoint_in_memory: int | None = None,
         step_scheduler_with_optimizer: bool | None = None,
         split_batches: bool | None = None,
@@ -635,7 +637,7 @@ class Accelerator:
             weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
-        if self._metrics is not None:
+        if self._metrics is not None and self._metrics.sampled.loss_due:
             self._metrics.sampled.see("loss", loss)
         if weight is None:
             self._strategy.backward(weighed, parts, **kwargs)
@@ -676,7 +678,7 @@ class Accelerator:
         loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, amounts[-1])
-        if self._metrics is not None:
+        if self._metrics is not None and self._metrics.sampled.loss_due:
             self._metrics.sampled.see("loss", loss)
         return loss
 
@@ -710,7 +712,10 @@ class Accelerator:
             self._rehearsal.capturing()
         captured = import_module("hasten.accelerator.captured_step")  # on first use
         why_not = self._preparer.performance.no_step_graph()
-        made: CapturedStep[P, R] = captured.CapturedStep(fn, self._prepared, self._clock, self._numbers, why_not)
+        sampled = None if self._metrics is None else self._metrics.sampled
+        made: CapturedStep[P, R] = captured.CapturedStep(
+            fn, self._prepared, self._clock, self._numbers, why_not, sampled
+        )
         return made
 
     def context_parallel(
@@ -756,7 +761,7 @@ class Accelerator:
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
-        if self._metrics is not None:
+        if self._metrics is not None and self._metrics.sampled.norm_due:
             self._metrics.sampled.see("grad_norm", norm)
         return norm
 
@@ -1046,8 +1051,14 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
-            return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
+        try:
+            with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
+                return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
+        except CheckpointBusyError:
+            if self._replica is None or output_dir is not None:
+                raise
+            self._saving.skip_number()  # a replica that was lost during a save still holds that folder
+            return self.save_state(None, safe_serialization, blocking, metrics)
 
     def load_state(
         self,

@@ -10,10 +10,11 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -37,27 +38,37 @@ from hasten.version import __version__
 if TYPE_CHECKING:
     from hasten.survive.replica import SurvivalReport
 
-_EVERY_S: Final = 1.0
+SampledName = Literal["loss", "grad_norm"]
 
 
 class SampledScalars:
-    """The newest known loss and gradient norm as numbers. `see` and `log` are called by the training thread.
+    """The newest known loss and gradient norm as numbers. `see` is called by the training thread, for a value that is due.
 
     A tensor on a device is copied to the host without waiting, and read after its arrival, by a later call.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.known: dict[str, float] = {}
+        self.loss_due = self.norm_due = True
+        """Whether the next loss or gradient norm is to be given to `see`; a plain attribute, because every step asks."""
         self._late = LateScalars()
-        self._due: dict[str, float] = {}
+        self._captured: dict[SampledName, Tensor] | None = None
         self._lazy = kind_of(device).lazy
 
-    def see(self, name: str, value: object) -> None:
-        """Store the value if the last one of this name is a second old."""
-        now = time.monotonic()
-        if now < self._due.get(name, 0.0):
+    def request(self) -> None:
+        """Have the next loss and gradient norm stored, in any thread."""
+        self.loss_due = self.norm_due = True
+
+    def see(self, name: SampledName, value: object) -> None:
+        """Store the value; the next one of this name is stored after a request."""
+        if self._captured is not None:
+            if isinstance(value, Tensor):
+                self._captured.setdefault(name, value.detach())
             return
-        self._due[name] = now + _EVERY_S
+        if name == "loss":
+            self.loss_due = False
+        else:
+            self.norm_due = False
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.numel() != 1 or self._lazy:
                 return
@@ -68,6 +79,24 @@ class SampledScalars:
             self._late.give({name: float(value)})
         found = self._late.read()
         self.known = {one: number for one, number in found.items() if isinstance(number, float)}
+
+    @contextmanager
+    def capturing(self) -> Iterator[dict[SampledName, Tensor]]:
+        """Context manager for the capture of a step as a graph: yields the tensors that each replay fills with its values."""
+        held = self.loss_due, self.norm_due
+        self._captured = captured = dict[SampledName, Tensor]()
+        self.request()
+        try:
+            yield captured
+        finally:
+            self._captured = None
+            self.loss_due, self.norm_due = held
+
+    def replayed(self, captured: Mapping[SampledName, Tensor]) -> None:
+        """Store the values of a replay that are due; they are copied on the current stream, before the next replay."""
+        for name, value in captured.items():
+            if self.loss_due if name == "loss" else self.norm_due:
+                self.see(name, value)
 
 
 class MetricsOwner(Protocol):
@@ -152,6 +181,7 @@ class RankMetrics:
         goodput, save, now = self._goodput.read(log), log.last_save, time.time()
         sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
         known = self.sampled.known
+        self.sampled.request()  # a run whose optimizer is not prepared makes no updates that would
         return RankReading(
             facts=self._facts,
             world_size=self._world_size,
@@ -215,6 +245,7 @@ def number_of(config: Config, rank: int) -> int:
 def start(accelerator: MetricsOwner, run_log: RunLog) -> RankMetrics:
     """Start the metrics of an Accelerator; they stop with it, at `end_training()`, or at exit. Ranks: every rank."""
     made = RankMetrics(accelerator, run_log)
+    run_log.every_second = made.sampled.request
     made.start(accelerator.config, accelerator.ctx)
     at_exit: Callable[[], None] = partial(_close, weakref.ref(made))
     atexit.register(at_exit)

@@ -33,7 +33,7 @@ from hasten.runtime.logs import StartUp, banner, get_logger
 from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import chooses_speed
+from hasten.strategies.choose import chooses_speed, compiles
 
 if TYPE_CHECKING:
     from hasten.strategies.account import Account
@@ -84,6 +84,10 @@ class Performance:
             return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
         if config.trust.numbers not in ("off", "report"):
             return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
+        if config.offload is not None:
+            return (
+                f"offload={config.offload!r} copies training state between updates, in an order that the host decides"
+            )
         if config.survive.lighthouse is not None:
             return "replicas that may be lost exchange gradients on the host (survive)"
         if config.gradient_accumulation.num_steps > 1:
@@ -225,10 +229,19 @@ class Preparer:
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self.performance.optimizer(optimizer)
+        if self._config.offload is not None:
+            self._offload(optimizer)
         kind = PreparedOptimizer if self._rehearsal is None else self._rehearsal.optimizer
         prepared = kind(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
+
+    def _offload(self, optimizer: Optimizer) -> None:
+        """Let an optimizer stream its state from host memory, with pieces on the way in memory that no block needs."""
+        offload = import_module("hasten.strategies.offload.attach")  # only runs with offload need it
+        update = offload.stream_updates(optimizer, self._config, self._ctx, lambda: self._clock.boundary)
+        if not compiles(self._config):
+            offload.drain_in_forward(update, map(self._strategy.unwrap, self.done.models))
 
     def _note_unowned(self) -> None:
         """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""

@@ -27,6 +27,7 @@ from hasten.config.sections.parallel import (
 )
 from hasten.config.sections.trust import TrustSettings
 
+OffloadMode = Literal["optimizer", "parameters", "all"]
 StrategyName = Literal["auto", "none", "ddp", "fsdp", "deepspeed", "megatron", "xla"]
 
 
@@ -56,6 +57,10 @@ class Config(Section):
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")
+    offload: OffloadMode | None = setting(
+        None,
+        "training state in host memory, streamed to the device for its use: optimizer (its state), parameters, or all (both)",
+    )
     rng_types: tuple[str, ...] | None = setting(
         None, "random generators synchronised over all processes at the start of each epoch"
     )

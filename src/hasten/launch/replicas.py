@@ -20,7 +20,7 @@ from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
 from hasten.launch.base import Host, LaunchPlan, Proc
-from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
+from hasten.launch.failure import PREEMPTED, Failure, end_words, read_failure, render_failure
 from hasten.launch.guard import STOPPING, kill_groups
 from hasten.launch.network import interface_of
 from hasten.launch.worker import LAUNCHER_PID
@@ -35,6 +35,7 @@ _QUICK_S: Final = 60.0
 _QUICK_FAILURES: Final = 3
 """Errors of a replica's own program, one after the other and each soon after its start, after which it is not started again."""
 _FINISHED: Final = "finished"
+_JOINED: Final = "joined-"
 ONE_PROCESS: Final = (
     SettingEntry(("launch", "num_processes"), 1, SettingSource("code", "--replicas")),
     SettingEntry(("launch", "launcher"), "single", SettingSource("code", "--replicas")),
@@ -182,6 +183,7 @@ class Crew:
                 continue
             kill_groups([worker.process.pid])  # its loaders' workers
             del self.workers[number]
+            (self.folder / f"{_JOINED}{number}").unlink(missing_ok=True)
             if code == 0:
                 self._finished = self._finished or time.monotonic()
                 (self.folder / _FINISHED).touch()
@@ -193,6 +195,8 @@ class Crew:
     def _lost(self, number: int, worker: ReplicaProcess, code: int) -> None:
         self._code, self._last = code, worker
         quick = worker.quick + 1 if code > 0 and time.monotonic() - worker.began < _QUICK_S else 0
+        if error := _failure(worker, code).traceback.rstrip():
+            _say(f"the error of replica {number}:\n{error}")
         if quick >= _QUICK_FAILURES or self._restarts >= self.config.survive.max_restarts:
             _say(
                 f"replica {number} ended with {end_words(code)} and is not started again; {len(self.workers)} are left"
@@ -216,9 +220,7 @@ class Crew:
             return PREEMPTED if self._code == PREEMPTED else 128 + self.stopped_by
         worker = self._last
         assert worker is not None, "a run that was not finished has lost a replica"
-        failure = read_failure(
-            0, socket.gethostname(), self._code, worker.process.pid, error_file=worker.error_file, time=time.time()
-        )
+        failure = _failure(worker, self._code)
         _say(render_failure([failure], python=sys.executable))
         return failure.exit_code or 1
 
@@ -238,6 +240,13 @@ class Crew:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+def _failure(worker: ReplicaProcess, code: int) -> Failure:
+    """Return the end of a replica's process, with the error that it has recorded."""
+    return read_failure(
+        0, socket.gethostname(), code, worker.process.pid, error_file=worker.error_file, time=time.time()
+    )
 
 
 def _say(text: str) -> None:

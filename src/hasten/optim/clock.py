@@ -33,10 +33,6 @@ class StepPhases(Protocol):
         """Record that the loader returns a batch of `num_samples` samples over all ranks."""
         ...
 
-    def optimizer_begins(self) -> None:
-        """Record that an optimizer starts an update."""
-        ...
-
     def optimizer_done(self) -> None:
         """Record that an optimizer has attempted an update."""
         ...
@@ -52,6 +48,8 @@ class StepListener:
 
     phases: StepPhases | None = None
     """Timing of the phases."""
+    update_begins: Callable[[], None] | None = None
+    """Called when an optimizer starts an update, if updates are timed separately."""
     before_update: Callable[[Holder], bool] | None = None
     """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
     after_update: Callable[[], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.gradients import multiply, versions
 from hasten.precision.base import APPLIED, SKIPPED, Precision, StepResult
+
+SETTLE_STATE: Final = "_hasten_settle_state"
+"""Attribute of an optimizer whose state is in host memory: function that makes the state current and lets others change it."""
+
+
+def settle_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer after its state in host memory is current, so that it can be read and changed."""
+    if (settle := vars(optimizer).get(SETTLE_STATE)) is not None:
+        settle()
+    return optimizer
 
 
 class SharedWindow:
@@ -147,6 +157,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # Any: of any type
+        settle_state(self.optimizer)
         return self.optimizer.state
 
     @state.setter
@@ -226,8 +237,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._mark()
             return None
         listener = clock.listener
-        if listener is not None and listener.phases is not None:
-            listener.phases.optimizer_begins()
+        if listener is not None and listener.update_begins is not None:
+            listener.update_begins()
         if self._share.clears_late is not None:
             self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
@@ -272,8 +283,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         clock = self._clock
         self.called_at = clock.num_updates
         if (listener := clock.listener) is not None:
-            if listener.phases is not None:
-                listener.phases.optimizer_begins()
+            if listener.update_begins is not None:
+                listener.update_begins()
             if listener.before_update is not None:
                 listener.before_update(self)
         self._close(APPLIED)

@@ -25,6 +25,7 @@ from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.names import local_tensor
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
+from hasten.optim.optimizer import settle_state
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.state import epochs
@@ -256,7 +257,7 @@ def plan_restore(
             plan.models.append(plan_model(model, checkpoint.component(numbered_name("model", index)), strict))
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = settle_state(getattr(optimizer, "optimizer", optimizer))
         plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
     for index, average in enumerate(parts.averages):
         average.refuse_if_swapped("load_state()")

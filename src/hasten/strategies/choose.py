@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import assert_never
@@ -35,6 +36,9 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             f"{config.dynamo.backend!r} compiles it once; the compiled model would only attend within each rank's part of a sequence. "
             "Set dynamo_backend=no, or cp_size=1."
         )
+    if config.offload is not None:
+        offload = import_module("hasten.strategies.offload.attach")  # only runs with offload need it
+        offload.refuse_combinations(config, ctx, compiles(config))
     if ctx.mesh.ep > 1:
         _refuse_with_experts(config, ctx)
     if ctx.mesh.size(Axis.PP) > 1 and config.strategy != "megatron":
@@ -88,6 +92,11 @@ def chooses_speed(asked: PerformanceSettings) -> bool:
     return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
 
 
+def compiles(config: Config) -> bool:
+    """Return whether models are compiled, at once or in the background."""
+    return config.dynamo.backend != "no" or (chooses_speed(config.performance) and config.performance.compile)
+
+
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     alone = ctx.mesh.size(*LOSS) == 1
     if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
@@ -102,11 +111,15 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             f"strategy={config.strategy!r} does not shard models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} requests sharding; "
             "use strategy='fsdp', or set dp_shard_size=1."
         )
+    if config.offload in ("parameters", "all"):
+        weights = import_module("hasten.strategies.offload.weights")  # only runs with offload need it
+        streamed = [weights.PlaceRest(), Convert(config.master_weights), *_common(config), weights.StreamedWeights()]
+        return NativeStrategy("single", Alone(retries=False), streamed, Caps(synchronises=False))
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
-    if chooses and config.performance.compile and config.dynamo.backend == "no" and config.mixed_precision != "fp8":
+    if compiles(config) and config.dynamo.backend == "no":
         ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
-        transforms.append(ahead.CompileAhead())
+        transforms.append(ahead.CompileAhead(in_background=config.mixed_precision != "fp8"))
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
     ddp = import_module("hasten.strategies.ddp.strategy")  # a single process needs none of it
@@ -137,8 +150,11 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         return NativeStrategy("tensor", alone.TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
     # loads torch.distributed.tensor, which takes most of a second
     fsdp2 = import_module("hasten.strategies.fsdp.strategy")
+    in_host_memory = config.offload in ("parameters", "all")
     distribution: DistributionTransform = fsdp2.ShardModel(
-        config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep"
+        replace(config.fsdp, cpu_offload=True) if in_host_memory else config.fsdp,
+        mesh,
+        keep_outputs=config.autocast.output_dtype == "keep",
     )
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", distribution, transforms, caps)

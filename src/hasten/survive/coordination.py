@@ -14,7 +14,7 @@ from typing import Any, Final
 from hasten.config.sections.launch import SurviveSettings
 from hasten.errors import CommError
 from hasten.optional import need
-from hasten.survive.roles_plan import Member
+from hasten.survive.roles_plan import Member, divide
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,13 @@ _SLICE_S: Final = 30.0
 class Quorum:
     """The members of an update, as the lighthouse has told all of them."""
 
-    __slots__ = ("key", "members")
+    __slots__ = ("key", "members", "roles")
 
     def __init__(self, key: str, members: tuple[Member, ...]) -> None:
         self.key = key
         """Different for every answer of the lighthouse, and equal on all members."""
         self.members = members
+        self.roles = divide(members)
 
 
 class Answer:
@@ -48,6 +49,11 @@ class Answer:
         """Deliver the quorum, or the error that ended the request."""
         self._found = found
         self._there.set()
+
+    @property
+    def ready(self) -> bool:
+        """True if the quorum has formed."""
+        return isinstance(self._found, Quorum)
 
     def result(self) -> Quorum:
         """Return the quorum when it has formed. Raises: CommError when the lighthouse cannot be reached."""

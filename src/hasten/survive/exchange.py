@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from hasten.errors import StepError
 
-_BUCKET: Final = 8 * 1024 * 1024
-"""Elements that are sent together."""
+_BUCKET: Final = 256 * 1024
+"""Elements that are sent together, so that the first are on their way while backward computes the others."""
 _SMALL: Final = 16 * 1024
 """Elements up to which all replicas send everything to all: fewer messages, more bytes."""
+_HEADER: Final = 0
+"""Tag of the messages with weights and facts; those of gradients have higher ones."""
 
 
 class LostReplicaError(Exception):
@@ -28,115 +30,207 @@ class ReplicaGroup:
     def __init__(self, store: str, key: str, rank: int, size: int, timeout_s: float) -> None:
         """Connect to the others. Raises: LostReplicaError when one of them is away."""
         self.rank, self.size = rank, size
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s)
         host, _, port = store.rpartition(":")
         try:
-            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
             # Any: torch's stubs leave the collectives of this class out
-            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, self._timeout)
         except RuntimeError as error:
             raise LostReplicaError(f"the group of {size} replicas could not be formed: {_short(error)}") from error
+        self._buckets: list[Bucket] = []
+        self._parameters: list[Tensor] = []
+        self.resent = False
+        """True if the gradients of the latest exchange were sent twice, because a replica had changed them after backward."""
 
-    def mean(
-        self, parameters: Sequence[Tensor], weight: float, share: float, facts: Sequence[float]
-    ) -> list[Tensor | None]:
-        """Return the weighted mean of the replicas' gradients for each parameter; None if no replica has one.
+    # -- while backward runs -----------------------------------------------------------------------------------------
+    def buckets(self, parameters: Sequence[Tensor]) -> list[Bucket]:
+        """Return the buckets of these parameters, the last parameters first, as backward computes them."""
+        same = len(parameters) == len(self._parameters) and all(map(lambda a, b: a is b, parameters, self._parameters))
+        if not same:
+            self._parameters = list(parameters)
+            runs = enumerate(_runs(parameters[::-1]))
+            self._buckets = [Bucket(run, self.rank, self.size, 2 * number + 1) for number, run in runs]
+        return self._buckets
+
+    def send(self, bucket: Bucket, window: Hashable) -> None:
+        """Start to send the gradients of a bucket of this window. Raises: LostReplicaError when a replica is lost."""
+        bucket.fill(window)
+        if bucket.whole:
+            bucket.works = self._exchanged(bucket.tag, [bucket.rows[self.rank]] * self.size, list(bucket.rows))
+        else:
+            bucket.works = self._exchanged(bucket.tag, list(bucket.sent), list(bucket.rows))
+            bucket.rows[self.rank].copy_(bucket.sent[self.rank])
+
+    # -- when the window ends ----------------------------------------------------------------------------------------
+    def average(
+        self, parameters: Sequence[Tensor], weight: float, share: float, facts: Sequence[float], window: Hashable = None
+    ) -> None:
+        """Set the gradient of each parameter to the replicas' weighted mean; it stays None if no replica has one.
 
         The mean is the sum of `weight` times gradient, in the order of ranks, divided by the sum of all `share`. It is the same,
-        bit by bit, on all replicas. The parameters and their gradients are left as they are.
+        bit by bit, on all replicas. Buckets of this window that were sent before are not sent again, unless a replica has changed
+        its gradients since.
 
-        Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ.
+        Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ. The gradients are then unchanged.
         """
-        present = [parameter.grad is not None for parameter in parameters]
-        header = torch.tensor([weight, share, *facts, *map(float, present)], dtype=torch.float64)
-        headers = [torch.empty_like(header) for _ in range(self.size)]
-        asked = self._started("allgather", [headers], [header])
-        buckets = list(_buckets(parameters))
-        first = [self._send(flatten(one)) for one in buckets[:1]]
-        _wait(asked)
-        self._compare(headers, len(facts))
-        total = sum(float(one[1]) for one in headers)
-        factors = [float(one[0]) / total if total and float(one[1]) else 0.0 for one in headers]
-        wanted = torch.stack([one[2 + len(facts) :] for one in headers]).sum(0)
-        results: list[Tensor | None] = []
-        for number, bucket in enumerate(buckets):
-            sent = first[0] if number == 0 else self._send(flatten(bucket))
-            reduced = self._receive(*sent, factors)
-            sizes = [parameter.numel() for parameter in bucket]
-            reduced = reduced[: sum(sizes)]
-            results += [
-                part.view(parameter.shape) for part, parameter in zip(torch.split(reduced, sizes), bucket, strict=True)
-            ]
-        return [one if asked_for else None for one, asked_for in zip(results, wanted.tolist(), strict=True)]
+        buckets = self.buckets(parameters)
+        for bucket in buckets:
+            if bucket.works is None:
+                self.send(bucket, window)
+        present = [parameter.grad is not None for parameter in reversed(parameters)]
+        changed = any(bucket.changed(window) for bucket in buckets)
+        own = torch.tensor([weight, share, changed, *facts, *present], dtype=torch.float64)
+        headers = own.repeat(self.size, 1)
+        self._wait(self._exchanged(_HEADER, [own] * self.size, list(headers)))
+        self._compare(headers[:, 3 : 3 + len(facts)].tolist())
+        self.resent = bool(headers[:, 2].any())
+        if self.resent:
+            for bucket in buckets:
+                self._wait(bucket.works)
+                self.send(bucket, window)
+        total = sum(headers[:, 1].tolist())
+        factors = [one / total if total and part else 0.0 for one, part in headers[:, :2].tolist()]
+        self._receive(buckets, factors)
+        wanted = iter(headers[:, 3 + len(facts) :].any(0).tolist())  # nothing can fail from here on
+        for bucket in buckets:
+            bucket.write(factors, [next(wanted) for _ in bucket.parameters])
 
-    def _compare(self, headers: list[Tensor], num_facts: int) -> None:
-        for other in headers:
-            if not torch.equal(other[2 : 2 + num_facts], headers[0][2 : 2 + num_facts]):
-                raise StepError(
-                    f"replicas differ in update, number of batches or number of parameters ({[one[2 : 2 + num_facts].tolist() for one in headers]}), "
-                    "so their gradients do not belong together. Run the same script with the same settings on all replicas, without "
-                    "conditions on the batch around step()."
-                )
+    def _receive(self, buckets: Sequence[Bucket], factors: list[float]) -> None:
+        """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
+        sums: list[dist.Work] = []
+        for bucket in buckets:
+            self._wait(bucket.works)
+            if not bucket.whole:
+                total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
+                sums += self._exchanged(bucket.tag + 1, [total] * self.size, list(bucket.sent))
+        self._wait(sums)
 
-    def _started(self, collective: str, *arguments: object) -> dist.Work:
-        """Start a collective of the group."""
+    def _compare(self, facts: list[list[float]]) -> None:
+        if any(other != facts[0] for other in facts):
+            raise StepError(
+                f"replicas differ in update, number of batches or number of parameters ({facts}), "
+                "so their gradients do not belong together. Run the same script with the same settings on all replicas, without "
+                "conditions on the batch around step()."
+            )
+
+    def _exchanged(self, tag: int, given: Sequence[Tensor], found: Sequence[Tensor]) -> list[dist.Work]:
+        """Start to send a tensor to each other replica, and to receive one from each."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            work: dist.Work = getattr(self._group, collective)(*arguments)
+            works = [self._group.recv([found[rank]], rank, tag) for rank in others]
+            return works + [self._group.send([given[rank]], rank, tag) for rank in others]
         except RuntimeError as error:  # the connection to a member is closed already
             raise LostReplicaError(_short(error)) from error
-        return work
 
-    def _send(self, flat: Tensor) -> tuple[dist.Work, Tensor, Tensor]:
-        """Start to send the bucket; returns the work, the memory it fills, and the bucket, which must stay alive."""
-        if flat.numel() <= _SMALL:
-            found = torch.empty(self.size, flat.numel(), dtype=flat.dtype)
-            return self._started("allgather", [list(found.unbind(0))], [flat]), found, flat
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
-        found = torch.empty(self.size, padded.numel() // self.size, dtype=flat.dtype)
-        return self._started("alltoall_base", found.view(-1), padded, [], []), found, padded
-
-    def _receive(self, work: dist.Work, found: Tensor, sent: Tensor, factors: list[float]) -> Tensor:
-        """Return the weighted sum of the bucket over all replicas, in the order of ranks."""
-        _wait(work)
-        total = weighted_sum(list(found.unbind(0)), factors)
-        if total.numel() == sent.numel():
-            return total
-        whole = torch.empty(self.size, total.numel(), dtype=total.dtype)
-        _wait(self._started("allgather", [list(whole.unbind(0))], [total]))
-        return whole.view(-1)
+    def _wait(self, works: Sequence[dist.Work] | None) -> None:
+        try:
+            for work in works or ():
+                work.wait(self._timeout)
+        except RuntimeError as error:  # torch has no class for lost connections and timeouts
+            raise LostReplicaError(_short(error)) from error
 
     def close(self) -> None:
         """Close the connections; replicas that wait for this one get an error at once."""
+        self._buckets, self._parameters = [], []  # their messages hold the connections open
         self._group = None  # its destructor closes them
 
 
-def _wait(work: dist.Work) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:  # torch has no class for lost connections and timeouts
-        raise LostReplicaError(_short(error)) from error
+class Bucket:
+    """Memory of the gradients of some parameters: those of this replica, and those that the others send."""
+
+    def __init__(self, parameters: Sequence[Tensor], rank: int, size: int, tag: int) -> None:
+        self.parameters = list(parameters)
+        self.tag = tag
+        self.works: list[dist.Work] | None = None
+        """Messages of the current window; None before they are sent."""
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self._number = sum(self._sizes)
+        self._window: Hashable = None
+        self._copied: list[tuple[Tensor | None, int]] = []
+        wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.whole = size == 2 or self._number <= _SMALL
+        """True if every replica sends all of its gradients to all; else each sums one slice and sends the sum."""
+        if self.whole:
+            self.rows = torch.zeros(size, self._number, dtype=wide)
+            self.sent = self.rows[rank : rank + 1]
+        else:
+            self.sent = torch.zeros(size, -(-self._number // size), dtype=wide)
+            self.rows = torch.zeros_like(self.sent)
+
+    @torch.no_grad()
+    def fill(self, window: Hashable) -> None:
+        """Copy the gradients of this replica in this window into the bucket, with zeros for missing ones."""
+        targets, grads = [], []
+        for part, parameter in zip(self._parts(self.sent.view(-1)), self.parameters, strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                targets.append(part)
+                grads.append(_dense(parameter.grad))
+        if grads:
+            torch._foreach_copy_(targets, grads)
+        self._window = window
+        self._copied = [_state(parameter) for parameter in self.parameters]
+
+    def changed(self, window: Hashable) -> bool:
+        """Return True if the gradients of this window are not those that were copied."""
+        if self._window != window:
+            return True
+        now = map(_state, self.parameters)
+        return any(one is not two or a != b for (one, a), (two, b) in zip(now, self._copied, strict=True))
+
+    @torch.no_grad()
+    def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
+        """Set the gradients to the weighted sum of the received ones, where some replica has one; the bucket can be sent again."""
+        self.works, self._copied = None, []
+        received = list(self.rows) if self.whole else [self.sent.view(-1)]
+        several = zip(*map(self._parts, received), strict=True)
+        for parameter, parts, has_one in zip(self.parameters, several, wanted, strict=True):
+            if not has_one:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            grad = parameter.grad
+            if not self.whole:
+                grad.copy_(parts[0])
+            elif grad.dtype == parts[0].dtype and grad.device == parts[0].device:
+                weighted_sum(parts, factors, grad)
+            else:
+                grad.copy_(weighted_sum(parts, factors, parts[0]))
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """Return the views of a vector that belong to the parameters."""
+        split = torch.split(flat[: self._number], self._sizes)
+        return [part.view(parameter.shape) for part, parameter in zip(split, self.parameters, strict=True)]
 
 
-def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
-    """Return the sum of the parts times their factors, in order; a part with the factor 0 is not read."""
-    total: Tensor | None = None
-    for part, factor in zip(parts, factors, strict=True):
-        if factor:
-            scaled = part if factor == 1.0 else part * factor
-            total = scaled.clone() if total is None else total.add_(scaled)
-    return torch.zeros_like(parts[0]) if total is None else total
+def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None) -> Tensor:
+    """Return the sum of the parts times their factors, in order, in `out` if given; a part with the factor 0 is not read.
+
+    Equal factors are applied once, to the sum. With different ones the parts are overwritten. `out` may be the first part.
+    """
+    out = torch.empty_like(parts[0]) if out is None else out
+    used = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor]
+    if not used:
+        return out.zero_()
+    (first, common), *others = used
+    if any(factor != common for _, factor in others):
+        for part, factor in used:
+            part.mul_(factor)
+        common = 1.0
+    if not others:
+        out.copy_(first)
+    for part, _ in others:
+        torch.add(first, part, out=out)
+        first = out
+    return out if common == 1.0 else out.mul_(common)
 
 
-def flatten(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the gradients of the parameters as one vector in host memory, with zeros for missing ones."""
-    wide = torch.promote_types(parameters[0].dtype, torch.float32)
-    parts = [
-        torch.zeros(parameter.numel(), dtype=wide)
-        if parameter.grad is None
-        else _dense(parameter.grad).reshape(-1).to("cpu", wide)
-        for parameter in parameters
-    ]
-    return torch.cat(parts)
+def _state(parameter: Tensor) -> tuple[Tensor | None, int]:
+    """Return the gradient and the number of changes to it; the reference keeps another one from taking its identity."""
+    grad = parameter.grad
+    return grad, 0 if grad is None else grad._version
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -148,15 +242,17 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.detach()
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield runs of parameters of one dtype of at most `_BUCKET` elements, or one larger parameter."""
+def _runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many."""
     run: list[Tensor] = []
     for parameter in parameters:
-        full = run and sum(one.numel() for one in run) + parameter.numel() > _BUCKET
-        if run and (full or run[0].dtype != parameter.dtype):
+        if run and run[0].dtype != parameter.dtype:
             yield run
             run = []
         run.append(parameter)
+        if sum(one.numel() for one in run) >= _BUCKET:
+            yield run
+            run = []
     if run:
         yield run
 

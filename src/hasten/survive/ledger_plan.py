@@ -110,11 +110,11 @@ class Ledger:
             self.unused[self.epoch] = unused
 
     def preview(self, name: str) -> Iterator[tuple[list[Range], bool]]:
-        """Yield the replica's next batches, with a flag for the epoch's last, as they will be if the members stay the same."""
-        ahead = self.copied()
-        while not ahead.exhausted:
-            ranges = ahead.deal().get(name, [])
-            yield ranges, ahead.exhausted
+        """Return the replica's next batches, with a flag for the epoch's last, as they will be if the members stay the same.
+
+        Later changes of the ledger do not change them.
+        """
+        return _ahead(self.copied(), name)
 
     def copied(self) -> Ledger:
         """Return an independent copy."""
@@ -134,6 +134,14 @@ class Ledger:
         made.rounds = [{name: _pairs(ranges) for name, ranges in one.items()} for one in made.rounds]
         made.unused = {int(epoch): _pairs(ranges) for epoch, ranges in made.unused.items()}
         return made
+
+
+def _ahead(ledger: Ledger, name: str) -> Iterator[tuple[list[Range], bool]]:
+    """Yield the batches that the ledger gives to the replica, up to the epoch's end; it is changed by that."""
+    while not ledger.exhausted:
+        ranges = ledger.deal().get(name, [])
+        ledger.rounds.clear()
+        yield ranges, ledger.exhausted
 
 
 def _pairs(ranges: Iterable[Sequence[int]]) -> list[Range]:

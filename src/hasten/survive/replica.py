@@ -21,10 +21,11 @@ from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
 from hasten.survive import healing
 from hasten.survive.coordination import Answer, Coordinator, Quorum, local_address
+from hasten.survive.early import EarlySender
 from hasten.survive.exchange import LostReplicaError, ReplicaGroup
 from hasten.survive.healing import HealingPort, NotHealedError, State
 from hasten.survive.ledger_plan import Ledger, Range
-from hasten.survive.roles_plan import Member, Roles, divide
+from hasten.survive.roles_plan import Member, Roles
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ FINISHED: Final = "finished"
 """File in the launcher's folder once a replica has ended the run with success."""
 _AGREED: Final = "agreed"
 """File in the launcher's folder with the update and the history on which the replicas have agreed last."""
+_JOINED: Final = "joined-"
+"""Start of the names of files in the launcher's folder, one for each live process that has joined the run."""
+_SLICE_S: Final = 0.2
+"""Seconds between two attempts to join a run whose replicas cannot be reached."""
 _LONG_WAIT_S: Final = 5.0
 """Seconds of waiting for the members of an update after which the run's report shows it."""
 FIRST: Final = "0"
@@ -95,9 +100,11 @@ class Replica:
         self._asked: Answer | None = None
         self._group: ReplicaGroup | None = None
         self._grouped = False
+        self._sender = EarlySender(self._early_group, self._window, lambda: clock.boundary)
         self.contributors: tuple[str, ...] = ()
         """The replicas whose gradients are in the latest update, in the order of the sum."""
         self._to_heal: list[Member] = []
+        self._key = ""
         self._done: tuple[int, int] | None = None
         self._skips = False
         self._checked = False
@@ -216,8 +223,9 @@ class Replica:
             self.report.waiting_since = None
         if (waited := time.monotonic() - began) > _LONG_WAIT_S:
             self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
-        roles = divide(quorum.members)
+        roles = quorum.roles
         self._refuse_to_continue_a_finished_run(roles)
+        self._key = quorum.key
         return quorum, roles
 
     def _note_agreed(self) -> None:
@@ -246,7 +254,7 @@ class Replica:
 
     def _update(self, holder: Holder, quorum: Quorum, roles: Roles) -> None:
         """Exchange the gradients of the active replicas and write the mean to the parameters."""
-        names = tuple(one.name for one in roles.active)
+        names = roles.contributors
         parameters = [one for one in holder.parameters if one.requires_grad]
         weight, share = self._weights()
         if names != self.contributors or not self._grouped:
@@ -260,7 +268,19 @@ class Replica:
         if self._group is None:
             _alone(parameters, weight / share if share else 0.0)
         else:
-            _write(parameters, self._group.mean(parameters, weight, share, facts))
+            self._group.average(parameters, weight, share, facts, self._window())
+            self._sender.watch(self._group, parameters)
+
+    def _window(self) -> tuple[int, int, int]:
+        """Return a value that differs between windows, in this process."""
+        ledger = self.ledger
+        return ledger.epoch, ledger.step, len(ledger.rounds)
+
+    def _early_group(self) -> ReplicaGroup | None:
+        """Return the group of the current update, if its members are known already and are those of the previous one."""
+        if self._asked is None or self._group is None or not self._grouped or not self._asked.ready:
+            return None
+        return self._group if self._asked.result().roles.contributors == self.contributors else None
 
     def _weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
@@ -303,6 +323,7 @@ class Replica:
             self.note("replicas joined", step=self.ledger.step, replicas=", ".join(joined), present=len(roles.names))
 
     def _ungroup(self) -> None:
+        self._sender.close()
         if self._group is not None:
             self._group.close()
         self._group, self._grouped = None, False
@@ -315,15 +336,34 @@ class Replica:
                 f"{len(self._prepared.optimizers)} optimizers were prepared, and survive exchanges the gradients of one: the steps of several would have to "
                 "be applied together or not at all. Put all parameters into groups of one optimizer."
             )
+        began, told = time.monotonic(), False
         while self._fresh:
             _, roles = self._met()
-            if roles.is_active(self.name):
+            if roles.active[0].fresh and (others := self._held_by_others(time.monotonic() - began)):
+                if not told:
+                    log.warning("survive: replica %s waits: %s hold the run and cannot be reached", self.name, others)
+                told = True
+                time.sleep(_SLICE_S)
+            elif roles.is_active(self.name):
                 self._fresh = False
+                self._mark_as_joined()
                 self.ledger.members = roles.names
                 self._to_heal = roles.healed_by(self.name)
                 self._send_state()
             else:
                 self._heal(roles)
+
+    def _held_by_others(self, waited_s: float) -> list[str]:
+        """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
+        if self._settings.folder is None or waited_s > self._settings.hang_timeout_s:
+            return []
+        found = [path.name.removeprefix(_JOINED) for path in Path(self._settings.folder).glob(f"{_JOINED}*")]
+        return sorted(set(found) - {self.name})
+
+    def _mark_as_joined(self) -> None:
+        """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
+        if self._settings.folder is not None:
+            (Path(self._settings.folder) / f"{_JOINED}{self.name}").touch()
 
     def _send_state(self) -> None:
         """Send this replica's state to those that have to be healed by it; called between two updates."""
@@ -334,7 +374,7 @@ class Replica:
         self._checked = True
         for one in waiting:
             try:
-                healing.send(content, one.heal, self._token, self._settings.timeout_s)
+                healing.send(content, one.heal, self._token, self._key, self._settings.timeout_s)
             except OSError as error:
                 log.warning("survive: replica %s could not be healed: %s", one.name, error)
 
@@ -343,7 +383,8 @@ class Replica:
         source = roles.source_of(self.name)
         self._ungroup()
         try:
-            state = self._port.receive(source.heal, self._settings.heal_timeout_s, self._settings.timeout_s)
+            settings = self._settings
+            state = self._port.receive(source.heal, self._key, settings.heal_timeout_s, settings.timeout_s)
         except NotHealedError as error:
             log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
             return False
@@ -381,6 +422,7 @@ class Replica:
         self.ledger = Ledger.decoded(state["ledger"])
         self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
         self._fresh = False
+        self._mark_as_joined()
         self.report.healed.append(self.ledger.step)
         torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode()))
         log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)
@@ -406,17 +448,6 @@ class Replica:
         self._coordinator.close()
         self._ungroup()
         self._port.close()
-
-
-@torch.no_grad()
-def _write(parameters: Iterable[Tensor], means: Iterable[Tensor | None]) -> None:
-    for parameter, mean in zip(parameters, means, strict=True):
-        if mean is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = mean.to(parameter.device, parameter.dtype)
-        else:
-            parameter.grad.copy_(mean)
 
 
 @torch.no_grad()

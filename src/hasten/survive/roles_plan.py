@@ -33,6 +33,11 @@ class Roles:
     """Pairs of a replica that receives the run's state, and the one that sends it."""
 
     @property
+    def contributors(self) -> tuple[str, ...]:
+        """The names of the replicas that exchange gradients, in the order of the sum."""
+        return tuple(one.name for one in self.active)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all members, after healing."""
         return tuple(sorted([one.name for one in self.active] + [one.name for one, _ in self.healing]))

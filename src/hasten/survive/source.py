@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from itertools import chain, starmap
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,11 +143,10 @@ class _ReadAhead:
         raise AssertionError("reading starts at the positions that were asked for")
 
     def _index_batches(self, first: list[Range]) -> Iterator[IndexBatch]:
-        """Yield the indices of the batch at `first`, then of those that follow it."""
+        """Return the indices of the batch at `first`, then of those that follow it if the members stay the same."""
         ledger = self._replica.ledger
-        yield self._index_batch(first, ledger.exhausted)
-        for ranges, last in ledger.preview(self._replica.name):
-            yield self._index_batch(ranges, last)
+        following = ledger.preview(self._replica.name)  # from the ledger as it is now: it has given out `first` only
+        return starmap(self._index_batch, chain([(first, ledger.exhausted)], following))
 
     def _index_batch(self, ranges: list[Range], last: bool) -> IndexBatch:
         self._expected.append((ranges, last))

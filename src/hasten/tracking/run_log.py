@@ -99,6 +99,9 @@ class RunLog:
         """Seconds from the start of the process to the first request for a batch; None before it."""
         self.updated_s = self._last_s
         """Time of the latest update by `time.perf_counter()`, or of the start."""
+        self._due_s = 0.0
+        self.every_second: Callable[[], None] | None = None
+        """Called after an update, once a second."""
         self.num_skipped = self.num_stalls = self.num_saves = 0
         self.last_save: tuple[float, float] | None = None
         """Time of the newest complete checkpoint's state, in seconds since 1970, and the seconds that its save took."""
@@ -114,13 +117,10 @@ class RunLog:
 
     # -- phases of a step ------------------------------------------------------------------------------------------
     def _take(self, part: str) -> float:
-        """Add the time since the last mark to a phase, without collectives and logging; returns the current time.
-
-        Without a folder, useful phases are not told apart.
-        """
+        """Add the time since the last mark to a phase, without collectives and logging; returns the current time."""
         now = time.perf_counter()
         spent = self.spent
-        if self._folder is None:
+        if self._folder is None:  # useful phases are not told apart
             spent[part] += now - self._last_s
             self._last_s = now
             return now
@@ -139,8 +139,16 @@ class RunLog:
         `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
         """
         if self._begun:
-            if self._folder is None and not unused and not self._stalls:
-                self._count_step()
+            if self._folder is None and not unused and not self._stalls:  # in as few operations as possible
+                now = time.perf_counter()
+                self.spent["other"] += now - self._last_s
+                self._last_s = now
+                self.samples += self._in_batch
+                self._in_batch = 0
+                if self._updated:
+                    self._updated = False
+                    if now - self._flushed_s >= _EVERY_S:
+                        self._commit(now)
                 return
             if unused and not self._updated:
                 now = self._take("evaluation")
@@ -156,18 +164,6 @@ class RunLog:
             return
         self._begun, self._last_s, self._collected_s = True, time.perf_counter(), self._collectives_s()
         self.startup_s = max(time.time() - self.process_began_s, 0.0)
-
-    def _count_step(self) -> None:
-        """Add the time since the last mark to useful steps, in as few operations as possible."""
-        now = time.perf_counter()
-        self.spent["other"] += now - self._last_s
-        self._last_s = now
-        self.samples += self._in_batch
-        self._in_batch = 0
-        if self._updated:
-            self._updated = False
-            if now - self._flushed_s >= _EVERY_S:
-                self._commit(now)
 
     def got(self, num_samples: int) -> None:
         """Mark the arrival of a batch, which ends the wait for data."""
@@ -202,8 +198,12 @@ class RunLog:
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self.updated_s = time.perf_counter() if self._folder is None else self._take("optimizer")
+        self.updated_s = now = time.perf_counter() if self._folder is None else self._take("optimizer")
         self._updated = True
+        if now >= self._due_s:
+            self._due_s = now + _EVERY_S
+            if self.every_second is not None:
+                self.every_second()
 
     def logged(self, seconds: float) -> None:
         """Add the duration of a logging call, which is subtracted from the current phase."""

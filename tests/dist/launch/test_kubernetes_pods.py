@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -25,50 +24,22 @@ from hasten.launch.cluster.kubernetes import plan_submit
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 from tests.support.machines import NamespaceMachine, Zygote, machines, warm_launcher, why_impossible
+from tests.support.preemptible import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(300)]
 
 ZYGOTE: Final = Path(__file__).parents[2] / "support" / "launch_zygote.py"
 TOKEN: Final = "the token in the Secret, not in the manifest"
 
-TRAIN: Final = """
-import os, sys, time
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from hasten import PREEMPTED_EXIT_CODE, Accelerator
+TRAIN: Final = Path(__file__).parents[2] / "support" / "preemptible.py"
+SAMPLES: Final = 240
+SAVED_AT: Final = 5
+"""Step after which the pods of an elastic job save."""
 
 
-def train(accelerator, pause=0.0):
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    data = DataLoader(TensorDataset(torch.arange(240.0).reshape(-1, 1) / 100), batch_size=2, shuffle=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
-    if os.path.exists(f"{accelerator.project_dir}/checkpoints"):
-        accelerator.load_state()
-    seen = open(f"{accelerator.project_dir}/seen-{accelerator.process_index}", "a")
-    for (x,) in loader:
-        loss = model(x).pow(2).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        print(x.flatten().tolist(), loss.item(), file=seen, flush=True)
-        time.sleep(pause)
-        if accelerator.preempted:
-            accelerator.save_state()
-            sys.exit(PREEMPTED_EXIT_CODE)
-    weights = [p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
-    print("end", weights, file=seen, flush=True)
-
-
-if __name__ == "__main__":
-    train(Accelerator(project_dir="run"), pause=0.04)  # no settings but the folder: the rest is the pod's
-"""
-
-
-def undisturbed(ctx: ProcessContext, script: str, folder: str) -> None:
+def undisturbed(ctx: ProcessContext, folder: str) -> None:
     """The same training in the pool's processes, without any signal."""
-    runpy.run_path(script)["train"](Accelerator(context=ctx, project_dir=folder))
+    train(Accelerator(context=ctx, project_dir=folder), SAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +53,12 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 def manifest(kind: str) -> list[dict[str, Any]]:
     """The objects that `hasten launch --submit kubernetes` writes for the training."""
-    flags = ["--submit=kubernetes", f"--kind={kind}", "--kubernetes_image=a", "--cpu", "--num_machines=2", "--quiet"]
+    size = ["--nnodes=1:2", "--max_restarts=2"] if kind == "elastic" else ["--num_machines=2", "--quiet"]
+    kind = "pytorchjob" if kind == "elastic" else kind
+    flags = ["--submit=kubernetes", f"--kind={kind}", "--kubernetes_image=a", "--kubernetes_name=train", "--cpu", *size]
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    words = (str(SAMPLES), "0.04", str(SAVED_AT) if "--nnodes=1:2" in flags else "0")
+    request = LaunchRequest(resolved.config, Target(str(TRAIN), words), handoff.pack(resolved))
     return list(yaml.safe_load_all(plan_submit(request).files[0].text))
 
 
@@ -116,11 +90,14 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
         else:
             env[item["name"]] = item["value"]
     numbers = {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "1"}
-    first = "train-master-0" if kind == "pytorchjob" else "train-node-0-0.train"
+    first = {"pytorchjob": "train-master-0", "elastic": "train-worker-0"}.get(kind, "train-node-0-0.train")
     if kind == "jobset":
         env["JOB_COMPLETION_INDEX"] = str(index)
     elif kind == "trainjob":
         env |= {"JOB_COMPLETION_INDEX": str(index), **numbers, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": "29500"}
+    elif kind == "elastic":  # pods without numbers: the rendezvous counts them
+        env |= {"PET_NNODES": "1:2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"{first}:29500"}
+        env |= {"PET_MAX_RESTARTS": "2", "PET_NPROC_PER_NODE": "1", "PYTHONUNBUFFERED": "1"}
     else:
         env |= {"RANK": str(index), "WORLD_SIZE": "2", "MASTER_ADDR": first, "MASTER_PORT": "29500", **numbers}
         env["PYTHONUNBUFFERED"] = "1"
@@ -129,7 +106,7 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
     return command[4:], env, first
 
 
-def start(folder: Path, kind: str, order: list[NamespaceMachine], attempt: int) -> None:
+def start(folder: Path, kind: str, order: list[NamespaceMachine], attempt: int, **more: str) -> None:
     """Start one pod on each machine; the position in `order` is the index."""
     for index, machine in enumerate(order):
         words, env, first = pod(kind, index)
@@ -138,12 +115,12 @@ def start(folder: Path, kind: str, order: list[NamespaceMachine], attempt: int) 
             f"127.0.0.1 localhost\n{order[0].host.address} {first}\n"
         )  # what the headless Service resolves to
         machine.hosts_file = str(hosts)
-        machine.start(folder, words, **env)
+        machine.start(folder, words, **env, **more)
 
 
 def wait_for_lines(file: Path, more_than: int) -> None:
     """Wait until a file has more than so many lines."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (file.read_text().count("\n") if file.exists() else 0) <= more_than:
         assert time.monotonic() < deadline, f"{file} has not enough lines"
         time.sleep(0.01)
@@ -160,11 +137,10 @@ def wait_for_lines(file: Path, more_than: int) -> None:
 def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
     zygote: Zygote, tmp_path: Path, rank_pool: Pool, kind: str, preempted: int
 ) -> None:
-    script, run, whole = tmp_path / "train.py", tmp_path / "run", tmp_path / "whole"
-    script.write_text(TRAIN)
+    run, whole = tmp_path / "run", tmp_path / "whole"
     run.mkdir()
     whole.mkdir()
-    rank_pool.run(undisturbed, 2, str(script), str(whole))
+    rank_pool.run(undisturbed, 2, str(whole))
     with machines(zygote, 2) as (a, b):
         start(tmp_path, kind, [a, b], 0)
         wait_for_lines(run / "seen-1", 5)
@@ -180,6 +156,41 @@ def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
     for rank in range(2):
         assert (run / f"seen-{rank}").read_text() == (whole / f"seen-{rank}").read_text()
     assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.exhaustive
+def test_an_elastic_job_continues_with_the_pods_that_are_left(zygote: Zygote, tmp_path: Path) -> None:
+    """A node is lost without a signal: the other pod restarts alone from the last checkpoint, and every sample is used once."""
+    run = tmp_path / "run"
+    run.mkdir()
+    quick = {"HASTEN_RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"}
+    with machines(zygote, 2) as (a, b):
+        start(tmp_path, "elastic", [a, b], 0, **quick)
+        wait_for_lines(run / "seen-1", SAVED_AT + 2)  # not within the save
+        b.kill()
+        code, text = a.end()
+    assert code == 0, text
+    assert "1 process on 1 machine" in text
+    used = steps(run)
+    sizes = [len(ranks) for ranks in used.values()]
+    alone = sizes.index(1)
+    assert sizes == [2] * alone + [1] * (len(sizes) - alone)
+    assert alone == SAVED_AT
+    assert sorted(sample for ranks in used.values() for batch in ranks for sample in batch) == list(range(SAMPLES))
+
+
+def steps(run: Path) -> dict[int, list[list[int]]]:
+    """The samples of each step by rank; a step made again after a restart replaces the first one."""
+    found: dict[int, tuple[int, dict[int, list[int]]]] = {}
+    for rank in (1, 0):  # rank 0 has made every step last
+        for line in (run / f"seen-{rank}").read_text().splitlines():
+            if not line.startswith("end"):
+                step, size, *samples, _ = line.split()
+                found[int(step)] = (
+                    int(size),
+                    {**found.get(int(step), (0, {}))[1], rank: [int(one) for one in samples]},
+                )
+    return {step: [ranks[rank] for rank in range(size)] for step, (size, ranks) in sorted(found.items())}
 
 
 ALONE: Final = """
@@ -214,5 +225,5 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path
         whole = {**os.environ, **variables, **here, **port}
         words = [sys.executable, "-c", ALONE]
         running.append(subprocess.Popen(words, env=whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    ends = [process.communicate(timeout=60) for process in running]
+    ends = [process.communicate(timeout=240) for process in running]
     assert [out for out, _ in ends] == ["0 2 cpu 3.0\n", "1 2 cpu 3.0\n"], ends

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -18,54 +17,23 @@ import pytest
 from hasten import Accelerator
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
+from tests.support.preemptible import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(300)]
 
-TRAIN: Final = """
-import os, sys, time
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from hasten import PREEMPTED_EXIT_CODE, Accelerator
+TRAIN: Final = Path(__file__).parents[2] / "support" / "preemptible.py"
+SAMPLES: Final = 800
 
 
-def train(accelerator, pause=0.0):
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    data = DataLoader(TensorDataset(torch.arange(800.0).reshape(-1, 1) / 400), batch_size=2, shuffle=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
-    if os.path.exists(f"{accelerator.project_dir}/checkpoints"):
-        accelerator.load_state()
-    seen = open(f"{accelerator.project_dir}/seen-{accelerator.process_index}", "a")
-    for (x,) in loader:
-        loss = model(x).pow(2).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        print(x.flatten().tolist(), loss.item(), file=seen, flush=True)
-        time.sleep(pause)
-        if accelerator.preempted:
-            accelerator.save_state()
-            sys.exit(PREEMPTED_EXIT_CODE)
-    weights = [p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
-    print("end", weights, file=seen, flush=True)
-
-
-if __name__ == "__main__":
-    open(f"run/pid-{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}", "w").write(f"{os.getpid()}\\n")
-    train(Accelerator(cpu=True, project_dir="run"), pause=0.05)
-"""
-
-
-def undisturbed(ctx: ProcessContext, script: str, folder: str) -> None:
+def undisturbed(ctx: ProcessContext, folder: str) -> None:
     """The same training in the pool's processes: from the newest checkpoint, if there is one, to the end."""
-    runpy.run_path(script)["train"](Accelerator(context=ctx, project_dir=folder))
+    train(Accelerator(context=ctx, project_dir=folder), SAMPLES)
 
 
 @contextmanager
 def launched(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A launcher of two processes with one restart."""
-    words = ["launch", "--cpu", "--num_processes=2", "--max_restarts=1", "train.py"]
+    words = ["launch", "--cpu", "--num_processes=2", "--max_restarts=1", str(TRAIN), str(SAMPLES), "0.05", "0"]
     env = {**os.environ, "HASTEN_HOME": str(folder), "HF_HOME": str(folder)}
     command = [sys.executable, "-m", "hasten.cli.main", *words]
     with subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as launcher:
@@ -77,7 +45,7 @@ def launched(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def wait_for_lines(file: Path, more_than: int) -> int:
     """How many lines a file has, once it has more than so many."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (count := file.read_text().count("\n") if file.exists() else 0) <= more_than:
         assert time.monotonic() < deadline, f"{file} has {count} lines"
         time.sleep(0.01)
@@ -85,24 +53,23 @@ def wait_for_lines(file: Path, more_than: int) -> int:
 
 
 def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(tmp_path: Path, rank_pool: Pool) -> None:
-    script, run, whole = tmp_path / "train.py", tmp_path / "run", tmp_path / "whole"
-    script.write_text(TRAIN)
+    run, whole = tmp_path / "run", tmp_path / "whole"
     run.mkdir()
     whole.mkdir()
-    rank_pool.run(undisturbed, 2, str(script), str(whole))
+    rank_pool.run(undisturbed, 2, str(whole))
     with launched(tmp_path) as launcher:
         wait_for_lines(run / "seen-1", 2)
         os.kill(int((run / "pid-1-0").read_text()), signal.SIGUSR1)  # one worker: the run goes on by itself
         wait_for_lines(run / "pid-0-1", 0)
         wait_for_lines(run / "seen-0", (run / "seen-0").read_text().count("\n") + 2)
         launcher.send_signal(signal.SIGTERM)  # the launcher: all save, and whoever sent it starts the run again
-        _, said = launcher.communicate(timeout=60)
+        _, said = launcher.communicate(timeout=240)
     assert launcher.returncode == 85, said
     assert "exit code 85 means that the run saved a checkpoint and stopped after a signal" in said
     assert "restart 1 of 1" in said
     assert "SIGTERM: all processes of this machine have saved and exited; restart the job to continue" in said
     assert "end" not in (run / "seen-0").read_text()
-    rank_pool.run(undisturbed, 2, str(script), str(run))
+    rank_pool.run(undisturbed, 2, str(run))
     for rank in range(2):
         assert (run / f"seen-{rank}").read_text() == (whole / f"seen-{rank}").read_text()
     assert len(list((run / "checkpoints").iterdir())) == 2

@@ -12,7 +12,8 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.metrics.catalogue import RankReading, families
+from hasten.config.sections.loop import MetricsSettings
+from hasten.metrics.catalogue import RankReading, ReplicaReading, families
+from hasten.metrics.exposition import render
+from hasten.metrics.server import MetricsServer, access_of
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -156,6 +160,92 @@ def test_prometheus_accepts_the_rules() -> None:
         pytest.skip("promtool is not installed")
     done = subprocess.run([tool, "check", "rules", str(DOCS / "prometheus" / "hasten.rules.yml")], capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def full_text(rank: int, began: float) -> str:
+    """The metrics of a rank for which every number is known; counters grow with time."""
+    passed = time.monotonic() - began
+    count = 1 + int(passed * 10)
+    reading = RankReading(
+        facts={"version": "1"},
+        world_size=2,
+        uptime_s=passed,
+        step=count,
+        updates=count,
+        samples=count * 8,
+        step_age_s=0.1,
+        loss=1 / count,
+        grad_norm=1.0,
+        tokens_per_second=1e4,
+        mfu=0.4,
+        memory_bytes={"host": 1 << 30, "device": 1 << 32},
+        data_wait=0.1,
+        stalls=count,
+        restarts=1,
+        skipped=count,
+        saves=count,
+        checkpoint_age_s=60.0,
+        checkpoint_s=2.0,
+        seconds={"useful": passed, "startup": 1.0},
+        goodput=0.9,
+        replicas=ReplicaReading(present=2, lost=count, joined=count, returned=count, waiting_s=0.5),
+    )
+    return render(families(reading), {"job": "nightly", "rank": str(rank), "machine": f"node{rank}"})
+
+
+@needs_prometheus
+def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
+    """With the variables as Grafana replaces them, each panel's query and each variable's has an answer for both ranks."""
+    board, began = json.loads((DOCS / "grafana" / "hasten.json").read_text()), time.monotonic()
+    variables = {"$job": "nightly", "$machine": "node0|node1", "$__rate_interval": "10s", "$__range": "1m"}
+    (tmp_path / "secret").write_text("right")
+    access = access_of(MetricsSettings(token_file=str(tmp_path / "secret")))
+    servers = [MetricsServer(0, access, partial(full_text, rank, began)) for rank in range(2)]
+    with ExitStack() as stack:
+        for one in servers:
+            one.start()
+            stack.callback(one.close)
+        port = stack.enter_context(prometheus(tmp_path, [f"127.0.0.1:{one.port}" for one in servers], "right"))
+        queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+        assert len(queries) > 20
+        for query in queries:
+            plain = query
+            for name, value in variables.items():
+                plain = plain.replace(name, value)
+            assert "$" not in plain, "a variable that the test does not know"
+            found = json.loads(until(port, "query", r'"result": \[\{', query=plain))["result"]
+            assert all(one["value"][1] != "NaN" for one in found), plain
+            labels = {one["metric"].get("machine") for one in found} - {None}
+            assert labels in (set(), {"node0", "node1"}), plain
+        for variable in board["templating"]["list"][1:]:  # the first one chooses the Prometheus
+            series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
+            known = asked(port, f"label/{label}/values", **{"match[]": series.replace("$job", "nightly")})
+            assert known == {"job": ["nightly"], "machine": ["node0", "node1"]}[label]
+
+
+def test_grafana_knows_every_field_of_the_dashboard() -> None:
+    """Against the types that Grafana publishes, which drop fields that they do not know."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="`make test-kubernetes` installs it")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    board = json.loads((DOCS / "grafana" / "hasten.json").read_text())
+
+    def read_back(given: dict[str, Any]) -> Any:
+        return json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(given)))
+
+    assert not [*missing(board, read_back(board))]
+    assert [*missing({**board, "pannels": []}, read_back({**board, "pannels": []}))] == ["/pannels"]
+
+
+def missing(given: Any, found: Any, at: str = "") -> Iterator[str]:
+    """The paths of values that are not the same in `found`; it may have more."""
+    if isinstance(given, dict) and isinstance(found, dict):
+        for key, value in given.items():
+            yield from missing(value, found[key], f"{at}/{key}") if key in found else [f"{at}/{key}"]
+    elif isinstance(given, list) and isinstance(found, list) and len(given) == len(found):
+        for index, (value, other) in enumerate(zip(given, found, strict=True)):
+            yield from missing(value, other, f"{at}[{index}]")
+    elif given != found:
+        yield at
 
 
 def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:

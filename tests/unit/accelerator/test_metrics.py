@@ -12,15 +12,18 @@ import threading
 import time
 import urllib.request
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from hasten.accelerator import operations
+from hasten.accelerator import captured_step
+from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.operations import SampledScalars
 from hasten.cli.main import main
 from hasten.config.resolve import resolve
@@ -177,21 +180,95 @@ def test_flags_and_variables_name_the_port() -> None:
     assert resolve(env={"HASTEN_METRICS_OTLP_ENDPOINT": "http://a:1"}).config.metrics.otlp_endpoint == "http://a:1"
 
 
-def test_values_are_taken_once_a_second_and_only_single_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "_EVERY_S", 0.25)
+@pytest.mark.parametrize("folder", [True, False])
+def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
+    """An update after the end of a second, or a scrape, has the next loss and norm stored; the others are not looked at."""
+    project_dir = str(tmp_path) if folder else None
+    accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0}, project_dir=project_dir)
+    model, optimizer, _ = prepared(accelerator)
+    metrics, log = accelerator._metrics, accelerator._run_log
+    assert metrics is not None
+    assert log is not None
+    known, due = [], []
+    for number in range(1, 7):
+        if number == 4:  # the second of the first update has passed
+            log._due_s = 0.0
+        if number == 6:
+            metrics.read()
+        accelerator.backward(sum((p * 0).sum() for p in model.parameters()) + float(number))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        known.append(metrics.sampled.known)
+        due.append((metrics.sampled.loss_due, metrics.sampled.norm_due))
+        log._due_s = float("inf")
+    assert [one["loss"] for one in known] == [1, 2, 2, 2, 5, 6], "the first update of a run has the second stored"
+    assert all(one["grad_norm"] == 0 for one in known)
+    assert due[2:] == [(False, False), (True, True), (False, False), (False, False)]
+    accelerator.end_training()
+
+
+def test_only_single_numbers_are_taken() -> None:
     seen = SampledScalars(torch.device("cpu"))
     seen.see("loss", torch.tensor(1.0))
-    seen.see("loss", torch.tensor(2.0))
     assert seen.known == {"loss": 1.0}
+    assert (seen.loss_due, seen.norm_due) == (False, True)
     seen.see("grad_norm", torch.tensor([3.0]))
     assert seen.known == {"loss": 1.0, "grad_norm": 3.0}
-    time.sleep(0.3)
     seen.see("loss", torch.tensor([1.0, 2.0]))
     assert seen.known["loss"] == 1.0
-    time.sleep(0.3)
     value = torch.tensor(4.0, requires_grad=True)
     seen.see("loss", value * 1)
     assert seen.known["loss"] == 4.0
+
+
+class HostGraph:
+    """A graph on the host: the capture runs the step once, a replay only overwrites the tensors of the capture."""
+
+    def __init__(self, function: Callable[..., Any], inputs: Any, *_: object) -> None:
+        self.stale = False
+        self._static = function(*inputs)
+
+    def replay(self, inputs: Any) -> Any:
+        """Write the values of other inputs, as the kernels of a graph do."""
+        ((x,), _) = inputs
+        for tensor, value in zip(self._static, (x.sum(), x.max()), strict=True):
+            tensor.data.copy_(value)
+        return tuple(tensor.detach().clone() for tensor in self._static)
+
+
+def test_steps_that_run_as_a_graph_have_their_loss_and_norm_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_step, "StepGraph", HostGraph)
+    accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0})
+    model, optimizer, _ = prepared(accelerator)
+    metrics = accelerator._metrics
+    assert metrics is not None
+    sampled = metrics.sampled
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = x.sum() + sum((p * 0).sum() for p in model.parameters())
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    graph = CapturedStep(step, accelerator._prepared, accelerator._clock, None, "", sampled)
+    graph._stream = object()  # type: ignore[assignment]  # no stream on the host
+    x = torch.ones(2)
+    graph._seen[graph._key(((x,), {}))] = 3  # the plain calls before a capture
+    sampled.see("loss", 7.0)
+    graph(x)  # captures and replays
+    assert sampled.known["loss"] == 7.0, "not due yet"
+    sampled.request()
+    graph(torch.tensor([2.0, 3.0]))
+    assert sampled.known == {"loss": 5.0, "grad_norm": 3.0}
+    graph(torch.tensor([4.0, 5.0]))
+    assert sampled.known == {"loss": 5.0, "grad_norm": 3.0}, "at most once a second"
+    metrics.read()
+    graph(torch.tensor([6.0, 7.0]))
+    assert sampled.known == {"loss": 13.0, "grad_norm": 7.0}
+    assert optimizer.num_updates == 4
+    accelerator.end_training()
 
 
 @pytest.mark.exhaustive

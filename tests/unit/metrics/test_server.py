@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,8 @@ def test_a_token_file_without_a_token_is_refused(content: str | None, match: str
         access_of(MetricsSettings(token_file=str(tmp_path / "token")))
 
 
-def make_certificates(folder: Path) -> None:
-    """Write a CA, a certificate of 127.0.0.1 and one of a client, and those of another CA's client."""
+def make_certificates(folder: Path, host: str = "127.0.0.1") -> None:
+    """Write a CA, a certificate of a host and one of a client, and those of another CA's client."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
 
@@ -98,7 +99,7 @@ def make_certificates(folder: Path) -> None:
         openssl("req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "1", "-subj", f"/CN={ca}")
     for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
         openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
+        (folder / "san").write_text(f"subjectAltName=IP:{host}\n")
         sign = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", "1", "-extfile", "san")
         openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *sign)
 
@@ -129,6 +130,48 @@ def test_mutual_tls(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="PEM files that belong together"):
         access_of(MetricsSettings(tls_cert_file=at("server.pem"), tls_key_file=at("client.key")))
     assert isinstance(access_of(settings).tls, ssl.SSLContext)
+
+
+def own_address() -> str:
+    """The address of this machine in its network; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        address = str(probe.getsockname()[0])
+        if not server.is_loopback(address):
+            return address
+    pytest.skip("this machine has no address but loopback")
+
+
+def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(tmp_path: Path) -> None:
+    """A token, client certificates, or both: as `hasten top --from` asks for metrics on another machine."""
+    host = own_address()
+    make_certificates(tmp_path, host)
+    (tmp_path / "token").write_text("right\n")
+
+    def at(name: str) -> str:
+        return str(tmp_path / name)
+
+    def error_of(port: int, *given: str | None) -> str:
+        return scrape.scrape(scrape.ScrapeTarget(host, port), scrape.credentials(*given)).error
+
+    certificates = (at("ca.pem"), at("client.pem"), at("client.key"))
+    tls = MetricsSettings(
+        host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")
+    )
+    with serving(MetricsSettings(host=host, token_file=at("token"))) as port:
+        assert not error_of(port, "right", None, None, None)
+        assert "401" in error_of(port, "wrong", None, None, None)
+        assert "401" in error_of(port, None, None, None, None)
+        with pytest.raises(ConnectionRefusedError):
+            get(port)  # loopback: only the given address is served
+    with serving(tls) as port:
+        assert not error_of(port, None, *certificates)
+        assert error_of(port, None, at("ca.pem"), None, None)
+        assert error_of(port, None, at("ca.pem"), at("stranger.pem"), at("stranger.key"))
+    with serving(replace(tls, host=host, token_file=at("token"))) as port:
+        assert not error_of(port, "right", *certificates)
+        assert "401" in error_of(port, None, *certificates)
+        assert error_of(port, "right", at("ca.pem"), None, None)
 
 
 GARBAGE = (

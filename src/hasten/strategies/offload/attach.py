@@ -1,0 +1,138 @@
+"""Offload in a run: refused combinations, and the optimizers and blocks that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from weakref import WeakMethod
+
+from torch import nn
+from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
+
+from hasten.config.root import Config
+from hasten.errors import ConfigError, PrepareError
+from hasten.modules.names import is_dtensor
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import Axis
+from hasten.strategies.blocks import repeated_blocks
+from hasten.strategies.offload.lanes import lanes_for, memory_use
+from hasten.strategies.offload.update import StreamedUpdate
+from hasten.strategies.offload.weights import StreamedParameters, is_streamed
+from hasten.strategies.sharded_updates import ELEMENTWISE
+
+
+def refuse_combinations(config: Config, ctx: ProcessContext, compiles: bool) -> None:
+    """Raise for settings that do not work with `offload`.
+
+    Raises: ConfigError with an alternative.
+    """
+    asked = f"offload={config.offload!r}"
+    own = {
+        "deepspeed": "deepspeed.offload_optimizer_device and deepspeed.offload_param_device",
+        "megatron": "megatron.optimizer_cpu_offload",
+        "xla": "more devices and strategy='xla' with sharding",
+    }
+    engine = "xla" if ctx.device.type == "xla" else config.strategy
+    if engine in own:
+        raise ConfigError(
+            f"{asked} is not supported with strategy={engine!r}, which updates the parameters itself, so nothing would be offloaded. Use "
+            f"{own[engine]}, or strategy='fsdp'."
+        )
+    if config.fsdp.cpu_offload:
+        raise ConfigError(
+            f"{asked} and fsdp.cpu_offload=True both decide where training state is, and cpu_offload also computes updates on the CPU. Remove "
+            "fsdp.cpu_offload; offload='all' keeps the same state in host memory."
+        )
+    if config.offload != "optimizer":
+        _refuse_with_parameters(config, ctx, asked, compiles)
+    if config.survive.lighthouse is not None:
+        raise ConfigError(
+            f"{asked} is not supported with replicas that may be lost (survive), which send the state of optimizers to each other from the "
+            "device. Leave offload out, or run without survive."
+        )
+
+
+def _refuse_with_parameters(config: Config, ctx: ProcessContext, asked: str, compiles: bool) -> None:
+    """Raise for settings with which parameters cannot be in host memory."""
+    sizes = {str(axis): ctx.mesh.size(axis) for axis in (Axis.PP, Axis.TP, Axis.CP) if ctx.mesh.size(axis) > 1}
+    if sizes or ctx.mesh.ep > 1:
+        shown = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items()) or f"ep_size={ctx.mesh.ep}"
+        raise ConfigError(
+            f"{asked} is not supported with {shown}: parameters in host memory have only been tested on one device and with FSDP2's shards. "
+            "Use offload='optimizer', or only dp_shard_size."
+        )
+    sharded = config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1)
+    if ctx.world.size > 1 and not sharded:
+        raise ConfigError(
+            f"{asked} is not supported with strategy={config.strategy!r} on {ctx.world.size} processes, whose replicas keep all parameters on "
+            "the device. Use strategy='fsdp', or offload='optimizer'."
+        )
+    if compiles:
+        setting = (
+            f"dynamo backend {config.dynamo.backend!r}" if config.dynamo.backend != "no" else "performance.compile"
+        )
+        raise ConfigError(
+            f"{asked} is not supported with {setting}: compiled code does not expect parameters that move between host and device. Use "
+            "offload='optimizer', or dynamo_backend='no' and performance={'compile': False}."
+        )
+    if config.mixed_precision == "fp8":
+        raise ConfigError(
+            f"{asked} is not supported with mixed_precision='fp8', which replaces the layers whose parameters are streamed. Use 'bf16', or "
+            "offload='optimizer'."
+        )
+
+
+def refuse_unsplittable(optimizer: Optimizer) -> None:
+    """Raise for an optimizer whose update of a parameter may depend on other parameters, or whose state cannot be moved.
+
+    Raises: PrepareError with alternatives.
+    """
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    sharded = any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+    if type(optimizer) not in (ELEMENTWISE if sharded else (*ELEMENTWISE, Adafactor, Muon)):
+        why = (
+            "its state is sparse" if isinstance(optimizer, SparseAdam) else "it may need all (whole) parameters at once"
+        )
+        raise PrepareError(
+            f"offload is not supported with {name}: state in host memory is updated in pieces, and {why}, so results could differ from those "
+            "without offload. Use AdamW, Adam, SGD or another optimizer of torch that updates each element by itself, or leave offload out."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise PrepareError(
+                f"offload is not supported with {name}(differentiable=True): gradients through an update need its state on the device. Leave "
+                "differentiable out, or offload."
+            )
+
+
+def stream_updates(
+    optimizer: Optimizer, config: Config, ctx: ProcessContext, boundary: Callable[[], bool]
+) -> StreamedUpdate:
+    """Make an optimizer update its parameters in pieces, streamed from host memory."""
+    refuse_unsplittable(optimizer)
+    streamed = any(is_streamed(p) for group in optimizer.param_groups for p in group["params"])
+    return StreamedUpdate(
+        optimizer,
+        lanes_for(ctx.device),
+        memory_use(ctx.device),
+        boundary,
+        moves_state=config.offload != "parameters",
+        parameters=StreamedParameters() if streamed else None,
+    )
+
+
+def drain_in_forward(update: StreamedUpdate, models: Iterable[nn.Module]) -> None:
+    """Let blocks ask for the memory of pieces that are still written back, before their activations need it.
+
+    Not for compiled blocks, with which the hooks would be compiled; less memory is then used for pieces on the way.
+    """
+    blocks = [block for model in models for _, block in repeated_blocks(model)]
+    update.drains_in_forward = bool(blocks)
+    call = WeakMethod(update.before_block)
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, inputs: _call(call))
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    function = method()
+    if function is not None:
+        function()

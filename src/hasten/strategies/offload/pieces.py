@@ -1,0 +1,185 @@
+"""Pieces of an optimizer: parameters that are updated together, and the host memory of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten.bigmodel.packs import aligned
+from hasten.modules.names import is_dtensor, local_tensor
+from hasten.strategies.offload.lanes import Mark
+
+MOST_PIECE_BYTES: Final = 128 * 1024**2
+"""Largest parameters of a piece; its state under AdamW is twice as large."""
+_PIECES: Final = 32  # small models are divided as well, so that most of their state is in host memory
+
+Key = tuple[int, str]
+"""Index of a parameter in its piece, and key in its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlot:
+    """Place of one state tensor in the memory of its piece."""
+
+    key: Key
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor in a piece's memory."""
+        size = self.dtype.itemsize
+        count = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if _full(self) else 0
+        flat = memory[self.start : self.start + count * size].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def _full(slot: StateSlot) -> bool:
+    return 0 not in slot.shape
+
+
+@dataclass(slots=True)
+class Flight:
+    """A piece's state on the device."""
+
+    num_bytes: int = 0
+    memory: Tensor | None = None
+    """One block of memory with all tensors; None while the tensors have memory of their own."""
+    state: dict[Key, Tensor] = field(default_factory=dict)
+    parameters: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    arrived: Mark = None
+    graded: Mark = None
+    """Mark of the gradients' copies to the device."""
+    written: Mark = None
+    unsent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Copies to host memory that have not been queued yet."""
+    leaving: bool = False
+    """True once the update has changed it and it is being written to host memory."""
+
+
+class HostParameters(Protocol):
+    """Parameters in host memory, whose update runs on the device."""
+
+    def memory(self, parameter: Tensor) -> Tensor | None:
+        """Return the host memory of a parameter; None for one that is on the device."""
+        ...
+
+    def rest(self, parameters: Iterable[Tensor]) -> None:
+        """Drop other copies of the parameters before they are updated in host memory."""
+        ...
+
+
+class OffDevice:
+    """Parameters whose local memory is not on the device, such as those that FSDP2 offloads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def memory(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's local memory if it is not on the device."""
+        own = local_tensor(parameter).detach()
+        return None if own.device.type == self._device.type else own
+
+    def rest(self, parameters: Iterable[Tensor]) -> None:
+        """Do nothing: FSDP2 keeps no copies between passes."""
+
+
+@dataclass(slots=True, eq=False)
+class UpdatePiece:
+    """Parameters of one group that are updated together, with the host memory of their state."""
+
+    group: int
+    parameters: list[Tensor]
+    slots: tuple[StateSlot, ...] = ()
+    home: Tensor | None = None
+    resting: dict[Key, Tensor] = field(default_factory=dict)
+    """The tensors in the optimizer's state while the piece is in host memory: views of `home`, as DTensors if sharded."""
+    flight: Flight | None = None
+    written: Mark = None
+    """Mark of the last copy to `home`."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of this rank's parameters."""
+        return sum(map(num_bytes, self.parameters))
+
+    def is_current(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:  # Any: any optimizer's state
+        """Return whether the optimizer's state is still what was stored in `home`."""
+        return self.home is not None and all(
+            state.get(self.parameters[index], {}).get(key) is tensor for (index, key), tensor in self.resting.items()
+        )
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Return the bytes that this rank holds of a tensor."""
+    own = local_tensor(tensor)
+    return own.numel() * own.element_size()
+
+
+def divide(groups: Sequence[Mapping[str, Any]], most_bytes: int | None = None) -> list[UpdatePiece]:
+    """Return the pieces of an optimizer's groups, those first whose gradients a backward usually computes first."""
+    total = sum(num_bytes(p) for group in groups for p in group["params"])
+    limit = most_bytes or min(MOST_PIECE_BYTES, total // _PIECES)
+    placed: list[tuple[float, UpdatePiece]] = []
+    for number, group in enumerate(groups):
+        members: list[Tensor] = list(group["params"])[::-1]
+        done = 0
+        for part in _runs(members, limit):
+            placed.append((done / len(members), UpdatePiece(number, part)))
+            done += len(part)
+    placed.sort(key=lambda entry: entry[0])
+    return [piece for _, piece in placed]
+
+
+def _runs(members: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Yield runs of parameters of at most `limit` bytes together, or single larger ones."""
+    run: list[Tensor] = []
+    size = 0
+    for member in members:
+        own = num_bytes(member)
+        if run and size + own > limit:
+            yield run
+            run, size = [], 0
+        run.append(member)
+        size += own
+    if run:
+        yield run
+
+
+def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[StateSlot, ...], int]:
+    """Return the places of tensors in one block of memory, and its size in bytes."""
+    slots, start = [], 0
+    for key, tensor in tensors.items():
+        stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        slots.append(StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype))
+        start += aligned(tensor.numel() * tensor.element_size())
+    return tuple(slots), start
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether the elements occupy memory without gaps and overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return state of a parameter as the optimizer holds it: a DTensor if the parameter is sharded.
+
+    The local tensor stays in host memory; `DTensor.from_local` would move it to the mesh's device.
+    """
+    if not is_dtensor(parameter) or local.shape != local_tensor(parameter).shape:
+        return local
+    made: Tensor = torch.empty_like(parameter, dtype=local.dtype, device=local.device, requires_grad=False)
+    local_tensor(made).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+    return made

@@ -1,0 +1,492 @@
+"""The optimizer step with state in host memory: pieces are streamed to the device, updated there, and streamed back.
+
+An update runs in the user's optimizer on the device, one piece of its parameters after the other, so that its results are those of a step
+over all of them. Pieces are fetched ahead during the backward pass, into memory that activations have left, and written back while the next
+forward runs. All order is by events; the host never waits, except before it reads the state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten.bigmodel.packs import HostPool
+from hasten.errors import StepError
+from hasten.modules.names import is_dtensor, local_tensor
+from hasten.optim.optimizer import SETTLE_STATE
+from hasten.strategies.offload.lanes import HostLanes, Mark, MemoryBudget, MemoryUse
+from hasten.strategies.offload.pieces import (
+    Flight,
+    HostParameters,
+    Key,
+    OffDevice,
+    UpdatePiece,
+    divide,
+    lay_out,
+    like_parameter,
+    num_bytes,
+)
+
+_AHEAD: Final = 2  # pieces fetched while one is updated
+_FLOOR_PIECES: Final = 2 + _AHEAD  # and one that is written back
+_STATE_PER_PARAMETER: Final = 2.0  # AdamW's, until the first update has shown the optimizer's own
+
+
+class StreamedUpdate:
+    """Step hooks of one optimizer that update its parameters in pieces, and leave none to the step itself."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lanes: HostLanes,
+        use: MemoryUse | None = None,
+        boundary: Callable[[], bool] = lambda: True,
+        most_bytes: int | None = None,
+        moves_state: bool = True,
+        parameters: HostParameters | None = None,
+    ) -> None:
+        """Stream the state of `optimizer` over `lanes`.
+
+        `boundary` returns whether a backward is the last one before an update; `parameters` finds those that are in host memory, by default
+        the ones that are not on the device.
+        """
+        self._optimizer = optimizer
+        self._lanes = lanes
+        self._boundary = boundary
+        self._most_bytes = most_bytes
+        self._moves_state = moves_state
+        self._parameters: HostParameters = parameters or OffDevice(lanes.device)
+        self._budget = MemoryBudget(0, use)
+        self._pool = HostPool(pinned=lanes.device.type != "cpu")
+        self._reserved = False
+        self._ratio = _STATE_PER_PARAMETER
+        self._pieces: list[UpdatePiece] = []
+        self._planned: list[int] = []
+        self._handles: list[Any] = []  # Any: torch's handles of hooks
+        self._leaving: deque[UpdatePiece] = deque()
+        self._unsent: list[UpdatePiece] = []  # on the device, with state to be written after all parameters
+        self._parameters_written: Mark = None
+        self._params: list[list[Tensor]] | None = None
+        self.drains_in_forward = False
+        """True if `before_block` is called in the forward, so that pieces may still be written back then."""
+        self._plan()
+        optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)  # torch types it as a dict
+        hooks.move_to_end(after.id, last=False)  # before hooks that read the parameters
+        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        vars(optimizer)[SETTLE_STATE] = self.release
+        vars(optimizer)["state_room"] = self._state_room
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _plan(self) -> None:
+        """Divide the groups into pieces, again if parameters were added since."""
+        groups = self._optimizer.param_groups
+        now = [id(parameter) for group in groups for parameter in group["params"]]
+        if now == self._planned:
+            return
+        self.release()
+        for handle in self._handles:
+            handle.remove()
+        self._planned = now
+        self._pieces = divide(groups, self._most_bytes)
+        largest = max((piece.parameter_bytes for piece in self._pieces), default=0)
+        self._budget.floor_bytes = int(_FLOOR_PIECES * largest * self._ratio)
+        self._handles = []
+        for piece in self._pieces:
+            first = piece.parameters[0]
+            if first.requires_grad and first.is_leaf:
+                hook = first.register_post_accumulate_grad_hook(self._gradient_arrived)  # type: ignore[no-untyped-call]  # untyped in torch
+                self._handles.append(hook)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of the pieces that are on the device."""
+        return sum(piece.flight.num_bytes for piece in self._pieces if piece.flight is not None)
+
+    # -- ahead of the update ------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _gradient_arrived(self, parameter: Tensor) -> None:
+        """Fetch the first pieces of the coming update while the backward runs."""
+        if not self._boundary():
+            return
+        self._budget.sample(self.held_bytes)
+        for piece in self._pieces:
+            if piece.home is None or not piece.is_current(self._optimizer.state):
+                return
+            if piece.flight is None:
+                if not self._budget.fits_ahead(self.held_bytes, self._expected_bytes(piece)):
+                    return
+                self._fetch(piece)
+
+    def before_block(self) -> None:
+        """Let go of written pieces as far as the activations of the next block need their memory."""
+        self._lanes.follow_current_stream()
+        held = self.held_bytes
+        self._budget.sample(held)
+        while held and self._budget.is_tight(held):
+            piece = self._leaving[0] if self._leaving else self._last_fetched()
+            assert piece is not None, "a piece is held"
+            self._let_go(piece)
+            held = self.held_bytes
+
+    def _last_fetched(self) -> UpdatePiece | None:
+        """Return the piece on the device that the next update needs last."""
+        return next((piece for piece in reversed(self._pieces) if piece.flight is not None), None)
+
+    # -- the update -------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:  # Any: step()'s
+        if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+            raise StepError(
+                f"{type(optimizer).__name__}.step(closure) is not supported with offload: the update starts before the closure would compute "
+                "the gradients. Call backward() and step() instead, or leave offload out."
+            )
+        self._plan()
+        self._lanes.follow_current_stream()
+        self._parameters.rest(p for group in optimizer.param_groups for p in group["params"])
+        due = [piece for piece in self._pieces if any(p.grad is not None for p in piece.parameters)]
+        groups = optimizer.param_groups
+        params = [list(group["params"]) for group in groups]
+        try:
+            for number, piece in enumerate(due):
+                self._fetch_for_update(due[number : number + 1 + _AHEAD])
+                self._update(piece)
+                self._store(piece)
+        finally:
+            optimizer.param_groups = groups
+            for group, members in zip(groups, params, strict=True):
+                group["params"] = members
+        _sort_like_groups(optimizer)
+        self._send()
+        self._lanes.host_waits(self._parameters_written)  # any code may read parameters in host memory
+        self._parameters_written = None
+        self._budget.end_step()
+        while not self.drains_in_forward and self._leaving and self.held_bytes > self._budget.floor_bytes:
+            self._let_go(self._leaving[0])
+        self._params = params
+        for group in groups:
+            group["params"] = []
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Restore the parameters of the groups."""
+        for group, members in zip(optimizer.param_groups, self._params or [], strict=True):
+            group["params"] = members
+        self._params = None
+
+    def _fetch_for_update(self, coming: Sequence[UpdatePiece]) -> None:
+        """Fetch the first piece, and the following ones as far as there is memory."""
+        for piece in coming:
+            flight = piece.flight
+            if flight is None or flight.leaving:
+                more = self._expected_bytes(piece) if flight is None else 0
+                while self._leaving and not self._budget.fits(self.held_bytes, more):  # also sends them
+                    self._let_go(self._leaving[0])
+                if piece is not coming[0] and not self._budget.fits(self.held_bytes, more):
+                    return
+                self._fetch(piece)
+            self._fetch_gradients(piece)
+
+    def _expected_bytes(self, piece: UpdatePiece) -> int:
+        moved = sum(num_bytes(p) for p in piece.parameters if self._parameters.memory(p) is not None)
+        if not self._moves_state:
+            return moved
+        return moved + (int(self._ratio * piece.parameter_bytes) if piece.home is None else piece.home.numel())
+
+    def _fetch(self, piece: UpdatePiece) -> None:
+        """Start the copies of a piece to the device."""
+        if piece.flight is not None:  # written back, but still on the device
+            piece.flight.leaving = False
+            self._leaving.remove(piece)
+            return
+        flight = piece.flight = Flight()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if self._moves_state:
+            self._fetch_state(piece, flight, pairs)
+        for index, parameter in enumerate(piece.parameters):
+            source = self._parameters.memory(parameter)
+            if source is not None:
+                flight.parameters[index] = self._room_like(source)
+                flight.num_bytes += num_bytes(source)
+                pairs.append((flight.parameters[index], source))
+        flight.arrived = self._lanes.fetch(pairs, piece.written) if pairs else None
+
+    def _fetch_state(self, piece: UpdatePiece, flight: Flight, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        if piece.home is not None and piece.is_current(self._optimizer.state):
+            flight.memory = self._lanes.empty(piece.home.numel())
+            flight.state = {slot.key: slot.view(flight.memory) for slot in piece.slots}
+            flight.num_bytes += piece.home.numel()
+            pairs.append((flight.memory, piece.home))
+            return
+        for index, parameter in enumerate(piece.parameters):  # the state is new, or was loaded by other code
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    own = local_tensor(value).detach()
+                    if own.device.type != self._lanes.device.type or piece.home is not None:
+                        flight.state[index, key] = self._room_like(own)
+                        pairs.append((flight.state[index, key], own))
+                    else:
+                        flight.state[index, key] = own
+                    flight.num_bytes += num_bytes(own)
+
+    def _room_like(self, tensor: Tensor) -> Tensor:
+        slots, size = lay_out({(0, ""): tensor})
+        return slots[0].view(self._lanes.empty(size))
+
+    def _fetch_gradients(self, piece: UpdatePiece) -> None:
+        """Fetch gradients in host memory, where FSDP2 reduces those of offloaded parameters to."""
+        flight = piece.flight
+        assert flight is not None, "the piece is on the device"
+        if flight.gradients:
+            return
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for index, parameter in enumerate(piece.parameters):
+            if parameter.grad is not None and parameter.grad.device.type != self._lanes.device.type:
+                own = local_tensor(parameter.grad).detach()
+                flight.gradients[index] = self._room_like(own)
+                flight.num_bytes += num_bytes(own)
+                pairs.append((flight.gradients[index], own))
+        if pairs:
+            flight.graded = self._lanes.fetch(pairs)
+
+    def _update(self, piece: UpdatePiece) -> None:
+        """Run the optimizer's step over one piece on the device."""
+        optimizer, flight = self._optimizer, piece.flight
+        assert flight is not None, "the piece is on the device"
+        self._lanes.compute_waits(flight.arrived)
+        self._lanes.compute_waits(flight.graded)
+        chosen = [
+            (index, p, self._stand_in(index, p, flight))
+            for index, p in enumerate(piece.parameters)
+            if p.grad is not None
+        ]
+        groups = optimizer.param_groups
+        group = groups[piece.group]
+        held = [optimizer.state.get(parameter, {}) for _, parameter, _ in chosen]
+        for (index, _, stand_in), values in zip(chosen, held, strict=True):
+            if values:
+                optimizer.state[stand_in] = {
+                    key: self._usable(flight.state.get((index, key), value), group) for key, value in values.items()
+                }
+        group["params"] = [stand_in for _, _, stand_in in chosen]
+        optimizer.param_groups = [group]
+        try:
+            inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks, which run once per step
+            held = [self._as_held(optimizer.state[stand_in], parameter) for _, parameter, stand_in in chosen]
+        finally:
+            optimizer.param_groups = groups
+            for (_, parameter, stand_in), values in zip(chosen, held, strict=True):
+                if stand_in is not parameter:
+                    optimizer.state.pop(stand_in, None)
+                if values or parameter in optimizer.state:
+                    optimizer.state[parameter] = values
+
+    def _usable(self, value: Any, group: dict[str, Any]) -> Any:  # Any: a value of any optimizer's state
+        """Return a value of the state as the update needs it: local, and on the device unless it is a counter of the host."""
+        if not isinstance(value, Tensor) or not (value.ndim or _counts_on_device(group)):
+            return value
+        return local_tensor(value).to(self._lanes.device)
+
+    def _as_held(self, values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:  # Any: any optimizer's state
+        """Return the state after an update as it is held between updates; `_store` moves tensors to host memory."""
+        if self._moves_state or not is_dtensor(parameter):
+            return values
+        return {
+            key: like_parameter(value, parameter) if isinstance(value, Tensor) and value.ndim else value
+            for key, value in values.items()
+        }
+
+    def _stand_in(self, index: int, parameter: Tensor, flight: Flight) -> Tensor:
+        """Return the tensor that the optimizer updates: the parameter, or its local memory on the device."""
+        moved = flight.parameters.get(index)
+        if moved is None and not is_dtensor(parameter):
+            return parameter
+        own = local_tensor(parameter).detach() if moved is None else moved
+        stand_in = nn.Parameter(own, requires_grad=False)
+        assert parameter.grad is not None, "it has a gradient"
+        grad = flight.gradients.get(index)
+        stand_in.grad = local_tensor(parameter.grad).detach() if grad is None else grad
+        return stand_in
+
+    # -- back to host memory ------------------------------------------------------------------------------------------
+    def _store(self, piece: UpdatePiece) -> None:
+        """Start the copies of an updated piece to host memory."""
+        flight = piece.flight
+        assert flight is not None, "the piece is on the device"
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for index, moved in flight.parameters.items():
+            home = self._parameters.memory(piece.parameters[index])
+            assert home is not None, "it came from there"
+            pairs.append((home, moved))
+        flight.num_bytes -= sum(map(num_bytes, flight.gradients.values()))
+        flight.gradients = {}
+        if pairs:
+            piece.written = flight.written = self._parameters_written = self._lanes.store(pairs)
+        if self._moves_state:
+            flight.unsent = self._store_state(piece, flight)
+        elif not pairs:
+            piece.flight = None
+            return
+        flight.leaving = True
+        self._leaving.append(piece)
+        self._unsent.append(piece)
+        if not flight.parameters:
+            self._send()
+
+    def _send(self) -> None:
+        """Start the copies of state that were deferred, so that parameters, which the host waits for, are written first."""
+        for piece in self._unsent:
+            if piece.flight is not None and piece.flight.unsent:
+                piece.written = piece.flight.written = self._lanes.store(piece.flight.unsent)
+                piece.flight.unsent = []
+        self._unsent = []
+
+    def _store_state(self, piece: UpdatePiece, flight: Flight) -> list[tuple[Tensor, Tensor]]:
+        """Make views of host memory the optimizer's state, and return the copies that fill them."""
+        found = self._updated(piece)
+        slots, size = lay_out(found)
+        if flight.memory is not None and slots == piece.slots and self._in_place(flight, found):
+            assert piece.home is not None, "its state came from there"
+            pairs = [(piece.home, flight.memory)]
+        else:
+            if piece.home is None or slots != piece.slots:
+                self._learn_ratio(sum(map(num_bytes, found.values())), piece)
+                piece.home, piece.slots = self._pool.cut(size)[2], slots
+            flight.memory, flight.state = None, found
+            flight.num_bytes = sum(map(num_bytes, (*found.values(), *flight.parameters.values())))
+            pairs = [(slot.view(piece.home), found[slot.key]) for slot in slots]
+        assert piece.home is not None, "just allocated"
+        known = piece.resting if flight.memory is not None else {}
+        piece.resting = {}
+        for slot in piece.slots:
+            index, key = slot.key
+            parameter = piece.parameters[index]
+            rest = known.get(slot.key)
+            piece.resting[slot.key] = like_parameter(slot.view(piece.home), parameter) if rest is None else rest
+            self._optimizer.state[parameter][key] = piece.resting[slot.key]
+        return pairs
+
+    def _updated(self, piece: UpdatePiece) -> dict[Key, Tensor]:
+        """Return the piece's state tensors on the device after the update; those of parameters without gradient as fetched."""
+        found: dict[Key, Tensor] = {}
+        flight = piece.flight
+        assert flight is not None, "the piece is on the device"
+        for index, parameter in enumerate(piece.parameters):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    fetched = flight.state.get((index, key))
+                    rests = parameter.grad is None and fetched is not None
+                    found[index, key] = fetched if rests and fetched is not None else local_tensor(value).detach()
+        return found
+
+    @staticmethod
+    def _in_place(flight: Flight, found: dict[Key, Tensor]) -> bool:
+        """Return whether the optimizer has updated the fetched tensors, not replaced them."""
+        return all(
+            found[key] is tensor or found[key].data_ptr() == tensor.data_ptr() for key, tensor in flight.state.items()
+        )
+
+    def _learn_ratio(self, state_bytes: int, piece: UpdatePiece) -> None:
+        """Note the size of the first state that is seen, and reserve host memory for all of it."""
+        if not self._reserved and piece.parameter_bytes:
+            self._reserved = True
+            self._ratio = state_bytes / piece.parameter_bytes
+            sizes = [other.parameter_bytes for other in self._pieces]
+            self._budget.floor_bytes = int(_FLOOR_PIECES * max(sizes) * self._ratio)
+            self._pool.reserve(int(sum(sizes) * self._ratio))
+
+    def _let_go(self, piece: UpdatePiece) -> None:
+        """Free the device memory of a piece, for work of the compute stream that follows its copies."""
+        flight = piece.flight
+        assert flight is not None, "the piece is on the device"
+        if flight.unsent:
+            self._send()
+        self._lanes.compute_waits(flight.written if flight.leaving else flight.arrived)
+        if flight.leaving:
+            self._leaving.remove(piece)
+        piece.flight = None
+
+    # -- state that other code reads and loads ------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Wait until the state in host memory is current."""
+        self._send()
+        for piece in self._leaving:
+            self._lanes.host_waits(piece.written)
+
+    def release(self) -> None:
+        """Wait until the state in host memory is current, and drop the copies on the device, so that it may be changed there."""
+        self.settle()
+        for piece in self._pieces:
+            if piece.flight is not None:
+                self._let_go(piece)
+
+    def _state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the memory to load a state tensor into: existing memory if it fits, else new memory, not on the device if offloaded."""
+        known = self._optimizer.state.get(parameter, {}).get(key) if key else None
+        if isinstance(known, Tensor) and tuple(known.shape) == shape and known.dtype == dtype:
+            return known
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        offloaded = not _counts_on_device(group) if shape == () else self._moves_state
+        where = torch.device("cpu") if offloaded else self._lanes.device
+        if shape == () or shape != tuple(parameter.shape):
+            return torch.empty(shape, dtype=dtype, device=where)
+        with torch.no_grad():
+            return like_parameter(torch.empty(local_tensor(parameter).shape, dtype=dtype, device=where), parameter)
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:  # Any: a state dict
+        """Hide tensors from torch, which would move all of them to the device."""
+        self.release()
+        if not self._moves_state:
+            return state_dict
+        hidden = {
+            name: {key: _Hidden(value) if _is_large(value) else value for key, value in values.items()}
+            if isinstance(values, dict)
+            else values
+            for name, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": hidden}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Put the hidden tensors into the state, cast as torch casts them; the next update moves them to host memory."""
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, _Hidden):
+                    given = value.tensor
+                    casts = parameter.is_floating_point() and given.dtype != parameter.dtype
+                    values[key] = given.to(parameter.dtype) if casts else given
+
+
+def _sort_like_groups(optimizer: Optimizer) -> None:
+    """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
+    state = optimizer.state
+    wanted = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    if len(wanted) == len(state) and any(a is not b for a, b in zip(wanted, state, strict=True)):
+        ordered = [(parameter, state[parameter]) for parameter in wanted]
+        state.clear()
+        state.update(ordered)
+
+
+class _Hidden:
+    """A tensor that `load_state_dict` passes on unchanged."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:  # Any: an optimizer's group
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0

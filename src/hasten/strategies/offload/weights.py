@@ -1,0 +1,244 @@
+"""Parameters of repeated blocks in host memory, streamed to the device for the forward and the backward of each block.
+
+Between uses a parameter is an ordinary tensor in host memory. For its use, its data is replaced by a view of one block of device memory, whose
+storage is freed afterwards and filled again for the backward: tensors that autograd has saved share that storage and become valid again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hasten import trees
+from hasten.bigmodel.packs import HostPool
+from hasten.errors import PrepareError
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
+from hasten.strategies.blocks import repeated_blocks
+from hasten.strategies.offload.lanes import HostLanes, Mark, lanes_for
+from hasten.strategies.offload.pieces import StateSlot, lay_out
+from hasten.strategies.placing import refuse_meta
+
+_ATTRIBUTE: Final = "_hasten_host_parameter"
+_AHEAD: Final = 2  # blocks fetched while one computes
+
+
+class StreamedBlock:
+    """Parameters of one block: their host memory, and their device memory while they are in use."""
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], pool: HostPool, lanes: HostLanes) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self._lanes = lanes
+        self.slots: tuple[StateSlot, ...]
+        self.slots, self._size = lay_out({(index, ""): p.detach() for index, p in enumerate(parameters)})
+        self._home = pool.cut(self._size)[2]
+        self.homes = [slot.view(self._home) for slot in self.slots]
+        self._memory = lanes.empty(self._size)
+        self._views = [slot.view(self._memory) for slot in self.slots]
+        self._memory.untyped_storage().resize_(0)
+        self._arrived: Mark = None
+        self._stamp: tuple[int, ...] | None = None
+        self.in_use = False
+        self.in_backward = False
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            home.copy_(parameter.detach())
+            parameter.data = home
+
+    @property
+    def fetched(self) -> bool:
+        """True if the device memory holds the block, or copies to it are queued."""
+        return self._stamp is not None
+
+    def fetch(self) -> None:
+        """Start the copy of the block to the device."""
+        if self._stamp is not None and self._stamp != self._versions():
+            self.rest()
+        if self._stamp is None:
+            self._lanes.grow(self._memory, self._size)
+            self._stamp = self._versions()
+            self._arrived = self._lanes.fetch([(self._memory, self._home)])
+
+    def use(self) -> None:
+        """Make the parameters tensors on the device."""
+        if self.in_use:
+            return
+        self.fetch()
+        self._lanes.compute_waits(self._arrived)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+            grad = parameter.grad
+            if (
+                grad is not None and grad.device != view.device
+            ):  # restored from a checkpoint while the block was at rest
+                parameter.grad = grad.to(view.device)
+        self.in_use = True
+
+    def rest(self) -> None:
+        """Make the parameters tensors in host memory again, and free the device memory."""
+        if self.in_use:
+            for parameter, home in zip(self.parameters, self.homes, strict=True):
+                parameter.data = home
+        if self._stamp is not None:
+            self._lanes.compute_waits(self._arrived)
+            self._memory.untyped_storage().resize_(0)
+        self.in_use = self.in_backward = False
+        self._stamp = None
+
+    def _versions(self) -> tuple[int, ...]:
+        """Return the version counters of the host memory, which any write increments."""
+        return (self._home._version, *(parameter._version for parameter in self.parameters))
+
+
+class StreamedWeights:
+    """Transform that keeps the parameters of a model's repeated blocks in host memory; the others are on the device."""
+
+    stage = Stage.DISTRIBUTE
+
+    def __init__(self) -> None:
+        self._lanes: HostLanes | None = None
+        self._pool: HostPool | None = None
+        self._models: list[list[StreamedBlock]] = []
+        self._ends = False  # True while a backward runs whose end is awaited
+
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or not is_trainable(model):
+            return model if not request.place else model.to(ctx.device)
+        if self._lanes is None or self._pool is None:
+            self._lanes, self._pool = lanes_for(ctx.device), HostPool(pinned=ctx.device.type != "cpu")
+        chosen = streamable(model)
+        self._pool.reserve(sum(p.numel() * p.element_size() for _, _, own in chosen for p in own))
+        blocks = [StreamedBlock(name, own, self._pool, self._lanes) for name, _, own in chosen]
+        for index, (block, (_, module, _)) in enumerate(zip(blocks, chosen, strict=True)):
+            for parameter, home in zip(block.parameters, block.homes, strict=True):
+                setattr(parameter, _ATTRIBUTE, (home, weakref.ref(self)))
+            module.register_forward_pre_hook(partial(self._before_forward, blocks, index))
+            module.register_forward_hook(partial(self._after_forward, blocks, index), always_call=True)
+        self._models.append(blocks)
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def rest(self) -> None:
+        """Put all parameters back into host memory."""
+        self._ends = False
+        for blocks in self._models:
+            for block in blocks:
+                if block.fetched:
+                    block.rest()
+
+    def _before_forward(self, blocks: Sequence[StreamedBlock], index: int, module: nn.Module, inputs: object) -> None:
+        assert self._lanes is not None, "the blocks have lanes"
+        if blocks[index].in_backward:  # its activations are recomputed
+            return
+        self._lanes.follow_current_stream()
+        with torch.no_grad():
+            blocks[index].use()
+            for other in blocks[index + 1 : index + 1 + _AHEAD]:
+                other.fetch()
+
+    def _after_forward(
+        self, blocks: Sequence[StreamedBlock], index: int, module: nn.Module, inputs: object, output: Any
+    ) -> None:  # Any: the user's output
+        block = blocks[index]
+        if block.in_backward:
+            return
+        with torch.no_grad():
+            block.rest()
+        if torch.is_grad_enabled() and output is not None:
+            for tensor in trees.tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, blocks, index))  # type: ignore[no-untyped-call]  # untyped in torch
+            if index == len(blocks) - 1:  # the backward begins with these
+                with torch.no_grad():
+                    for other in blocks[-_AHEAD:]:
+                        other.fetch()
+
+    def _before_backward(self, blocks: Sequence[StreamedBlock], index: int, grad: Tensor) -> None:
+        """Fetch a block whose backward begins, and the ones before it; those after it are done."""
+        if not self._ends:
+            self._ends = True
+            Variable._execution_engine.queue_callback(self.rest)
+        with torch.no_grad():
+            for number, block in enumerate(blocks):
+                if block.fetched and not index - _AHEAD <= number <= index + 1:
+                    block.rest()
+            blocks[index].in_backward = True
+            blocks[index].use()
+            for other in blocks[max(0, index - _AHEAD) : index][::-1]:
+                other.fetch()
+
+
+class PlaceRest:
+    """Transform that moves a model to the device, except for the parameters that `StreamedWeights` keeps in host memory."""
+
+    stage = Stage.PLACE
+
+    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not request.train or not is_trainable(model):
+            return model
+        refuse_meta(model)
+        streamed = [p for _, _, own in streamable(model) for p in own]
+        data = [p.data.cpu() for p in streamed]
+        for parameter in streamed:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        model.to(ctx.device)
+        for parameter, values in zip(streamed, data, strict=True):
+            parameter.data = values
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Return the repeated blocks of a model with the parameters that no other module has.
+
+    Raises: PrepareError if the model has no repeated block.
+    """
+    found = repeated_blocks(model)
+    if not found:
+        raise PrepareError(
+            f"offload of parameters streams the repeated blocks of a model, and {type(model).__name__} has none (a ModuleList or Sequential with "
+            "several modules of one class), so nothing would be offloaded. Use offload='optimizer', or strategy='fsdp', which shards "
+            "any module."
+        )
+    uses: dict[nn.Parameter, set[str]] = {}
+    names = [name for name, _ in found]
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        inside = next((name for name in names if path.startswith(f"{name}.")), "")
+        uses.setdefault(parameter, set()).add(inside)
+    return [
+        (name, block, [p for p in block.parameters() if uses[p] == {name} and type(p) is nn.Parameter])
+        for name, block in found
+    ]
+
+
+def is_streamed(parameter: Tensor) -> bool:
+    """Return whether `StreamedWeights` keeps a parameter in host memory."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
+class StreamedParameters:
+    """Parameters that `StreamedWeights` keeps in host memory, as an update sees them."""
+
+    def memory(self, parameter: Tensor) -> Tensor | None:
+        """Return the host memory of a streamed parameter; None for others."""
+        found: tuple[Tensor, object] | None = getattr(parameter, _ATTRIBUTE, None)
+        return None if found is None else found[0]
+
+    def rest(self, parameters: Iterable[Tensor]) -> None:
+        """Put streamed parameters back into host memory, with all others that are streamed with them."""
+        owners = {found[1] for p in parameters if (found := getattr(p, _ATTRIBUTE, None)) is not None}
+        for owner in owners:
+            weights = owner()
+            if weights is not None:
+                weights.rest()

@@ -1,0 +1,216 @@
+"""Offload on a device that copies as late as it may: state that is read too soon, or memory that is reused too early, is seen.
+
+The stand-in runs a copy only when somebody waits for its mark, fills freed and new memory with a pattern, and therefore gives other numbers
+than plain torch wherever a wait is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hasten.strategies.offload.lanes import HostLanes, MemoryBudget, Pairs
+from hasten.strategies.offload.update import StreamedUpdate
+
+
+class Mark:
+    """A point in the queue of copies."""
+
+    def __init__(self, point: int) -> None:
+        self.point = point
+
+
+class LateLanes(HostLanes):
+    """Lanes whose copies run in order, when a mark is waited for; new memory holds nonsense."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.queued: list[tuple[list[tuple[Tensor, Tensor]], int]] = []
+        self.done = 0
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)
+
+    def fetch(self, pairs: Pairs, after: object = None) -> Mark:
+        return self._queue(pairs, after.point if isinstance(after, Mark) else 0)
+
+    def store(self, pairs: Pairs) -> Mark:
+        return self._queue(pairs, 0)
+
+    def compute_waits(self, mark: object) -> None:
+        if isinstance(mark, Mark):
+            self._run(mark.point)
+
+    def host_waits(self, mark: object) -> None:
+        self.compute_waits(mark)
+
+    def _queue(self, pairs: Pairs, after: int) -> Mark:
+        self.queued.append((list(pairs), after))
+        return Mark(len(self.queued))
+
+    def _run(self, point: int) -> None:
+        """Run the copies that a mark depends on: the ones before it in the queue."""
+        while self.done < point:
+            for target, source in self.queued[self.done][0]:
+                target.copy_(source)
+            self.done += 1
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(10)]
+    return nn.Sequential(nn.Linear(4, 32), *layers, nn.Linear(32, 2))
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 1e-3}]
+    return torch.optim.AdamW(groups, 1e-2)
+
+
+def train(
+    make: Make, attach: Callable[[torch.optim.Optimizer], object], steps: int = 5
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = model()
+    optimizer = make(list(net.parameters()))
+    attach(optimizer)
+    drawn = torch.Generator().manual_seed(5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(3, 4, generator=drawn)).square().sum().backward()
+        if step == 2:
+            next(net.parameters()).grad = None  # a parameter without a gradient keeps its state
+        optimizer.step()
+    return net, optimizer
+
+
+def check_equal(
+    first: tuple[nn.Module, torch.optim.Optimizer], second: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
+    for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = first[1].state_dict()["state"], second[1].state_dict()["state"]
+    assert list(states[0]) == list(states[1])
+    for index, values in states[0].items():
+        assert list(values) == list(states[1][index])
+        for key, value in values.items():
+            other = states[1][index][key]
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (index, key)
+
+
+MAKERS: dict[str, Make] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, foreach=True),
+    "adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, 1e-2, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
+    "two groups": two_groups,
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_update_in_pieces_waits_for_every_copy(name: str) -> None:
+    lanes = LateLanes()
+    plain = train(MAKERS[name], lambda optimizer: None)
+    check_equal(plain, train(MAKERS[name], lambda optimizer: StreamedUpdate(optimizer, lanes)))
+    assert lanes.done > 20
+
+
+def test_pieces_fetched_into_free_memory_give_the_same_numbers() -> None:
+    use = iter(
+        [(0, 10**6), *[(0, 0)] * 10**5]
+    )  # a large peak was seen first, so that all pieces fit ahead of the update
+    most: list[int] = []
+
+    def attach(optimizer: torch.optim.Optimizer) -> None:
+        update = StreamedUpdate(optimizer, LateLanes(), use=lambda: next(use))
+        update.drains_in_forward = True
+        update.before_block()
+        optimizer.register_step_pre_hook(lambda *_: most.append(update.held_bytes))
+
+    make = MAKERS["adamw"]
+    check_equal(train(make, lambda optimizer: None), train(make, attach))
+    assert most[-1] > 2 * 10 * 32 * 32 * 4  # all of the state
+
+
+def test_state_is_in_host_memory_between_updates_and_the_device_holds_a_part_at_a_time() -> None:
+    found: list[StreamedUpdate] = []
+    _, optimizer = train(
+        MAKERS["adamw"], lambda made: found.append(StreamedUpdate(made, HostLanes(torch.device("cpu"))))
+    )
+    total = sum(value.numel() * 4 for values in optimizer.state.values() for value in values.values() if value.ndim)
+    assert 0 < found[0].held_bytes < total / 2
+    found[0].release()
+    assert found[0].held_bytes == 0
+
+
+def test_a_loaded_state_is_used_by_the_next_update() -> None:
+    make = MAKERS["adamw"]
+    plain, streamed = (
+        train(make, lambda optimizer: None),
+        train(make, lambda optimizer: StreamedUpdate(optimizer, LateLanes())),
+    )
+    saved = train(make, lambda optimizer: None, steps=2)[1].state_dict()
+    for net, optimizer in (plain, streamed):
+        optimizer.load_state_dict(copy.deepcopy(saved))  # on one device, torch would share its memory
+        optimizer.zero_grad()
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    check_equal(plain, streamed)
+
+
+def test_a_parameter_added_later_is_updated_too() -> None:
+    def trained(attach: Callable[[torch.optim.Optimizer], object]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net, optimizer = train(MAKERS["adamw"], attach)
+        extra = nn.Linear(2, 2)
+        with torch.no_grad():
+            for parameter in extra.parameters():
+                parameter.fill_(0.5)
+        optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.1})
+        for _ in range(2):
+            extra(net(torch.ones(1, 4))).sum().backward()
+            optimizer.step()
+        return nn.Sequential(net, extra), optimizer
+
+    check_equal(trained(lambda made: None), trained(lambda made: StreamedUpdate(made, LateLanes())))
+
+
+def test_hooks_of_the_user_run_once_for_an_update_and_see_all_parameters() -> None:
+    seen: list[int] = []
+
+    def attach(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_post_hook(lambda made, *_: seen.append(len(made.param_groups[0]["params"])))
+        StreamedUpdate(optimizer, LateLanes())
+
+    train(MAKERS["adamw"], attach, steps=3)
+    assert seen == [24, 24, 24]
+
+
+def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None:
+    now = [100]
+    budget = MemoryBudget(10, lambda: (now[0], 120))
+    for used in (20, 110, 70, 40):  # two blocks begin, two gradients arrive
+        now[0] = used
+        budget.sample(0)
+    budget.end_step()
+    now[0] = 30
+    assert budget.fits(0, 90)
+    assert not budget.fits(0, 91)
+    now[0] = 20
+    budget.sample(0)
+    assert budget.is_tight(11)  # the next block begins with 110 of 120
+    assert not budget.is_tight(10)
+    now[0] = 110
+    budget.sample(0)
+    assert not budget.is_tight(10)
+    now[0] = 70
+    budget.sample(0)
+    assert budget.fits_ahead(0, 50)
+    assert not budget.fits_ahead(0, 51)
+    assert not MemoryBudget(10, None).fits(8, 3)
