@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-survive bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -172,6 +172,11 @@ bench: $(READY) ## run the benchmarks and write one table
 bench-cuda: $(READY) ## measure every published table on one GPU, in at most ten minutes, and write the pages
 	$(BIN)/python benchmarks/run_all.py --cuda
 	$(BIN)/python benchmarks/published.py --write
+
+# As root, for its network namespaces. A second call continues; FAULTS=20 makes a short run.
+bench-survive: ## inject 200 faults into replicas in every phase, beside restarts and torchft; write the result: an hour
+	@$(PYTHON) tests/survive/environment.py .torch-ft $(TORCHFT_WHEELS); code=$$?; if [ $$code = 3 ]; then exit 0; else exit $$code; fi
+	@test ! -e .torch-ft/.ready || .torch-ft/bin/python benchmarks/survive_kills.py --faults $(or $(FAULTS),200) --seed $(or $(SEED),0)
 
 bench-ledger: $(READY) ## list every published number: its benchmark, commit and machine, and what has changed since
 	@$(BIN)/python benchmarks/published.py

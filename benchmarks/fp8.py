@@ -104,9 +104,9 @@ def training(contender: Contender, size: Size, device: torch.device) -> Callable
             nn.init.normal_(parameter, std=0.02)
     settings: dict[str, Any] = {"mixed_precision": contender.precision, "cpu": device.type == "cpu"}
     if contender.recipe:
-        settings["fp8"] = FP8Config(backend="ao", ao=AORecipeKwargs(recipe_name=contender.recipe))
+        settings["kwargs_handlers"] = [FP8Config(backend="ao", ao=AORecipeKwargs(recipe_name=contender.recipe))]
     if contender.compiled:
-        settings["dynamo"] = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        settings["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     accelerator = Accelerator(**settings)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=device.type == "cuda")

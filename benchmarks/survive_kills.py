@@ -1,86 +1,329 @@
-"""Replicas that are killed and stopped at random instants: the longest pause, lost updates, and the account of all samples.
+"""Replicas under random faults in every phase: the longest pause, updates lost, and the account of all samples, beside restarts and torchft.
 
-    python benchmarks/survive_kills.py [--disturbances 20] [--each 5] [--seconds 600]
+    sudo python benchmarks/survive_kills.py [--faults 200] [--seed 0] [--folder build/survive_kills]     # or: make bench-survive
 
-Needs torchft. Runs of 2, 3 and 4 replicas take turns; each is disturbed several times, by SIGKILL or SIGSTOP, and then checked as in tests/survive: each
-sample of each epoch is used by exactly one applied update, and the weights are bit by bit those of one process in plain torch. A pause is the time
-between two updates. Compare with the restarts in results/lost_machine.md, which is another program on two machines. Links are not cut.
+Needs torchft, and root for its network namespaces. Runs of 2, 3 and 4 replicas take turns, each replica on a simulated host. Processes are killed and
+stopped (for 0.3 to 5 s, or for good) and links cut (for 0.3 to 15 s, or for good; one in five between two replicas alone), in forward, backward,
+exchange, step, save, evaluation and between epochs; some faults hit a second replica while the first is away. Each run is checked: each sample of each
+epoch is used by exactly one applied update, weights and evaluations are bit by bit those of one process in plain torch. Between them, the same program
+is killed under restarts from memory and from the disk, and in torchft's own pattern (Manager and DistributedDataParallel; survive_peers.py).
+
+The faults follow from the seed. Finished runs are kept in the folder: a second call continues after the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from recording import record
+from recording import commit, record
+from survive_peers import WRAPPERS, name_of, restarts, torchft_kills
 
-from tests.survive.checking import check_run, results
-from tests.survive.driving import disturb, finish, options_of, start
+from tests.survive.checking import check_run, results, rows
+from tests.survive.fault_program import PHASES
+from tests.survive.faults import (
+    KINDS,
+    Fault,
+    FaultyNetwork,
+    StalledRunError,
+    decks,
+    encoded,
+    faulty_network,
+    plan_faults,
+    run_with_faults,
+)
 
-LIMIT_S = 400.0
+SETTING = "faults in every phase"
+EACH = 7
+"""Faults in a run."""
+ROUNDS, KILLS = 5, 2
+"""Rounds of the others, and kills of each of them in a round."""
 
 
-def one_run(replicas: int, number: int, rng: random.Random) -> dict[str, Any]:
-    """Disturb and check one run; return its numbers."""
-    options = options_of({"size": 480 * replicas, "epochs": number, "sleep": 0.03})
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        run = start(folder, replicas, options)
-        done = disturb(run, folder, number, replicas, rng)
-        finish(run, folder, LIMIT_S)
-        updates = check_run(folder, options)
-        found = list(results(folder).values())
-    times = [update["time"] for update in updates]
-    gaps = sorted(after - before for before, after in itertools.pairwise(times))
+# -- one run -----------------------------------------------------------------------------------------------------------
+def one_run(
+    index: int, replicas: int, deck: list[tuple[str, str]], network: FaultyNetwork, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Inject faults into one run and check it; return its numbers. A violation is part of them."""
+    rng = random.Random(f"{args.seed}-{index}")
+    folder = Path(tempfile.mkdtemp(prefix="hasten-faults-"))
+    planned = plan_faults(replicas, deck, rng)
+    before = processor_times()
+    found: dict[str, Any] = {"run": index, "replicas": replicas, "violation": "", "commit": commit()}
+    try:
+        options, done = run_with_faults(folder, replicas, network, planned, rng)
+        found |= numbers(folder, options, done)
+    except (StalledRunError, AssertionError, KeyError) as error:
+        done = [fault for fault in planned if fault.at]
+        found["violation"] = f"{type(error).__name__}: {error}"[:2000]
+        shutil.copytree(
+            folder,
+            args.folder / f"violation-{index}",
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("socket", "project"),
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    return found | {"faults": [encoded(fault) for fault in done]} | load_since(before)
+
+
+def numbers(folder: Path, options: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Check a finished run; return its pauses and the account of its updates."""
+    updates = check_run(folder, options)
+    written = [row for row in rows(folder) if row["applied"]]
+    first: dict[str, float] = {}
+    for row in written:
+        first[row["lineage"]] = min(row["time"], first.get(row["lineage"], row["time"]))
+    times = [first[update["lineage"]] for update in updates]
+    gaps = list(itertools.pairwise(times))
+    ends = [fault.at for fault in faults[1:]] + [times[-1]]
+    pauses = [
+        max((b - a for a, b in gaps if b > fault.at and a < end), default=0.0)
+        for fault, end in zip(faults, ends, strict=True)
+    ]
+    final = list(results(folder).values())
+    lost = {row["lineage"] for row in written} - {update["lineage"] for update in updates}
+    assert len(lost) <= len(faults), f"{len(lost)} updates were applied and then lost"
     return {
-        "replicas": replicas,
-        "kills": len(done.kills),
-        "stops": len(done.stops),
         "updates": len(updates),
-        "step, median (s)": round(statistics.median(gaps), 3),
-        "longest pause (s)": round(gaps[-1], 2),
-        "samples given out again": max(one["returned"] for one in found),
-        "replicas at the end": len(found),
+        "epochs": options["epochs"],
+        "step, median (s)": round(statistics.median(b - a for a, b in gaps), 4),
+        "pauses (s)": [round(pause, 2) for pause in pauses],
+        "samples given out again": sum(len(lost_samples(update)) for update in updates),
+        "updates lost": len(lost),
+        "replicas at the end": len(final),
     }
 
 
-def page_of(rows: list[dict[str, Any]]) -> str:
-    """Return the table of all runs."""
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
-    kills, stops = sum(row["kills"] for row in rows), sum(row["stops"] for row in rows)
-    longest = max(row["longest pause (s)"] for row in rows)
-    lines += [
-        "",
-        f"{kills} kills and {stops} stops in {len(rows)} runs: no run ended, every account of samples is exact, the weights are bitwise",
+def lost_samples(update: dict[str, Any]) -> list[int]:
+    """Return the positions of an update's samples that were given to replicas without a part in it."""
+    return [
+        place
+        for one in update["rounds"]
+        for name, ranges in one.items()
+        if name not in update["contributors"]
+        for start, end in ranges
+        for place in range(start, end)
     ]
-    lines[-1] += f" those of plain torch, and the longest time between two updates was {longest} s."
+
+
+def processor_times() -> list[int]:
+    """Return the ticks of all processors so far: busy, idle, stolen."""
+    values = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return [
+        values[0] + values[1] + values[2] + values[5] + values[6],
+        values[3] + values[4],
+        values[7],
+        time.monotonic_ns(),
+    ]
+
+
+def load_since(before: list[int]) -> dict[str, Any]:
+    """Return the shares of the processors since then, and the machine's load."""
+    busy, idle, stolen, took = (b - a for a, b in zip(before, processor_times(), strict=True))
+    total = max(1, busy + idle + stolen)
+    return {
+        "seconds": round(took / 1e9, 1),
+        "processors busy": round(busy / total, 2),
+        "processors stolen": round(stolen / total, 2),
+        "load": os.getloadavg()[0],
+    }
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+def table(header: list[str], lines: list[list[object]]) -> list[str]:
+    """Return a Markdown table."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *lines)]
+
+
+def page_of(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
+    """Return the tables of all runs."""
+    lines = [*by_phase(runs), "", *by_replicas(runs), "", *beside(runs, peers), "", machine(runs)]
+    lines += [
+        f"Run {run['run']} with {run['replicas']} replicas: {run['violation']}" for run in runs if run["violation"]
+    ]
     return "\n".join(lines) + "\n"
 
 
+def by_phase(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the number of faults by kind and phase."""
+    faults = [fault for run in runs for fault in run["faults"]]
+    hits = Counter((fault["kind"], fault["hit"]) for fault in faults)
+    phases = [*PHASES, *sorted({fault["hit"] for fault in faults} - set(PHASES))]
+    counts = [[kind, *(hits[kind, phase] for phase in phases)] for kind in KINDS]
+    found = table(["faults", *phases, "all"], [[*row, sum(row[1:])] for row in counts])  # type: ignore[arg-type]  # numbers
+    violations = sum(bool(run["violation"]) for run in runs)
+    return [
+        *found,
+        "",
+        f"{len(faults)} faults in {len(runs)} runs; runs that ended, or whose samples or weights were wrong: {violations}.",
+    ]
+
+
+def by_replicas(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the pauses and updates by number of replicas."""
+    header = [
+        "replicas",
+        "runs",
+        "faults",
+        "updates",
+        "longest pause",
+        "pause, median",
+        "samples given out again",
+        "updates lost",
+    ]
+    found: list[list[object]] = []
+    for replicas in sorted({run["replicas"] for run in runs if not run["violation"]}):
+        some = [run for run in runs if run["replicas"] == replicas and not run["violation"]]
+        pauses = [pause for run in some for pause in run["pauses (s)"]]
+        sums = [sum(run[key] for run in some) for key in ("updates", "samples given out again", "updates lost")]
+        row = [replicas, len(some), len(pauses), sums[0], f"{max(pauses):.1f} s", f"{statistics.median(pauses):.1f} s"]
+        found.append([*row, *sums[1:]])
+    return table(header, found)
+
+
+def beside(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
+    """Return the pauses of single kills, beside those of restarts and of torchft."""
+    rows = [row | {"who": "hasten launch --replicas"} for row in single_kills(runs)] + peers
+    found: list[list[object]] = []
+    for who in dict.fromkeys(row["who"] for row in rows):
+        some = [row for row in rows if row["who"] == who and "stalled" not in row]
+        stalled = sum(row["who"] == who and "stalled" in row for row in rows)
+        pauses, lost = [row["pause (s)"] for row in some], [row["updates lost"] for row in some]
+        ended = sum(row["others that ended"] > 0 for row in some)
+        pause = [f"{statistics.median(pauses):.1f} s", f"{max(pauses):.1f} s"] if some else ["–", "–"]
+        found.append([who, len(some), *pause, max(lost, default=0), ended, stalled])
+    header = ["one process is killed", "kills", "pause, median", "longest", "most updates lost"]
+    return table([*header, "kills that ended others", "jobs not complete again in 180 s"], found)
+
+
+def single_kills(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the kills before and during which no other replica was disturbed."""
+    found = []
+    for run in runs:
+        if run["violation"]:
+            continue
+        following = [fault["follows_s"] is not None for fault in run["faults"][1:]] + [False]
+        for fault, pause, followed in zip(run["faults"], run["pauses (s)"], following, strict=True):
+            if fault["kind"] == "kill" and fault["follows_s"] is None and not followed:
+                found.append({"pause (s)": pause, "updates lost": run["updates lost"], "others that ended": 0})
+    return found
+
+
+def machine(runs: list[dict[str, Any]]) -> str:
+    """Return a sentence about the machine during the runs."""
+    busy, stolen = (statistics.mean(run[key] for run in runs) for key in ("processors busy", "processors stolen"))
+    loads = [run["load"] for run in runs]
+    return (
+        f"The machine had other work at the same time: load average {min(loads):.0f} to {max(loads):.0f} on {os.cpu_count()} cores, processors "
+        f"{busy:.0%} busy, {stolen:.0%} of their time taken by the host; an update without faults took "
+        f"{1e3 * statistics.median(run['step, median (s)'] for run in runs if not run['violation']):.0f} ms."
+    )
+
+
+# -- all runs ----------------------------------------------------------------------------------------------------------
+def kept_rows(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    """Return the rows of all files of the folder whose names match."""
+    return [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text().splitlines()]
+
+
+def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
+    """Append rows to a file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows_)
+
+
+def peers_round(number: int, replicas: int, network: FaultyNetwork, args: argparse.Namespace) -> None:
+    """Kill processes under restarts and in torchft's pattern; a job whose processes do not all return is a row as well."""
+    for who in ("memory", "disk", *WRAPPERS):
+        rng = random.Random(f"{args.seed}-{number}-{who}")
+        kill = torchft_kills if who in WRAPPERS else restarts
+        found: list[dict[str, Any]] = []
+        before = processor_times()
+        try:
+            found.extend(kill(who, replicas, KILLS, network, rng))
+        except TimeoutError as error:
+            found.append({"replicas": replicas, "who": name_of(who), "stalled": str(error)[-500:]})
+        load = load_since(before)
+        keep(args.folder / f"peers-{args.seed}.jsonl", [row | load for row in found])
+        print(f"peers: {found}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--disturbances", type=int, default=20)
-    parser.add_argument("--each", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/survive_kills"), help="finished runs; a second call continues"
+    )
+    parser.add_argument("--seconds", type=float, default=7200.0, help="start no further run after this time")
     args = parser.parse_args()
-    rng, until = random.Random(args.seed), time.monotonic() + args.seconds
-    rows: list[dict[str, Any]] = []
-    for replicas in itertools.cycle((2, 3, 4)):
-        if time.monotonic() > until or sum(row["kills"] + row["stops"] for row in rows) >= args.disturbances:
-            break
-        rows.append(one_run(replicas, args.each, rng))
-        print(rows[-1], flush=True)
-        record("survive_kills", "kills and stops", {"runs": rows}, page_of(rows))
-    sys.stdout.write(page_of(rows))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; a second call continues"))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.faults:
+        inject_all(args)
+    runs, peers = kept_rows(args.folder, "runs-*.jsonl"), kept_rows(args.folder, "peers-*.jsonl")
+    page = page_of(runs, peers)
+    versions = {"torch": version("torch"), "torchft": version("torchft")}
+    record("survive_kills", SETTING, {"runs": [compact(run) for run in runs], "peers": peers}, page, versions)
+    sys.stdout.write(page)
+    sys.exit(any(run["violation"] for run in runs))
+
+
+def inject_all(args: argparse.Namespace) -> None:
+    """Make the runs that are missing, and a round of the others after every third one."""
+    kept = args.folder / f"runs-{args.seed}.jsonl"
+    runs = kept_rows(args.folder, kept.name)
+    dealt = decks(random.Random(args.seed), EACH)
+    until = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory(prefix="hasten-faults-") as name, faulty_network(Path(name), 4) as network:
+        for index, replicas in enumerate(itertools.cycle((2, 3, 4))):
+            deck = next(dealt)
+            if index < len(runs):
+                continue
+            if time.monotonic() > until or sum(len(run["faults"]) for run in runs) >= args.faults:
+                break
+            runs.append(one_run(index, replicas, deck, network, args))
+            keep(kept, runs[-1:])
+            told(runs)
+            if index % 3 == 0 and index < 3 * ROUNDS:
+                peers_round(index // 3, 2 + index // 3 % 3, network, args)
+
+
+def compact(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run as it is recorded: each fault on one line."""
+    pauses = run.get("pauses (s)") or [None] * len(run["faults"])
+    faults = [
+        f"{fault['kind']} in {fault['hit']} of replica {fault['name']}"
+        + (f" from {fault['other']}" if fault["pair"] else "")
+        + ("" if fault["kind"] == "kill" else " for good" if fault["seconds"] < 0 else f" for {fault['seconds']} s")
+        + (", while another is away" if fault["follows_s"] is not None else "")
+        + f": pause {pause} s"
+        for fault, pause in zip(run["faults"], pauses, strict=True)
+    ]
+    return {key: value for key, value in run.items() if key != "pauses (s)"} | {"faults": faults}
+
+
+def told(runs: list[dict[str, Any]]) -> None:
+    """Print one line about the newest run."""
+    run, faults = runs[-1], sum(len(one["faults"]) for one in runs)
+    print(
+        f"run {run['run']}: {run['replicas']} replicas, {[(one['kind'], one['hit'], one['seconds']) for one in run['faults']]}, pauses {run.get('pauses (s)')}, "
+        f"{run['seconds']} s, load {run['load']:.1f}; {faults} faults, {sum(bool(one['violation']) for one in runs)} violations {run['violation'][:300]}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from hasten.runtime import env as environment
 _CLONE_NEWNET: Final = 0x40000000
 _CLONE_NEWUTS: Final = 0x04000000
 _CLONE_NEWNS: Final = 0x00020000
+_NOWHERE: Final = "02:00:00:00:00:ff"
+"""Hardware address that no host has."""
 _MS_BIND: Final = 0x1000
 _MS_PRIVATE: Final = 0x44000  # and recursive
 
@@ -100,6 +102,30 @@ class NamespaceHost:
     def unplug(self) -> None:
         """Disconnect this host from the others without notice: packets are dropped."""
         ip("-n", self.cable[0], "link", "set", self.cable[1], "nomaster")
+
+    def plug(self) -> None:
+        """Connect this host again after `unplug`."""
+        ip("-n", self.cable[0], "link", "set", self.cable[1], "master", "br0")
+
+    def lose(self, other: NamespaceHost) -> None:
+        """Drop all packets to another host without notice; the other hosts stay connected."""
+        ip(
+            "-n",
+            self.namespace,
+            "neigh",
+            "replace",
+            other.address,
+            "lladdr",
+            _NOWHERE,
+            "dev",
+            "eth0",
+            "nud",
+            "permanent",
+        )
+
+    def find(self, other: NamespaceHost) -> None:
+        """Send packets to another host again after `lose`."""
+        ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
 
 
 def _memory_of(pid: int) -> str:

@@ -1,6 +1,6 @@
 """Warm ranks for tests of whole launches: torch is loaded once, and a rank that a launcher starts becomes a fork of this process.
 
-Run as `python rank_zygote.py serve SOCKET`; a launcher is then given `--no_python PYTHON rank_zygote.py rank SOCKET script args…`.
+Run as `python rank_zygote.py serve SOCKET [MODULES]`, with further modules to load; a launcher is then given `--no_python PYTHON rank_zygote.py rank SOCKET script args…`.
 The rank's stand-in hands over its environment, its folder and its output, passes signals on, and ends as the fork ends.
 """
 
@@ -36,8 +36,10 @@ def stand_in(path: str, argv: list[str]) -> None:
     os._exit(code)
 
 
-def serve(path: str) -> None:
+def serve(path: str, modules: list[str]) -> None:
     """Fork a rank for every connection until the input ends."""
+    import importlib
+
     import torch._dynamo
     import torch.distributed.fsdp
     from torch import nn
@@ -45,6 +47,8 @@ def serve(path: str) -> None:
     import hasten.checkpoint.writer  # noqa: F401
     from hasten import Accelerator
 
+    for module in modules:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert Accelerator is not None
@@ -140,6 +144,6 @@ def be_rank(order: dict[str, object], fds: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2])
+        serve(sys.argv[2], sys.argv[3:])
     else:
         stand_in(sys.argv[2], sys.argv[3:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hasten import Accelerator
 from hasten.data.position import Position
 from hasten.survive.exchange import weighted_sum
 from hasten.survive.ledger_plan import positions
-from tests.survive.replica_program import Numbered, model_of
+from tests.survive.replica_program import Numbered, evaluated, model_of
 
 Row = Mapping[str, Any]
 
@@ -94,7 +94,7 @@ def check_run(folder: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     updates = chain(folder, ledger["lineage"])
     check_account(updates, options["size"], options["epochs"])
     check_indices(folder, updates, options, ledger["seed"])
-    wanted = reference(updates, options, ledger["seed"])
+    wanted = _with_evaluations(folder, updates, options, ledger["seed"])
     for result in found.values():
         assert result["ledger"] == ledger
         assert result["ledger"]["unused"] == {}
@@ -103,8 +103,42 @@ def check_run(folder: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return updates
 
 
-def reference(updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> list[Any]:
-    """Return the weights of a run on one process, in plain torch, whose updates have these members and samples."""
+def _with_evaluations(folder: Path, updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> list[Any]:
+    """Return the weights of the run on one process; raise unless each evaluation of the run was that of its weights at the time.
+
+    An evaluation of a replica that was cut off after an update, which the others have made without it, is not one of the run.
+    """
+    lines = [line for path in folder.glob("evaluation-*.jsonl") for line in path.read_text().splitlines()]
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    asked = {row["lineage"] for row in found}
+    losses: dict[str, float] = {}
+
+    def evaluate(update: Row, model: nn.Module) -> None:
+        if update["lineage"] in asked:
+            losses[update["lineage"]] = evaluation_of(model)
+
+    weights = reference(updates, options, seed, evaluate)
+    for row in found:
+        assert row["loss"] == losses.get(row["lineage"], row["loss"])  # bit by bit
+    return weights
+
+
+def evaluation_of(model: nn.Module) -> float:
+    """Return the loss of the samples that are not trained on."""
+    with torch.no_grad():
+        return float(sum((nn.functional.mse_loss(model(x), y) for x, y, _ in evaluated()), torch.zeros(())))
+
+
+def reference(
+    updates: Sequence[Row],
+    options: Mapping[str, Any],
+    seed: int,
+    after: Callable[[Row, nn.Module], None] = lambda update, model: None,
+) -> list[Any]:
+    """Return the weights of a run on one process, in plain torch, whose updates have these members and samples.
+
+    `after` is called after each update with the model.
+    """
     model = model_of(5 + int(updates[0]["first"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
@@ -125,6 +159,7 @@ def reference(updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> 
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
+        after(update, model)
     return [parameter.tolist() for parameter in model.parameters()]
 
 

@@ -8,13 +8,17 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
+
+_EVALUATED: Final = 10_000
+"""First index of the samples that are evaluated."""
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
@@ -36,6 +40,12 @@ def model_of(seed: int = 5) -> nn.Module:
     """Return the model, with weights of this seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def evaluated() -> DataLoader[tuple[Tensor, Tensor, int]]:
+    """Return the loader of the samples that are evaluated."""
+    data = Numbered(_EVALUATED + 24)
+    return DataLoader(Subset(data, range(_EVALUATED, _EVALUATED + 24)), batch_size=4)
 
 
 def main() -> None:

@@ -331,13 +331,21 @@ def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that options of compilation are given with compilation, and either a mode or options."""
     backend = at(config, entries, "dynamo.backend")
     if config.dynamo.backend == "no":
-        for name in ("fullgraph", "use_regional_compilation", "options"):
+        for name in ("fullgraph", "use_regional_compilation", "compile_loss", "options"):
             entry = at(config, entries, f"dynamo.{name}")
             if entry.value and entry.source.kind != "environment":
                 yield contradiction(entry, backend, "nothing is compiled", "set dynamo.backend: inductor")
     elif config.dynamo.options is not None and config.dynamo.mode != "default":
         mode, options = at(config, entries, "dynamo.mode"), at(config, entries, "dynamo.options")
         yield contradiction(mode, options, "torch.compile takes a mode or options", "keep one")
+    if config.dynamo.compile_loss and config.dynamo.backend != "no" and not config.dynamo.use_regional_compilation:
+        loss, regional = (
+            at(config, entries, "dynamo.compile_loss"),
+            at(config, entries, "dynamo.use_regional_compilation"),
+        )
+        yield contradiction(
+            loss, regional, "the whole model is one graph with its loss", "set use_regional_compilation"
+        )
     known = get_args(DynamoBackend)
     if isinstance(backend.value, str) and backend.value not in known and (near := nearest(backend.value, known)):
         yield SettingValueError(f"{backend.place}: no such compiler backend; did you mean {near!r}?")

@@ -35,6 +35,7 @@ _QUICK_S: Final = 60.0
 _QUICK_FAILURES: Final = 3
 """Errors of a replica's own program, one after the other and each soon after its start, after which it is not started again."""
 _FINISHED: Final = "finished"
+_JOINED: Final = "joined-"
 ONE_PROCESS: Final = (
     SettingEntry(("launch", "num_processes"), 1, SettingSource("code", "--replicas")),
     SettingEntry(("launch", "launcher"), "single", SettingSource("code", "--replicas")),
@@ -182,6 +183,7 @@ class Crew:
                 continue
             kill_groups([worker.process.pid])  # its loaders' workers
             del self.workers[number]
+            (self.folder / f"{_JOINED}{number}").unlink(missing_ok=True)
             if code == 0:
                 self._finished = self._finished or time.monotonic()
                 (self.folder / _FINISHED).touch()

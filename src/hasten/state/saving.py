@@ -168,6 +168,10 @@ class Saving:
         """Number of the next automatic checkpoint, unless higher ones exist."""
         return self._iteration
 
+    def skip_number(self) -> None:
+        """Leave out the number of the next automatic checkpoint, because another process writes to its folder."""
+        self._iteration = next_number(open_store(automatic_root(self._project)).names(), self._iteration) + 1
+
     def reserve(self) -> None:
         """Allocate the host memory for background saves now, during training, so that the first save is fast too.
 

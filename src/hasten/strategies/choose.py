@@ -94,8 +94,7 @@ def chooses_speed(asked: PerformanceSettings) -> bool:
 
 def compiles(config: Config) -> bool:
     """Return whether models are compiled, at once or in the background."""
-    ahead = chooses_speed(config.performance) and config.performance.compile and config.mixed_precision != "fp8"
-    return config.dynamo.backend != "no" or ahead
+    return config.dynamo.backend != "no" or (chooses_speed(config.performance) and config.performance.compile)
 
 
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
@@ -120,7 +119,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     chooses = chooses_speed(config.performance)
     if compiles(config) and config.dynamo.backend == "no":
         ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
-        transforms.append(ahead.CompileAhead())
+        transforms.append(ahead.CompileAhead(in_background=config.mixed_precision != "fp8"))
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
     ddp = import_module("hasten.strategies.ddp.strategy")  # a single process needs none of it

@@ -2,7 +2,9 @@
 
 The first two training steps run eagerly and record a block's inputs. If both have the same shapes and dtypes, a separate process compiles
 a copy of the block without its weights, which fills the compiler's caches on disk; when that process has finished, the blocks are
-compiled in place and load their code from the caches. Until then, and if anything fails, the model runs eagerly.
+compiled in place and load their code from the caches. Sharded blocks are compiled in place at once. Until then, and if anything fails,
+the model runs eagerly; on a GPU, blocks that will be compiled recompute their activations meanwhile, because an eager step needs more
+memory than a compiled one and would set the peak of the whole run.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hasten import trees
 from hasten.config.sections.loop import TorchDynamoPlugin
+from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.compiling import SETTLING, is_compiled, is_settling, options, uncompiled
+from hasten.strategies.compiling import SETTLING, all_uncompiled, compile_rest, is_compiled, is_settling, options
+from hasten.strategies.recompute import RecomputedForward
 
 log = get_logger(__name__)
 
@@ -43,6 +47,10 @@ class CompileAhead:
 
     stage = Stage.COMPILE_BLOCKS
 
+    def __init__(self, in_background: bool = True) -> None:
+        """Create the transform; `in_background=False` compiles in the training process, for blocks that cannot be copied."""
+        self._in_background = in_background
+
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         name = type(model).__name__
         blocks = [block for _, block in repeated_blocks(model) if not is_compiled(block)]
@@ -53,7 +61,9 @@ class CompileAhead:
         elif why := _no_compiler(ctx.device):
             log.info("performance: %s is not compiled: %s", name, why)
         else:
-            _Look(blocks, name)
+            _Look(model, blocks, self._in_background)
+            if ctx.device.type == "cuda":
+                recompute_until_compiled(blocks)
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -61,8 +71,26 @@ class CompileAhead:
             look = vars(part).get(SETTLING)
             if isinstance(look, _Look):
                 look.close()
-            uncompiled(part)
-        return model
+        return all_uncompiled(model)
+
+
+class UntilCompiled(RecomputedForward):
+    """Forward of a block that is not compiled yet: its activations are recomputed in backward."""
+
+    tag = "recompute until compiled"
+
+
+def recompute_until_compiled(blocks: list[nn.Module]) -> None:
+    """Recompute the activations of the blocks as long as they wait for their compilation, if all of them can."""
+    if all(_can_recompute(block) for block in blocks):
+        for block in blocks:
+            forwarding.replace(block, UntilCompiled())
+
+
+def _can_recompute(block: nn.Module) -> bool:
+    """Return whether a second forward of the block has no effect: nothing is counted in buffers, and no checkpoint is in it yet."""
+    own = forwarding.find(block, RecomputedForward.tag) is not None or getattr(block, "gradient_checkpointing", False)
+    return not own and next(block.buffers(), None) is None
 
 
 def _no_compiler(device: torch.device) -> str:
@@ -87,9 +115,11 @@ class _Look:
 
     waits = True
 
-    def __init__(self, blocks: list[nn.Module], name: str) -> None:
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], in_background: bool) -> None:
+        self._model = model
         self._blocks = blocks
-        self._name = name
+        self._name = type(model).__name__
+        self._in_background = in_background
         self._first: object = None
         self._process: subprocess.Popen[str] | None = None
         self._loading = threading.Thread(target=load_compiler, name="hasten-load-compiler", daemon=True)
@@ -110,6 +140,9 @@ class _Look:
             self._first = shown
         elif self._first != shown:
             self._give_up("the shapes of its inputs change between steps, so each step would be recompiled")
+        elif not self._in_background:
+            self.close()
+            self._compile("the first compiled step takes longer")
         else:
             try:
                 self._process = _start(_without_weights(block), block, args, kwargs)
@@ -128,14 +161,20 @@ class _Look:
             why = said[-1] if said else f"exit code {code}"
             log.info("performance: %s is not compiled: compiling its block in advance failed (%s)", self._name, why)
             return
+        self._compile("the code was generated in the background")
+
+    def _compile(self, how: str) -> None:
+        """Compile the blocks in place, the embeddings, norms and transformers' loss beside them."""
         chosen = options(TorchDynamoPlugin(backend="inductor"))
+        rest = compile_rest(self._model, chosen)
         for block in self._blocks:
             block.compile(**chosen)
         log.info(
-            "performance: the %d blocks of %s are compiled from now on: the code was generated in the background, and results are equal "
-            "except for rounding; %s",
+            "performance: the %d blocks of %s%s are compiled from now on: %s, and results are equal except for rounding; %s",
             len(self._blocks),
             self._name,
+            "".join(f", {name}" for name in rest),
+            how,
             _OFF,
         )
 
@@ -147,6 +186,8 @@ class _Look:
         """Remove the hook and end the process."""
         self._handle.remove()
         vars(self._blocks[0])[SETTLING] = None
+        for block in self._blocks:
+            forwarding.restore(block, UntilCompiled.tag)
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.kill()
@@ -172,7 +213,9 @@ class _NoLook:
 
 def _without_weights(block: nn.Module) -> nn.Module:
     """Return a copy of the block with its parameters on the meta device."""
-    return copy.deepcopy(block, {id(p): nn.Parameter(_empty(p), p.requires_grad) for p in block.parameters()})
+    bare = copy.deepcopy(block, {id(p): nn.Parameter(_empty(p), p.requires_grad) for p in block.parameters()})
+    forwarding.restore(bare, UntilCompiled.tag)
+    return bare
 
 
 def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subprocess.Popen[str]:  # Any: the user's

@@ -1,11 +1,13 @@
-"""Transforms that compile a model: the whole model, or each of its repeated blocks."""
+"""Transforms that compile a model: the whole model, or its repeated blocks, with or without the loss and the layers beside them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
@@ -17,6 +19,8 @@ log = logging.getLogger(__name__)
 
 SETTLING: Final = "_hasten_settling"
 """Attribute of a block that holds the hook waiting for its compilation."""
+LOSSES: Final = frozenset({"ForCausalLMLoss", "ForMaskedLMLoss"})
+"""Loss functions of transformers that are a cross entropy over a vocabulary, and compile as one graph."""
 
 
 class CompileWhole:
@@ -43,9 +47,12 @@ class CompileBlocks:
 
     def __init__(self, config: TorchDynamoPlugin) -> None:
         self._options = options(config)
+        self._with_rest = config.compile_loss
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         blocks = [block for _, block in repeated_blocks(model)]
+        if self._with_rest and blocks and request.train:
+            compile_rest(model, self._options)
         if not blocks:
             log.info("%s has no repeated block to compile by region; compiling it whole", type(model).__name__)
             blocks = [model]
@@ -55,9 +62,75 @@ class CompileBlocks:
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
-        for part in model.modules():
-            uncompiled(part)
-        return model
+        return all_uncompiled(model)
+
+
+class CompiledLoss:
+    """Compiled loss function of a transformers model, which never holds float32 copies of the logits.
+
+    Calls without gradients, and logits that are not plain tensors, go to the function itself, as do copies and pickles.
+    """
+
+    def __init__(self, inner: Callable[..., Tensor], chosen: dict[str, Any]) -> None:  # Any: torch.compile's keywords
+        self.inner = inner
+        self._compiled: Callable[..., Tensor] = torch.compile(inner, **chosen)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: arguments of transformers' loss functions
+        logits = kwargs.get("logits", args[0] if args else None)
+        plain = type(logits) is Tensor and logits.requires_grad and torch.is_grad_enabled()
+        return (self._compiled if plain else self.inner)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Replace this object by the function when the model is copied or pickled."""
+        return _the_same, (self.inner,)
+
+
+def _the_same(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return function
+
+
+def compile_rest(model: nn.Module, chosen: dict[str, Any]) -> list[str]:  # Any: torch.compile's keywords
+    """Compile the embeddings and norms outside the repeated blocks, and transformers' loss function; return what was compiled."""
+    done = []
+    for name, part in _beside_blocks(model):
+        if not is_compiled(part):
+            part.compile(**chosen)
+            done.append(name)
+    for part in _with_head(model):
+        if getattr(part.loss_function, "__name__", "") in LOSSES:
+            part.loss_function = CompiledLoss(part.loss_function, chosen)
+            done.append(f"the loss of {type(part).__name__}")
+    return done
+
+
+def _beside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the embeddings, and the layers that have only vectors as parameters, outside the repeated blocks."""
+    inside = {id(part) for _, block in repeated_blocks(model) for part in block.modules()}
+    for name, part in model.named_modules():
+        own = list(part.parameters(recurse=False))
+        if id(part) in inside or not own or any(part.children()):
+            continue
+        looks_up = type(part) is nn.Embedding and not part.sparse and part.max_norm is None
+        if looks_up or all(parameter.ndim == 1 for parameter in own):
+            yield name, part
+
+
+def _with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of transformers
+    """Yield the models of transformers that compute logits and may compute their loss."""
+    for part in model.modules():
+        head = getattr(part, "get_output_embeddings", None)
+        if isinstance(getattr(type(part), "loss_function", None), property) and callable(head) and head() is not None:
+            yield part
+
+
+def all_uncompiled(model: nn.Module) -> nn.Module:
+    """Remove the compiled functions of the model's modules and losses, and return the model."""
+    for part in model.modules():
+        uncompiled(part)
+    for part in _with_head(model):
+        if isinstance(part.loss_function, CompiledLoss):
+            part.loss_function = part.loss_function.inner
+    return model
 
 
 def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile's keywords

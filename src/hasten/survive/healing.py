@@ -36,12 +36,15 @@ class HealingPort:
     def __init__(self, host: str, token: bytes | None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=16)
-        self._digest = digest(token)
+        self._token = token
         port = self._server.getsockname()[1]
         self.address = f"{host}:{port}"
 
-    def receive(self, source: str, patience_s: float, timeout_s: float) -> State:
+    def receive(self, source: str, key: str, patience_s: float, timeout_s: float) -> State:
         """Return the state that the replica at `source` sends when it reaches the end of its update.
+
+        `key` is that of the quorum in which the two were paired: a state that was sent for an earlier one, and waits here
+        since, is refused, because the run has continued.
 
         Raises: NotHealedError when that replica is lost, or sends nothing for `patience_s` seconds.
         """
@@ -53,21 +56,21 @@ class HealingPort:
             until = time.monotonic() + patience_s
             while time.monotonic() < until:
                 ready, _, _ = select.select([self._server, witness], [], [], _POLL_S)
-                if self._server in ready and (state := self._accept(timeout_s)) is not None:
+                if self._server in ready and (state := self._accept(key, timeout_s)) is not None:
                     return state
                 if witness in ready and self._server not in ready:
                     raise NotHealedError(f"{source} has closed its connection")
         raise NotHealedError(f"{source} sent nothing for {patience_s:.0f} s")
 
-    def _accept(self, timeout_s: float) -> State | None:
+    def _accept(self, key: str, timeout_s: float) -> State | None:
         """Return the state of the next connection; None for one that carries none."""
         connection, _ = self._server.accept()
         with connection:
             connection.settimeout(timeout_s)
             try:
                 theirs, size = _HEAD.unpack(_read(connection, _HEAD.size))
-                if not hmac.compare_digest(theirs, self._digest):
-                    log.warning("survive: a connection without this job's token was refused")
+                if not hmac.compare_digest(theirs, digest(self._token, key)):
+                    log.warning("survive: a state of an earlier update, or without this job's token, was refused")
                     return None
                 content = _read(connection, size)
                 connection.sendall(b"!")
@@ -83,10 +86,10 @@ class HealingPort:
         self._server.close()
 
 
-def send(state: bytes, address: str, token: bytes | None, timeout_s: float) -> None:
-    """Send a packed state to the replica that listens at `address`. Raises: OSError when it is away."""
+def send(state: bytes, address: str, token: bytes | None, key: str, timeout_s: float) -> None:
+    """Send a packed state to the replica that listens at `address`, for the quorum `key`. Raises: OSError when it is away."""
     with connected(address, timeout_s) as connection:
-        connection.sendall(_HEAD.pack(digest(token), len(state)))
+        connection.sendall(_HEAD.pack(digest(token, key), len(state)))
         connection.sendall(state)
         if connection.recv(1) != b"!":
             raise ConnectionError("the receiver has closed the connection")
@@ -109,9 +112,9 @@ def pack(state: State, check: bool) -> bytes:
     return content
 
 
-def digest(token: bytes | None) -> bytes:
-    """Return the digest that proves the knowledge of the job's token."""
-    return hmac.digest(token or b"", b"hasten healing", "sha256")
+def digest(token: bytes | None, key: str) -> bytes:
+    """Return the digest that proves the knowledge of the job's token, for one quorum."""
+    return hmac.digest(token or b"", f"hasten healing {key}".encode(), "sha256")
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:

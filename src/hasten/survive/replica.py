@@ -33,6 +33,10 @@ FINISHED: Final = "finished"
 """File in the launcher's folder once a replica has ended the run with success."""
 _AGREED: Final = "agreed"
 """File in the launcher's folder with the update and the history on which the replicas have agreed last."""
+_JOINED: Final = "joined-"
+"""Start of the names of files in the launcher's folder, one for each live process that has joined the run."""
+_SLICE_S: Final = 0.2
+"""Seconds between two attempts to join a run whose replicas cannot be reached."""
 _LONG_WAIT_S: Final = 5.0
 """Seconds of waiting for the members of an update after which the run's report shows it."""
 FIRST: Final = "0"
@@ -100,6 +104,7 @@ class Replica:
         self.contributors: tuple[str, ...] = ()
         """The replicas whose gradients are in the latest update, in the order of the sum."""
         self._to_heal: list[Member] = []
+        self._key = ""
         self._done: tuple[int, int] | None = None
         self._skips = False
         self._checked = False
@@ -220,6 +225,7 @@ class Replica:
             self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
         roles = quorum.roles
         self._refuse_to_continue_a_finished_run(roles)
+        self._key = quorum.key
         return quorum, roles
 
     def _note_agreed(self) -> None:
@@ -330,15 +336,34 @@ class Replica:
                 f"{len(self._prepared.optimizers)} optimizers were prepared, and survive exchanges the gradients of one: the steps of several would have to "
                 "be applied together or not at all. Put all parameters into groups of one optimizer."
             )
+        began, told = time.monotonic(), False
         while self._fresh:
             _, roles = self._met()
-            if roles.is_active(self.name):
+            if roles.active[0].fresh and (others := self._held_by_others(time.monotonic() - began)):
+                if not told:
+                    log.warning("survive: replica %s waits: %s hold the run and cannot be reached", self.name, others)
+                told = True
+                time.sleep(_SLICE_S)
+            elif roles.is_active(self.name):
                 self._fresh = False
+                self._mark_as_joined()
                 self.ledger.members = roles.names
                 self._to_heal = roles.healed_by(self.name)
                 self._send_state()
             else:
                 self._heal(roles)
+
+    def _held_by_others(self, waited_s: float) -> list[str]:
+        """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
+        if self._settings.folder is None or waited_s > self._settings.hang_timeout_s:
+            return []
+        found = [path.name.removeprefix(_JOINED) for path in Path(self._settings.folder).glob(f"{_JOINED}*")]
+        return sorted(set(found) - {self.name})
+
+    def _mark_as_joined(self) -> None:
+        """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
+        if self._settings.folder is not None:
+            (Path(self._settings.folder) / f"{_JOINED}{self.name}").touch()
 
     def _send_state(self) -> None:
         """Send this replica's state to those that have to be healed by it; called between two updates."""
@@ -349,7 +374,7 @@ class Replica:
         self._checked = True
         for one in waiting:
             try:
-                healing.send(content, one.heal, self._token, self._settings.timeout_s)
+                healing.send(content, one.heal, self._token, self._key, self._settings.timeout_s)
             except OSError as error:
                 log.warning("survive: replica %s could not be healed: %s", one.name, error)
 
@@ -358,7 +383,8 @@ class Replica:
         source = roles.source_of(self.name)
         self._ungroup()
         try:
-            state = self._port.receive(source.heal, self._settings.heal_timeout_s, self._settings.timeout_s)
+            settings = self._settings
+            state = self._port.receive(source.heal, self._key, settings.heal_timeout_s, settings.timeout_s)
         except NotHealedError as error:
             log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
             return False
@@ -396,6 +422,7 @@ class Replica:
         self.ledger = Ledger.decoded(state["ledger"])
         self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
         self._fresh = False
+        self._mark_as_joined()
         self.report.healed.append(self.ledger.step)
         torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode()))
         log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)

@@ -106,7 +106,7 @@ class PerformanceSettings(Section):
     )
     fused: bool = setting(True, "fused optimizers on CUDA, where torch has them")
     buckets: bool = setting(True, "size of DDP's buckets by the size of the model")
-    compile: bool = setting(True, "compile repeated blocks, in the background, once a step has shown their inputs")
+    compile: bool = setting(True, "compile repeated blocks, and transformers' losses, once two steps had equal shapes")
     step_graph: bool = setting(True, "run steps given to capture_step() as one CUDA graph")
 
 
@@ -212,6 +212,10 @@ class TorchDynamoPlugin(Section):
     options: Mapping[str, Any] | None = setting(None, "options of the backend")
     disable: bool = setting(False, "turn compilation into a no-op for testing")
     use_regional_compilation: bool = setting(False, "compile the repeated block once instead of the whole model")
+    compile_loss: bool = setting(
+        False,
+        "with use_regional_compilation: also compile transformers' loss function, embeddings and norms outside blocks",
+    )
 
     @property
     def makes_cuda_graphs(self) -> bool:

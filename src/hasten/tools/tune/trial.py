@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,11 +28,12 @@ from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehears
 from hasten.config.base import given
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.config.sections.trust import TrustSettings
+from hasten.optional import available
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
-from hasten.tools.tune.tuning import TrialOutcome, happened
+from hasten.tools.tune.tuning import WAYS, TrialOutcome, happened
 
 _OFTEN: Final = 10
 """Number of updates between two checks whether a trial is hopeless."""
@@ -63,6 +65,8 @@ class ScriptTrial(AcceleratorHooks):
         self.convolutions = False
         self.precision = "no"
         self.whole_step = False
+        self.vocabulary = 0
+        self.linears: dict[int, tuple[int, int, int]] = {}
         self.gave_up = False
         self._batch_size_done = False
         self._accelerator: Accelerator | None = None
@@ -76,17 +80,14 @@ class ScriptTrial(AcceleratorHooks):
         own["trust"] = _recording(own.get("trust"))
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
+        if values.get("fp8"):
+            own["mixed_precision"] = "fp8"
         if values.get("recompute"):
             own["recompute"] = tuple(values["recompute"])
         if values.get("step_graph"):
             own["performance"] = {"mode": "auto", "compile": False}
-        ways: dict[str, dict[str, Any]] = {  # Any: values of every type
-            "regional": {"backend": "inductor", "use_regional_compilation": True},
-            "whole": {"backend": "inductor"},
-            "cuda graph": {"backend": "inductor", "mode": "reduce-overhead"},
-        }
-        if values.get("compile") in ways:
-            own |= {f"dynamo.{name}": value for name, value in ways[values["compile"]].items()}
+        if values.get("compile") in WAYS:
+            own |= {f"dynamo.{name}": value for name, value in WAYS[values["compile"]].items()}
         if "prefetch" in values:
             own["dataloader.prefetch"] = values["prefetch"]
         if "bucket_cap_mb" in values:
@@ -100,12 +101,31 @@ class ScriptTrial(AcceleratorHooks):
             self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
             found = blocks_to_recompute(value, FullyShardedDataParallelPlugin())
             self.blocks = tuple(sorted({type(block).__name__ for block in found}))
+            self.vocabulary = _vocabulary(value)
+            if not values:
+                self._record_linears(value)
+            if values.get("chunked_loss"):
+                import_module("hasten.modules.lazy_logits").use_chunked_loss(
+                    value
+                )  # also loads torch.distributed.tensor
             return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
         if isinstance(value, Optimizer) and values.get("fused"):
             for group in value.param_groups:
                 if "fused" in group:
                     group["fused"], group["foreach"] = True, False
         return value
+
+    def _record_linears(self, model: nn.Module) -> None:
+        """Record the shapes of the model's linear layers in their first call."""
+
+        def seen(layer: nn.Module, inputs: tuple[Any, ...]) -> None:  # Any: the layer's inputs
+            handles.pop(id(layer)).remove()
+            if inputs and isinstance(layer, nn.Linear):
+                rows = inputs[0].numel() // layer.in_features
+                self.linears[id(layer)] = (rows, layer.in_features, layer.out_features)
+
+        layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        handles = {id(layer): layer.register_forward_pre_hook(seen) for layer in layers}
 
     def built(self, accelerator: Accelerator) -> None:
         """Count the updates of an Accelerator, after its existing callback."""
@@ -211,9 +231,18 @@ class ScriptTrial(AcceleratorHooks):
             convolutions=self.convolutions,
             precision=self.precision,
             whole_step=self.whole_step,
+            linears=tuple(self.linears.values()),
+            vocabulary=self.vocabulary,
+            has_fp8=cuda and available("torchao") and torch.cuda.get_device_capability() >= (9, 0),
             error=error,
             gave_up=self.gave_up,
         )
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return the number of rows of a transformers model's head, if its loss can be computed in chunks; else 0."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head.out_features if type(head) is nn.Linear else 0
 
 
 def _resident() -> int:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.root import Config
@@ -24,12 +25,31 @@ WORTH: Final = 0.02
 """Speedup above which a candidate is taken; less is noise."""
 HOPELESS: Final = 1.5
 """Ratio of the step time to the best one above which a trial ends early."""
+FEW_BYTES: Final = 2**30
+"""Peak memory on a GPU below which it is not weighed."""
+LAUNCHED_S: Final = 0.1
+"""Step time of the unchanged script above which it does not wait for kernels to be launched, so that CUDA graphs gain nothing."""
+LOGITS: Final = 0.05
+"""Share of the peak memory that the float32 logits take where computing the loss in chunks is tried."""
+FP8_GAIN: Final = 1.1
+"""Predicted speedup of the linear layers above which fp8 is tried."""
 NAMES: Final = (
-    *("mixed_precision", "fused", "compile", "step_graph", "num_workers", "channels_last"),
+    *("mixed_precision", "fused", "compile", "fp8", "chunked_loss", "step_graph", "num_workers", "channels_last"),
     *("tf32", "prefetch", "bucket_cap_mb", "batch_size", "recompute"),
 )
 """Names of all knobs."""
 Values = Mapping[str, Any]  # Any: numbers, names and flags
+WAYS: Final = MappingProxyType[str, Mapping[str, Any]](
+    {
+        "regional": MappingProxyType({"backend": "inductor", "use_regional_compilation": True}),
+        "regional and loss": MappingProxyType(
+            {"backend": "inductor", "use_regional_compilation": True, "compile_loss": True}
+        ),
+        "whole": MappingProxyType({"backend": "inductor"}),
+        "cuda graph": MappingProxyType({"backend": "inductor", "mode": "reduce-overhead"}),
+    }
+)
+"""Settings of torch.compile for each value of the knob "compile"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,8 @@ class Knob:
     tolerance: float = SAME
     advice: str = ""
     """Change of the script for a knob that is not a setting of hasten; `{}` is the value."""
+    allowed: bool = True
+    """False for a knob that is measured and reported, and not taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +89,12 @@ class TrialOutcome:
     precision: str = "no"
     whole_step: bool = False
     """Whether the script passes its step to `capture_step()`."""
+    linears: tuple[tuple[int, int, int], ...] = ()
+    """Rows of the input, input and output features of each linear layer in the first forward."""
+    vocabulary: int = 0
+    """Entries of the vocabulary of a model whose loss can be computed in chunks."""
+    has_fp8: bool = False
+    """True with a Hopper GPU or a newer one, and torchao."""
     error: str = ""
     gave_up: bool = False
 
@@ -86,6 +114,7 @@ class Tuning:
     """A tuning run: a baseline, then one knob after the other on top of the best values so far."""
 
     knobs: Sequence[Knob]
+    weighs_memory: bool = False
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     not_tried: list[Values] = field(default_factory=list)
@@ -166,14 +195,31 @@ class Tuning:
             verdict = "another batch size: losses cannot be compared"
         elif apart > knob.tolerance:
             verdict = f"losses differ by {apart:.1%}, more than {knob.tolerance:.1%}"
-        elif outcome.step_s < best.step_s * (1 - WORTH):
-            verdict = "faster: taken"
         else:
-            verdict = "not faster"
+            verdict = compared(outcome, best, self.weighs_memory)
+            if verdict in TAKEN and not knob.allowed:
+                verdict = f"{best.step_s / outcome.step_s:.2f} times as fast, not taken: --precision any accepts it"
         trial = Trial(values, outcome, verdict, apart)
         self.trials.append(trial)
-        if verdict == "faster: taken":
+        if verdict in TAKEN:
             self.best = trial
+
+
+TAKEN: Final = frozenset({"faster: taken", "less memory: taken"})
+"""Verdicts of trials whose values are taken."""
+
+
+def compared(outcome: TrialOutcome, best: TrialOutcome, weighs_memory: bool) -> str:
+    """Return the verdict on a trial with equal losses: peak memory weighs as much as time, and steps never become slower."""
+    faster = outcome.step_s / best.step_s
+    if not weighs_memory or max(outcome.peak_bytes, best.peak_bytes) < FEW_BYTES or not best.peak_bytes:
+        return "faster: taken" if faster < 1 - WORTH else "not faster"
+    smaller = outcome.peak_bytes / best.peak_bytes
+    if faster > 1 + WORTH:
+        return "not faster"
+    if faster * smaller >= 1 - WORTH:
+        return f"faster, but with {smaller - 1:.0%} more memory" if faster < 1 - WORTH else "not faster"
+    return "faster: taken" if faster < 1 - WORTH else "less memory: taken"
 
 
 def together(values: Values, name: str, value: Any) -> Values:  # Any: a number, a name or a flag
@@ -189,6 +235,8 @@ def together(values: Values, name: str, value: Any) -> Values:  # Any: a number,
 
 def senseless(values: Values) -> str:
     """Return the reason why a combination of values is not worth a trial; empty if it is."""
+    if values.get("fp8") and not values.get("compile"):
+        return "fp8 is slower than bf16 unless the model is compiled, and compiling was not taken"
     if values.get("step_graph") and values.get("compile") == "cuda graph":
         return "the whole step is one CUDA graph already, and the compiler's graphs cannot be nested in it"
     return ""
@@ -203,7 +251,19 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     return worst
 
 
-def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
+def fp8_gain(linears: Sequence[tuple[int, int, int]]) -> float:
+    """Return the predicted speedup of compiled linear layers by fp8, from their shapes (rows, inputs, outputs).
+
+    Products take half the time. Scaling and casting inputs, weights and gradients reads and writes 12 bytes for each of their numbers,
+    which is what a small product gains. The rates are those of a Hopper GPU, where they predicted 0.95 for GPT-2 medium (measured: 0.94) and
+    1.4 for a width of 4096.
+    """
+    half = sum(6.0 * m * k * n / 690e12 for m, k, n in linears)
+    eighth = sum(6.0 * m * k * n / 1190e12 + 12.0 * (m * k + k * n + m * n) / 4e12 for m, k, n in linears)
+    return half / eighth if eighth else 1.0
+
+
+def knobs(machine: TunedMachine, base: TrialOutcome, any_precision: bool = False) -> list[Knob]:
     """Return the knobs that apply to this machine and script, the most promising first."""
     same = SAME if base.precision == "no" else ROUNDED
     workers = tuple(n for n in (1, 2, 4, 8) if n <= machine.cores)
@@ -212,8 +272,13 @@ def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
         some.append(Knob("mixed_precision", ("bf16",), HALF))
     some.append(Knob("fused", (True,), same, advice="the optimizer with fused=True"))
     if machine.has_compiler or machine.cuda:
-        ways = ("regional", "whole", "cuda graph") if machine.cuda else ("regional", "whole")
-        some.append(Knob("compile", ways, same))
+        some.append(Knob("compile", _ways(machine, base), same))
+        if base.has_fp8 and base.precision in ("no", "bf16") and fp8_gain(base.linears) > FP8_GAIN:
+            some.append(Knob("fp8", (True,), HALF, allowed=any_precision))
+    if base.vocabulary and _logits(base) > LOGITS * base.peak_bytes and machine.cuda:
+        some.append(
+            Knob("chunked_loss", (True,), same, advice="hasten.modules.use_chunked_loss(model), before prepare()")
+        )
     if machine.cuda and base.whole_step:
         some.append(Knob("step_graph", (True,), same))
     some.append(Knob("num_workers", workers, advice="DataLoader(..., num_workers={})"))
@@ -230,6 +295,35 @@ def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
     if base.block_classes and machine.cuda:
         some.append(Knob("recompute", (True,), same))
     return some
+
+
+def _ways(machine: TunedMachine, base: TrialOutcome) -> tuple[str, ...]:
+    """Return the values of the knob "compile" that may gain."""
+    if not machine.cuda:
+        return ("regional", "whole")
+    blocks = ("regional and loss", "regional") if base.vocabulary else ("regional",)
+    return (*blocks, "whole", *(("cuda graph",) if base.step_s <= LAUNCHED_S else ()))
+
+
+def _logits(base: TrialOutcome) -> int:
+    """Return the bytes of the logits in float32."""
+    return 4 * base.vocabulary * max((rows for rows, _, _ in base.linears), default=0)
+
+
+def loss_curves(trials: Sequence[Trial], name: str = "fp8") -> list[str]:
+    """Return the losses of each trial with the knob `name`, beside those of the same values without it."""
+    lines = []
+    for trial in trials:
+        if not trial.values.get(name) or not trial.outcome.losses:
+            continue
+        without = {key: value for key, value in trial.values.items() if key != name}
+        other = next((one for one in trials if dict(one.values) == without and one.outcome.losses), trials[0])
+        number = min(len(trial.outcome.losses), len(other.outcome.losses))
+        shown = sorted({round(index * (number - 1) / 7) for index in range(8)})
+        lines.append(f"losses of updates {', '.join(str(index + 1) for index in shown)}:")
+        for label, one in ((name, trial), ("without", other)):
+            lines.append(f"  {label}: {', '.join(f'{one.outcome.losses[index]:.4f}' for index in shown)}")
+    return lines
 
 
 def check_names(only: Sequence[str]) -> None:
@@ -260,8 +354,8 @@ def _batches(own: int) -> tuple[int, ...]:
 def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
     """Return the settings for a choice of values, as far as there are settings for them."""
     config = base
-    if "mixed_precision" in values:
-        config = replace(config, mixed_precision=values["mixed_precision"])
+    if "mixed_precision" in values or values.get("fp8"):
+        config = replace(config, mixed_precision="fp8" if values.get("fp8") else values["mixed_precision"])
     if "prefetch" in values:
         config = replace(config, dataloader=replace(config.dataloader, prefetch=values["prefetch"]))
     if values.get("recompute"):
@@ -270,13 +364,8 @@ def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
         config = replace(config, ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"]))
     if values.get("step_graph"):
         config = replace(config, performance=PerformanceSettings(mode="auto", compile=False))
-    match values.get("compile"):
-        case "regional":
-            config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))
-        case "whole":
-            config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor"))
-        case "cuda graph":
-            config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead"))
+    if values.get("compile") in WAYS:
+        config = replace(config, dynamo=TorchDynamoPlugin(**WAYS[values["compile"]]))
     return config
 
 

@@ -168,7 +168,7 @@ def test_a_script_that_trains_nothing_is_named(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert main(["tune", str(script), "--budget", "30s"]) == 2
+    assert main(["tune", str(script), "--budget", "200s"]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -184,7 +184,8 @@ def test_knobs_are_those_that_make_sense() -> None:
 
 def test_names_of_knobs_are_checked_before_anything_runs() -> None:
     everywhere = TunedMachine(cuda=True, cores=16, processes=2, has_compiler=True)
-    assert {knob.name for knob in tuning.knobs(everywhere, replace(BASE, whole_step=True))} == set(tuning.NAMES)
+    wide = replace(BASE, whole_step=True, linears=((16384, 4096, 14336),), vocabulary=32000, has_fp8=True)
+    assert {knob.name for knob in tuning.knobs(everywhere, wide)} == set(tuning.NAMES)
     with pytest.raises(ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"):
         tuning.check_names(["compile", "fusd"])
     with pytest.raises(ConfigError, match="--only tf32: it does not apply to this script on this machine"):
@@ -199,6 +200,95 @@ def test_values_become_settings_or_advice() -> None:
     assert tuning.config_of({"recompute": True}, Config(), ("Block",)).recompute == ("Block",)
     lines = tuning.advice({"num_workers": 4}, tuning.knobs(TunedMachine(cores=8), BASE))
     assert lines == ["DataLoader(..., num_workers=4)"]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("step_s", "gib", "said"),
+    [
+        (0.8, 40, "faster: taken"),
+        (0.8, 48, "faster: taken"),
+        (0.9, 46, "faster, but with 15% more memory"),
+        (1.01, 30, "less memory: taken"),
+        (1.01, 40, "not faster"),
+        (1.05, 20, "not faster"),
+    ],
+)
+def test_memory_of_a_gpu_weighs_as_much_as_time(step_s: float, gib: float, said: str) -> None:
+    best = replace(BASE, peak_bytes=40 * GIB)
+    assert tuning.compared(replace(best, step_s=step_s, peak_bytes=int(gib * GIB)), best, True) == said
+    alone = "faster: taken" if step_s < 0.98 else "not faster"
+    assert tuning.compared(replace(best, step_s=step_s, peak_bytes=int(gib * GIB)), best, False) == alone
+    tiny = replace(BASE, peak_bytes=GIB // 4)
+    assert tuning.compared(replace(tiny, step_s=step_s, peak_bytes=int(gib * GIB / 160)), tiny, True) == alone
+
+
+def test_fp8_is_tried_where_its_shapes_gain() -> None:
+    def layer(width: int, inner: int) -> list[tuple[int, int, int]]:
+        return [(16384, width, width)] * 4 + [(16384, width, inner)] * 2 + [(16384, inner, width)]
+
+    assert tuning.fp8_gain(layer(4096, 14336)) > 1.3  # 1.34 of a whole step, measured on an H200
+    assert tuning.fp8_gain(layer(2048, 8192)) > tuning.FP8_GAIN
+    assert tuning.fp8_gain(layer(1024, 4096)) < 1.0  # 0.94 of a whole step
+    assert tuning.fp8_gain([]) == 1.0
+    gpu = TunedMachine(cuda=True)
+    for shapes, has_fp8, expected in (
+        (layer(4096, 14336), True, True),
+        (layer(4096, 14336), False, False),
+        (layer(1024, 4096), True, False),
+    ):
+        base = replace(BASE, precision="bf16", linears=tuple(shapes), has_fp8=has_fp8)
+        assert ("fp8" in {knob.name for knob in tuning.knobs(gpu, base)}) is expected
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_fp8_is_reported_with_its_losses_and_taken_only_if_allowed(allowed: bool) -> None:
+    base = replace(BASE, precision="bf16", linears=((16384, 4096, 14336),), has_fp8=True)
+    half = tuple(2.0 - index / 10 for index in range(10))
+    outcomes = {
+        "compile": replace(base, step_s=0.8, losses=half),
+        "fp8": replace(base, step_s=0.6, losses=tuple(loss * 1.01 for loss in half)),
+    }
+    wanted = [knob for knob in tuning.knobs(TunedMachine(cuda=True), base, allowed) if knob.name in outcomes]
+    made = Tuning([replace(knob, values=knob.values[:1]) for knob in wanted])
+
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
+        return outcomes[list(values)[-1]] if values else replace(base, losses=half)
+
+    made.run(measure, lambda: True)
+    assert made.best is not None
+    assert bool(made.best.values.get("fp8")) is allowed
+    (trial,) = [trial for trial in made.trials if trial.values.get("fp8")]
+    assert trial.verdict == (
+        "faster: taken" if allowed else "1.33 times as fast, not taken: --precision any accepts it"
+    )
+    curves = tuning.loss_curves(made.trials)
+    assert curves[0].startswith("losses of updates 1, 2, ")
+    assert curves[1].startswith("  fp8: 2.0200, ")
+    assert curves[2].startswith("  without: 2.0000, ")
+    assert tuning.config_of(trial.values, Config(), ()).mixed_precision == "fp8"
+
+
+def test_fp8_without_compiling_and_graphs_of_long_steps_are_not_tried() -> None:
+    assert "unless the model is compiled" in tuning.senseless({"fp8": True})
+    assert not tuning.senseless({"fp8": True, "compile": "whole"})
+    for step_s, expected in ((0.2, False), (0.002, True)):
+        made = tuning.knobs(TunedMachine(cuda=True), replace(BASE, step_s=step_s))
+        (ways,) = [knob.values for knob in made if knob.name == "compile"]
+        assert ("cuda graph" in ways) is expected
+        assert "regional and loss" not in ways, "there is no loss of transformers to compile"
+
+
+def test_a_loss_in_chunks_is_tried_where_logits_are_large() -> None:
+    gpu, shapes = TunedMachine(cuda=True), ((16384, 2048, 32000),)
+    logits = 4 * 16384 * 32000
+    for peak, expected in ((10 * logits, True), (50 * logits, False)):
+        base = replace(BASE, linears=shapes, vocabulary=32000, peak_bytes=peak)
+        names = {knob.name: knob for knob in tuning.knobs(gpu, base)}
+        assert ("chunked_loss" in names) is expected
+    assert tuning.config_of({"compile": "regional and loss"}, Config(), ()).dynamo.compile_loss
 
 
 def test_budgets_are_durations() -> None:
