@@ -186,6 +186,11 @@ def headline(runs: list[Run]) -> list[str]:
     )
 
 
+def faults(runs: list[Run]) -> list[str]:
+    page: list[str] = runs[-1]["page"]
+    return page
+
+
 LOOP_CODE = ("accelerator", "optim", "data", "precision", "strategies")
 TABLES = (
     Table(
@@ -204,6 +209,7 @@ TABLES = (
     Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
     Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
     Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
+    Table("faults", "docs/survive.md", "survive_kills", "faults in every phase", ("survive",), faults),
     Table("fp8", "docs/performance.md", "fp8", "cuda", ("precision",), fp8),
 )
 
