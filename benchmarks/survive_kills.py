@@ -152,7 +152,9 @@ def page_of(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     """Return the tables of all runs."""
     lines = [*by_phase(runs), "", *by_replicas(runs), "", *beside(runs, peers), "", machine(runs), ""]
     lines += [
-        f"Run {run['run']} with {run['replicas']} replicas: {run['violation']}" for run in runs if run["violation"]
+        f"- Seed {run['seed']}, run {run['run']} with {run['replicas']} replicas: {run['violation']}"
+        for run in runs
+        if run["violation"]
     ]
     return "\n".join(lines) + "\n"
 
@@ -168,7 +170,7 @@ def by_phase(runs: list[dict[str, Any]]) -> list[str]:
     return [
         *found,
         "",
-        f"{len(faults)} faults in {len(runs)} runs; runs that ended, or whose samples or weights were wrong: {violations}.",
+        f"{len(faults)} faults in {len(runs)} runs; runs that ended, stalled, lost updates, or had wrong samples or weights: {violations}.",
     ]
 
 
