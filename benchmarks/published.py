@@ -155,6 +155,17 @@ def sharding(runs: list[Run]) -> list[str]:
     return rows(["355 M parameters, bf16", "time of a step", "peak memory"], *lines)
 
 
+def language_models(runs: list[Run]) -> list[str]:
+    """Return speed, memory and losses of each contender, for each model."""
+    lines = []
+    for run in runs:
+        for name, row in run["found"]["rows"].items():
+            speed = f"{row['tokens a second'] / 1e3:.1f} ({row['times compiled by hand']:.2f} ×)"
+            memory, losses = f"{row['peak GiB']:.1f} GiB", f"{row['losses apart']:.0e}"
+            lines.append([f"{run['found']['model']}: {name}", speed, f"{row['mfu']:.0%}", memory, losses])
+    return rows(["", "thousand tokens a second (× compiled by hand)", "MFU", "peak memory", "losses apart"], *lines)
+
+
 def fp8(runs: list[Run]) -> list[str]:
     lines = []
     for group in runs[-1]["found"]["groups"]:
@@ -210,6 +221,14 @@ TABLES = (
     Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
     Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
     Table("faults", "docs/survive.md", "survive_kills", "faults in every phase", ("survive",), faults),
+    Table(
+        "language models",
+        "docs/performance.md",
+        "language_models",
+        "deep",
+        ("strategies", "precision"),
+        language_models,
+    ),
     Table("fp8", "docs/performance.md", "fp8", "cuda", ("precision",), fp8),
 )
 
