@@ -168,9 +168,6 @@ class Training:
             self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
         return (time.perf_counter() - started) / count
 
-    def weights(self) -> list[Tensor]:
-        return [p.detach().cpu() for p in self.model.parameters()]
-
 
 def together(size: Size, device: torch.device, names: list[Way], rounds: int, each: int) -> dict[str, Training]:
     """Train all ways in turns; the device must hold them together."""
@@ -189,28 +186,38 @@ def alone(size: Size, device: torch.device, way: Way, each: int) -> float:
     one.steps(WARM_UP)
     one.peak_bytes = 0
     one.steps(each)
-    peak = one.peak_bytes / 2**30
-    close(one)
-    return peak
+    return one.peak_bytes / 2**30
 
 
-def close(one: Training) -> None:
-    one.accelerator.free_memory()
-    del one.model, one.optimizer
+def cleared(device: torch.device) -> None:
+    """Free the memory of trainings that are over."""
     gc.collect()
-    if one.device.type == "cuda":
+    if device.type == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def check(running: dict[str, Training]) -> dict[str, bool]:
-    """Compare losses and weights of every exact way with those without offload."""
-    plain = running[PLAIN]
-    expected, losses = plain.weights(), [float(loss) for loss in plain.losses]
+def trained(way: Way, size: Size, device: torch.device, steps: int) -> tuple[list[float], list[Tensor]]:
+    """Losses and weights after some steps with deterministic algorithms; attention's backward differs from run to run without them."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        one = Training(way, size, device)
+        one.steps(steps)
+        return [float(loss) for loss in one.losses], [p.detach().cpu() for p in one.model.parameters()]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check(names: list[Way], size: Size, device: torch.device, steps: int) -> dict[str, bool]:
+    """Compare losses and weights of every exact way with those without offload, which trains twice."""
+    losses, weights = trained(names[0], size, device, steps)
     found = {}
-    for name, one in running.items():
-        if one.way.exact and one is not plain:
-            equal = [float(loss) for loss in one.losses] == losses
-            found[name] = equal and all(map(torch.equal, one.weights(), expected))
+    for way in names:
+        cleared(device)
+        if way.exact:
+            again, others = trained(way, size, device, steps)
+            found[way.name] = again == losses and all(map(torch.equal, weights, others))
+    cleared(device)
     return found
 
 
@@ -270,11 +277,17 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device(given.device)
     size = LARGE if device.type == "cuda" else TINY
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # before the first product, for deterministic algorithms
     start_one_rank()
     names = ways(not given.no_peer)
-    peaks = {way.name: alone(size, device, way, given.each) for way in names}
+    equal = check(names, size, device, given.each)
+    peaks = {}
+    for way in names:
+        peaks[way.name] = alone(size, device, way, given.each)
+        cleared(device)
     running = together(size, device, names, given.rounds, given.each)
-    equal = check(running)
     rows = summary(running, equal, peaks)
     parameters = running[PLAIN].num_parameters
     page = table(rows, size, parameters)

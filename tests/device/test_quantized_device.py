@@ -29,7 +29,8 @@ def started() -> None:
     """The packages' libraries and the driver's handles stay for the life of the process; they are no test's leak."""
     if torch.accelerator.is_available():
         for kind in KINDS:
-            adapted(kind)(input_ids=batch(0))
+            accelerator, model, optimizer = prepared(kind)
+            losses(model, optimizer, accelerator.backward, range(1))
 
 
 def base(kind: str) -> Any:

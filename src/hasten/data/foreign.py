@@ -94,7 +94,12 @@ COUNTED: Final = "counted"
 
 def has_counted_state(stream: Any) -> bool:
     """Return True for a stream of litdata or mosaicml-streaming, whose `state_dict` asks for the number of samples read."""
-    return _is_a(stream, _LITDATA[0]) or _is_a(stream, _MOSAIC_STREAM)
+    return _is_litdata(stream) or _is_a(stream, _MOSAIC_STREAM)
+
+
+def _is_litdata(stream: Any) -> bool:
+    """Return True for a single stream of litdata whose state can be discarded, as a new epoch needs."""
+    return _is_a(stream, _LITDATA[0]) and hasattr(stream, "reset_state_dict")
 
 
 def shares_epochs(stream: Any) -> bool:
@@ -111,7 +116,7 @@ def counted_states(stream: Any, positions: Sequence[int], epoch: int, num_ranks:
     Ranks: in the training process, where both packages make their states.
     """
     num_workers = len(positions)
-    if _is_a(stream, _LITDATA[0]):
+    if _is_litdata(stream):
         made = dict(stream.state_dict(sum(positions), num_workers, stream.batch_size))
         made["current_epoch"] = epoch
         return [{**made, "num_samples_yielded": position * num_workers} for position in positions]
@@ -146,11 +151,11 @@ def begin_anew(stream: Any, epoch: int) -> None:
     """
     if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:
         stream._starting_state_dict = None
-    elif _is_a(stream, _LITDATA[0]):
+    elif _is_litdata(stream):
         stream.reset_state_dict()
         stream.set_epoch(epoch)
     elif _is_a(stream, _MOSAIC_STREAM):
-        if getattr(stream, "_resume_shm", None) is not None:
+        if getattr(stream, "hasten_resumed", False):
             stream.load_state_dict({**stream.state_dict(0, True), "epoch": 0, "sample_in_epoch": 0})
         stream.next_epoch = epoch  # its iterator waits for all readers of the machine before it reads and increases it
 
@@ -159,6 +164,7 @@ def continue_from(stream: Any, state: Any, epoch: int) -> None:
     """Load a state into a stream, so that its next iterator continues there."""
     stream.load_state_dict(state)
     if _is_a(stream, _MOSAIC_STREAM):
+        stream.hasten_resumed = True
         stream.next_epoch = epoch
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hasten.errors import PrepareError
+from hasten.errors import PrepareError, StepError
 
 # Any in this file: layers, tensors and quantization states of bitsandbytes and torchao.
 
@@ -98,6 +98,7 @@ class UnpackedInForward:
     def _unpack(self, layer: nn.Module, inputs: object) -> None:
         held = layer._parameters[self._name]
         assert held is not None, "the layer has lost its weight"
+        _check_bytes(layer, self._name)
         if held.dtype == torch.uint8 and type(held.data) is Tensor:
             self._bytes = held
             layer._parameters[self._name] = nn.Parameter(from_bytes(held.data, self._layout), requires_grad=False)
@@ -148,6 +149,7 @@ class PackedLayers:
         layer.weight = nn.Parameter(data, requires_grad=False)
         layer.quant_state, layer.quant_storage = state, torch.uint8
         layer.support_avx512bf16_for_cpu = False  # that layout cannot be gathered from shards
+        layer.register_forward_pre_hook(_check_four_bit)
         self._four_bit.append(layer)
 
     @property
@@ -168,6 +170,40 @@ class PackedLayers:
         """Give the sharded weights their scales, so that state dicts have the entries of bitsandbytes."""
         for layer in self._four_bit:
             setattr(layer.weight, _STATE_ATTRIBUTE, layer.quant_state)
+
+
+def _check_bytes(layer: nn.Module, name: str) -> None:
+    """Raise StepError if the gathered bytes of a quantized weight were converted to numbers of another dtype."""
+    held = layer._parameters[name]
+    if held is not None and type(held.data) is Tensor and held.dtype != torch.uint8:
+        raise StepError(
+            f"the bytes of a quantized weight of {type(layer).__name__} were converted to {held.dtype}, as fully_shard() of torch "
+            f"{torch.__version__} does under mixed precision, so their values are lost. Use mixed_precision='no' with a base model in "
+            "bfloat16, or a newer torch."
+        )
+
+
+def _check_four_bit(layer: nn.Module, inputs: object) -> None:
+    _check_bytes(layer, "weight")
+
+
+@contextmanager
+def frozen_integers() -> Iterator[None]:
+    """Context manager in which `nn.Parameter(tensor)` of integers makes a frozen parameter instead of raising an error.
+
+    torch<2.12: fully_shard() creates every sharded parameter with gradients, and freezes it afterwards.
+    """
+    before = vars(nn.Parameter)["__new__"]
+
+    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        whole = isinstance(data, Tensor) and not (data.is_floating_point() or data.is_complex())
+        return before.__func__(cls, data, requires_grad and not whole)
+
+    nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = before  # type: ignore[method-assign]
 
 
 class QuantizedShape(nn.Linear):

@@ -36,7 +36,16 @@ def check(config: Config) -> None:
 
 def _refused(config: Config) -> list[tuple[str, str, str]]:
     """Return the settings that survive does not support: their names, the reasons, and what to use instead."""
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size")
+    sizes = {name: getattr(config.parallelism, name) for name in names}
+    divided = [f"{name}={size}" for name, size in sizes.items() if size not in (None, 1, -1)]
     rows: list[tuple[bool, str, str, str]] = [
+        (
+            bool(divided),
+            f"parallelism of {', '.join(divided)}",
+            "a replica is one process that holds the whole model, so there are no further processes to divide it over",
+            "Leave the sizes out, or use --max_restarts with checkpoint_in_memory.",
+        ),
         (
             config.strategy not in ("auto", "none", "ddp"),
             f"strategy={config.strategy!r}",

@@ -30,12 +30,14 @@ class ReplicaGroup:
     def __init__(self, store: str, key: str, rank: int, size: int, timeout_s: float) -> None:
         """Connect to the others. Raises: LostReplicaError when one of them is away."""
         self.rank, self.size = rank, size
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
+        """Seconds for which `average` waits for a message."""
+        timeout = timedelta(seconds=timeout_s)
         host, _, port = store.rpartition(":")
         try:
-            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
             # Any: torch's stubs leave the collectives of this class out
-            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, self._timeout)
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
         except RuntimeError as error:
             raise LostReplicaError(f"the group of {size} replicas could not be formed: {_short(error)}") from error
         self._buckets: list[Bucket] = []
@@ -64,14 +66,21 @@ class ReplicaGroup:
 
     # -- when the window ends ----------------------------------------------------------------------------------------
     def average(
-        self, parameters: Sequence[Tensor], weight: float, share: float, facts: Sequence[float], window: Hashable = None
-    ) -> None:
+        self,
+        parameters: Sequence[Tensor],
+        weight: float,
+        share: float,
+        facts: Sequence[float],
+        window: Hashable = None,
+        asks: bool = False,
+    ) -> bool:
         """Set the gradient of each parameter to the replicas' weighted mean; it stays None if no replica has one.
 
         The mean is the sum of `weight` times gradient, in the order of ranks, divided by the sum of all `share`. It is the same,
         bit by bit, on all replicas. Buckets of this window that were sent before are not sent again, unless a replica has changed
         its gradients since.
 
+        Returns: True if `asks` is True on a replica; all of them return the same.
         Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ. The gradients are then unchanged.
         """
         buckets = self.buckets(parameters)
@@ -80,10 +89,10 @@ class ReplicaGroup:
                 self.send(bucket, window)
         present = [parameter.grad is not None for parameter in reversed(parameters)]
         changed = any(bucket.changed(window) for bucket in buckets)
-        own = torch.tensor([weight, share, changed, *facts, *present], dtype=torch.float64)
+        own = torch.tensor([weight, share, changed, asks, *facts, *present], dtype=torch.float64)
         headers = own.repeat(self.size, 1)
         self._wait(self._exchanged(_HEADER, [own] * self.size, list(headers)))
-        self._compare(headers[:, 3 : 3 + len(facts)].tolist())
+        self._compare(headers[:, 4 : 4 + len(facts)].tolist())
         self.resent = bool(headers[:, 2].any())
         if self.resent:
             for bucket in buckets:
@@ -92,9 +101,10 @@ class ReplicaGroup:
         total = sum(headers[:, 1].tolist())
         factors = [one / total if total and part else 0.0 for one, part in headers[:, :2].tolist()]
         self._receive(buckets, factors)
-        wanted = iter(headers[:, 3 + len(facts) :].any(0).tolist())  # nothing can fail from here on
+        wanted = iter(headers[:, 4 + len(facts) :].any(0).tolist())  # nothing can fail from here on
         for bucket in buckets:
             bucket.write(factors, [next(wanted) for _ in bucket.parameters])
+        return bool(headers[:, 3].any())
 
     def _receive(self, buckets: Sequence[Bucket], factors: list[float]) -> None:
         """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
@@ -102,7 +112,7 @@ class ReplicaGroup:
         for bucket in buckets:
             self._wait(bucket.works)
             if not bucket.whole:
-                total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
+                total = weighted_sum(list(bucket.rows), bucket.rest(factors), bucket.sent[self.rank])
                 sums += self._exchanged(bucket.tag + 1, [total] * self.size, list(bucket.sent))
         self._wait(sums)
 
@@ -124,9 +134,10 @@ class ReplicaGroup:
             raise LostReplicaError(_short(error)) from error
 
     def _wait(self, works: Sequence[dist.Work] | None) -> None:
+        timeout = timedelta(seconds=self.timeout_s)
         try:
             for work in works or ():
-                work.wait(self._timeout)
+                work.wait(timeout)
         except RuntimeError as error:  # torch has no class for lost connections and timeouts
             raise LostReplicaError(_short(error)) from error
 
@@ -148,6 +159,8 @@ class Bucket:
         self._number = sum(self._sizes)
         self._window: Hashable = None
         self._copied: list[tuple[Tensor | None, int]] = []
+        self._scale = 1.0 / size if size & (size - 1) == 0 else 1.0
+        """Factor of the gradients in this memory. A power of two changes no digit, and with equal weights it is the factor of the mean."""
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
         self.whole = size == 2 or self._number <= _SMALL
         """True if every replica sends all of its gradients to all; else each sums one slice and sends the sum."""
@@ -157,21 +170,26 @@ class Bucket:
         else:
             self.sent = torch.zeros(size, -(-self._number // size), dtype=wide)
             self.rows = torch.zeros_like(self.sent)
+        self._own = self._parts(self.sent.view(-1))
+        received = list(self.rows) if self.whole else [self.sent.view(-1)]
+        self._received = list(zip(*map(self._parts, received), strict=True))
 
     @torch.no_grad()
     def fill(self, window: Hashable) -> None:
         """Copy the gradients of this replica in this window into the bucket, with zeros for missing ones."""
-        targets, grads = [], []
-        for part, parameter in zip(self._parts(self.sent.view(-1)), self.parameters, strict=True):
+        for part, parameter in zip(self._own, self.parameters, strict=True):
             if parameter.grad is None:
                 part.zero_()
+            elif parameter.device.type == "cpu":
+                torch.mul(_dense(parameter.grad), self._scale, out=part)
             else:
-                targets.append(part)
-                grads.append(_dense(parameter.grad))
-        if grads:
-            torch._foreach_copy_(targets, grads)
+                part.copy_(_dense(parameter.grad)).mul_(self._scale)
         self._window = window
         self._copied = [_state(parameter) for parameter in self.parameters]
+
+    def rest(self, factors: Sequence[float]) -> list[float]:
+        """Return the factors that turn the gradients in this memory into those of the mean."""
+        return [factor / self._scale for factor in factors]
 
     def changed(self, window: Hashable) -> bool:
         """Return True if the gradients of this window are not those that were copied."""
@@ -184,9 +202,8 @@ class Bucket:
     def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
         """Set the gradients to the weighted sum of the received ones, where some replica has one; the bucket can be sent again."""
         self.works, self._copied = None, []
-        received = list(self.rows) if self.whole else [self.sent.view(-1)]
-        several = zip(*map(self._parts, received), strict=True)
-        for parameter, parts, has_one in zip(self.parameters, several, wanted, strict=True):
+        rest = self.rest(factors)
+        for parameter, parts, has_one in zip(self.parameters, self._received, wanted, strict=True):
             if not has_one:
                 continue
             if parameter.grad is None:
@@ -195,9 +212,9 @@ class Bucket:
             if not self.whole:
                 grad.copy_(parts[0])
             elif grad.dtype == parts[0].dtype and grad.device == parts[0].device:
-                weighted_sum(parts, factors, grad)
+                weighted_sum(parts, rest, grad)
             else:
-                grad.copy_(weighted_sum(parts, factors, parts[0]))
+                grad.copy_(weighted_sum(parts, rest, parts[0]))
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""

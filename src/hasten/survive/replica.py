@@ -39,6 +39,8 @@ _SLICE_S: Final = 0.2
 """Seconds between two attempts to join a run whose replicas cannot be reached."""
 _LONG_WAIT_S: Final = 5.0
 """Seconds of waiting for the members of an update after which the run's report shows it."""
+_STANDING_S: Final = 0.5
+"""Seconds for which updates are made by the same members without asking the lighthouse, so that a returning replica waits no longer."""
 FIRST: Final = "0"
 """Name of the replica that leads before the members are known."""
 
@@ -98,6 +100,11 @@ class Replica:
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._coordinator = Coordinator(settings, self._card)
         self._asked: Answer | None = None
+        self._standing: tuple[Quorum, Roles] | None = None
+        """Members of the previous update who make the next one without asking the lighthouse; None to ask."""
+        self._met_at = self._updated_at = time.monotonic()
+        self._patience_s = settings.heartbeat_timeout_s
+        """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
         self._group: ReplicaGroup | None = None
         self._grouped = False
         self._sender = EarlySender(self._early_group, self._window, lambda: clock.boundary)
@@ -153,7 +160,7 @@ class Replica:
                 return None
             if ledger.exhausted:
                 continue  # this replica was healed, and its ledger may have samples again
-            if self._asked is None:
+            if self._asked is None and self._standing is None:
                 self._asked = self._coordinator.ask()
             return ledger.deal()[self.name]
         return None
@@ -192,19 +199,23 @@ class Replica:
                 "others. Iterate over the loader that was prepared first, and call step() inside that loop."
             )
         began, retries = time.monotonic(), 0
+        before: tuple[str, ...] = ()
         while True:
-            quorum, roles = self._met()
+            quorum, roles = self._takes_standing() or self._met()
             if not roles.is_active(self.name):
                 if not self._heal(roles, in_step=True):
                     continue
                 self._done, self._skips = (self._clock.serial, self._clock.num_updates), True
                 return True
+            if retries == 1 and before == roles.contributors:  # nobody was lost: the others were only slow
+                self._patience_s = min(2 * self._patience_s, self._settings.timeout_s)
             try:
-                self._update(holder, quorum, roles)
+                self._update(holder, quorum, roles, self._settings.timeout_s if retries else self._patience_s)
                 break
             except LostReplicaError as error:
-                retries += 1
-                log.warning("survive: update %d of replica %s is repeated: %s", self.ledger.step, self.name, error)
+                retries, before = retries + 1, roles.contributors
+                level = logging.INFO if retries == 1 else logging.WARNING  # the others may only be slow
+                log.log(level, "survive: update %d of replica %s is repeated: %s", self.ledger.step, self.name, error)
                 self._ungroup()
         self.report.num_retries += retries
         self._done, self._skips = key, False
@@ -215,8 +226,8 @@ class Replica:
 
     def _met(self) -> tuple[Quorum, Roles]:
         """Return the members of this update, and their roles; waits until enough replicas are there."""
-        asked, self._asked = self._asked or self._coordinator.ask(), None
-        self.report.waiting_since = began = time.monotonic()
+        asked, self._asked, self._standing = self._asked or self._coordinator.ask(), None, None
+        self.report.waiting_since = began = self._met_at = time.monotonic()
         try:
             quorum = asked.result()
         finally:
@@ -227,6 +238,16 @@ class Replica:
         self._refuse_to_continue_a_finished_run(roles)
         self._key = quorum.key
         return quorum, roles
+
+    def _takes_standing(self) -> tuple[Quorum, Roles] | None:
+        """Return the members of the previous update if all of them have agreed to make this one without asking; None if it is too late.
+
+        Nothing depends on that agreement but time: an update needs the gradients of all of them, and fails if one is away.
+        """
+        standing, self._standing = self._standing, None
+        if time.monotonic() - self._met_at > self._settings.heartbeat_timeout_s:
+            return None
+        return standing
 
     def _note_agreed(self) -> None:
         self._agreed_at = self.ledger.step
@@ -252,7 +273,7 @@ class Replica:
             "replica would use samples again. Nothing has to be done: this replica ends here."
         )
 
-    def _update(self, holder: Holder, quorum: Quorum, roles: Roles) -> None:
+    def _update(self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float) -> None:
         """Exchange the gradients of the active replicas and write the mean to the parameters."""
         names = roles.contributors
         parameters = [one for one in holder.parameters if one.requires_grad]
@@ -265,11 +286,16 @@ class Replica:
                 self._group = ReplicaGroup(roles.active[0].store, key, rank, len(names), self._settings.timeout_s)
             self.contributors, self._grouped = names, True
         facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
+        now = time.monotonic()
+        asks = bool(roles.healing) or now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
         if self._group is None:
             _alone(parameters, weight / share if share else 0.0)
         else:
-            self._group.average(parameters, weight, share, facts, self._window())
+            self._group.timeout_s = patience_s
+            asks = self._group.average(parameters, weight, share, facts, self._window(), asks)
             self._sender.watch(self._group, parameters)
+        self._standing = None if asks else (quorum, roles)
+        self._updated_at = time.monotonic()
 
     def _window(self) -> tuple[int, int, int]:
         """Return a value that differs between windows, in this process."""
@@ -278,6 +304,8 @@ class Replica:
 
     def _early_group(self) -> ReplicaGroup | None:
         """Return the group of the current update, if its members are known already and are those of the previous one."""
+        if self._standing is not None:
+            return self._group
         if self._asked is None or self._group is None or not self._grouped or not self._asked.ready:
             return None
         return self._group if self._asked.result().roles.contributors == self.contributors else None
@@ -323,6 +351,7 @@ class Replica:
             self.note("replicas joined", step=self.ledger.step, replicas=", ".join(joined), present=len(roles.names))
 
     def _ungroup(self) -> None:
+        self._standing = None
         self._sender.close()
         if self._group is not None:
             self._group.close()

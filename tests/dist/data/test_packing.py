@@ -26,7 +26,7 @@ from hasten.data.packing import (
 )
 from hasten.errors import ConfigError, DataError, StepError
 from hasten.runtime.context import ProcessContext
-from hasten.testing.pool import ranks
+from hasten.testing.pool import Pool, ranks
 
 VOCABULARY = 32
 
@@ -137,6 +137,18 @@ def test_masks_agree() -> None:
             for key in range(8):
                 allowed = block.mask_mod(row, row, torch.tensor(query), torch.tensor(key))
                 assert bool(allowed) == bool(mask[query, key])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [True, False])
+def test_flex_attention_with_block_masks_equals_masked_attention(causal: bool) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    positions = torch.cat([torch.arange(n) for n in (40, 3, 61, 1, 23)])[None]
+    q, k, v = (torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=packed_attention_mask(positions, causal))
+    with torch.no_grad():
+        found = flex.flex_attention(q, k, v, block_mask=packed_block_mask(positions, causal))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
@@ -380,6 +392,56 @@ def test_context_parallel_ranks_resume_with_the_next_pack(ctx: ProcessContext, t
     resumed = again.prepare(loader_of(data, balance=2))
     again.load_state(f"{where}/middle")
     assert [rows_of(batch) for batch in resumed] == seen[4:]
+
+
+@ranks(1, 2, 4)
+def test_fewer_packs_than_ranks_and_a_loop_that_is_left(ctx: ProcessContext) -> None:
+    for count in (0, 1, 3, 9):
+        data = [{"input_ids": [1 + i] * 10} for i in range(count)]
+        loader = Accelerator(cpu=True).prepare(loader_of(data, max_tokens=20))
+        for left in (True, False, False):
+            mine = []
+            for batch in loader:
+                mine.append(rows_of(batch))
+                if left:
+                    break
+            everyone: list[Any] = ctx.world.all_gather_object(mine)
+            assert len({len(one) for one in everyone}) == 1, "every rank makes as many steps"
+            if not left:
+                found = {row for one in everyone for rows in one for row in rows}
+                assert found == {tuple(sample["input_ids"]) for sample in data}
+
+
+def save_after(ctx: ProcessContext, folder: Path, steps: int) -> list[Any]:
+    """Read some steps of an epoch, save, and return this rank's packs so far."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(loader_of(samples(80), balance=2))
+    seen = []
+    for number, batch in enumerate(loader, 1):
+        seen.append(rows_of(batch))
+        if number == steps:
+            accelerator.save_state(folder / "middle")
+            break
+    return seen
+
+
+def rest_of_epoch(ctx: ProcessContext, folder: Path) -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(loader_of(samples(80), balance=2))
+    accelerator.load_state(folder / "middle")
+    return [rows_of(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_packs_are_resumed_on_another_number_of_ranks(rank_pool: Pool, tmp_path: Path, others: int) -> None:
+    before = rank_pool.run(save_after, 2, tmp_path, 3)
+    after = rank_pool.run(rest_of_epoch, others, tmp_path)
+    packs = [tuple(pack) for rank in (*before, *after) for pack in rank]
+    data = samples(80)
+    sampler = PackedBatchSampler([len(sample["input_ids"]) for sample in data], 32, balance=2)
+    wanted = [tuple(tuple(data[index]["input_ids"]) for index in pack) for pack in sampler]
+    assert set(packs) == set(wanted)
+    assert len(wanted) <= len(packs) < len(wanted) + others, "only the last step repeats packs"
 
 
 def test_wrong_samples_are_refused_by_name() -> None:

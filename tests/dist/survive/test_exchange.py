@@ -171,3 +171,24 @@ def test_backward_sends_buckets_and_the_mean_is_the_same(ctx: ProcessContext) ->
 def test_a_replica_of_several_processes_is_refused(ctx: ProcessContext) -> None:
     with pytest.raises(ConfigError, match=r"replica left has 2 processes.*Start one process for each replica"):
         refuse_worlds(ctx, SurviveSettings(lighthouse="127.0.0.1:1", replica="left", replicas=2))
+
+
+@ranks(2, 3)
+def test_all_replicas_learn_that_one_wants_to_ask_for_the_members(ctx: ProcessContext) -> None:
+    met = Meeting(ctx)
+    last = ctx.world.size - 1
+    for wishes in [(), (0,), (last,)]:
+        parameters = parameters_of(ctx.rank, (2,))
+        assert met.group.average(parameters, 1.0, 1.0, (1.0,), asks=ctx.rank in wishes) == bool(wishes)
+    met.close()
+
+
+@ranks(2)
+def test_a_silent_replica_is_given_up_after_the_time_of_the_attempt(ctx: ProcessContext) -> None:
+    met = Meeting(ctx)
+    if ctx.rank == 0:
+        met.group.timeout_s = 0.1  # the group itself waits 5 s
+        with pytest.raises(LostReplicaError, match=r"(?i)time"):
+            met.group.average(parameters_of(0, (2,)), 1.0, 1.0, (1.0,))
+    ctx.world.barrier("the wait is over")
+    met.close()

@@ -47,6 +47,11 @@ def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
         ({"strategy": "deepspeed"}, "strategy='deepspeed': a replica is one process .* Use strategy='auto'"),
         ({"strategy": "megatron"}, "strategy='megatron': .* Use strategy='auto'"),
         ({"strategy": "xla"}, "strategy='xla': .* Use strategy='auto'"),
+        ({"parallelism_config": {"pp_size": 2}}, "pp_size=2: a replica is one process .* Leave the sizes out"),
+        (
+            {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}},
+            "dp_shard_size=2, tp_size=2: .* Leave the sizes out",
+        ),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16': .* loss scale .* Use 'bf16'"),
         ({"trust": {"numbers": "skip"}}, "trust.numbers='skip': .* Use 'report'"),
         ({"checkpoint_in_memory": 5}, "checkpoint_in_memory=5: .* Leave it out"),

@@ -30,7 +30,7 @@ from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.modules.lazy_logits import ChunkedHead
-from hasten.modules.quantized import PackedLayers
+from hasten.modules.quantized import PackedLayers, frozen_integers
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
@@ -118,7 +118,8 @@ class ShardModel:
         wholes = (
             {name: t.data for name, t in named_tensors(model)} if source is WeightSource.RANK_0 and ctx.is_main else {}
         )
-        self._shard(model, layout, mesh, ctx)
+        with frozen_integers() if packed.num_bytes else nullcontext():
+            self._shard(model, layout, mesh, ctx)
         packed.attach_states()
         allocate_meta(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
         keep_rest_on_device(model, ctx)

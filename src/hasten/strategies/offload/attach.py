@@ -14,7 +14,7 @@ from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.offload.lanes import allocated_bytes, lanes_for
+from hasten.strategies.offload.lanes import lanes_for, memory_use
 from hasten.strategies.offload.update import StreamedUpdate
 from hasten.strategies.offload.weights import StreamedParameters, is_streamed
 from hasten.strategies.sharded_updates import ELEMENTWISE
@@ -113,7 +113,7 @@ def stream_updates(
     return StreamedUpdate(
         optimizer,
         lanes_for(ctx.device),
-        allocated_bytes(ctx.device),
+        memory_use(ctx.device),
         boundary,
         moves_state=config.offload != "parameters",
         parameters=StreamedParameters() if streamed else None,

@@ -114,47 +114,61 @@ def lanes_for(device: torch.device) -> HostLanes:
     return HostLanes(device) if device.type == "cpu" else DeviceLanes(device)
 
 
-def allocated_bytes(device: torch.device) -> Callable[[], int] | None:
-    """Return a function for the bytes that tensors occupy on the device; None where torch does not count them."""
+MemoryUse = Callable[[], tuple[int, int]]
+"""Returns the bytes that tensors occupy on a device now, and at most so far."""
+
+
+def memory_use(device: torch.device) -> MemoryUse | None:
+    """Return the function that counts the memory of tensors on the device; None where torch does not count it."""
     if device.type != "cuda":
         return None
 
-    def count() -> int:
-        counted: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
-        return counted
+    def count() -> tuple[int, int]:
+        counted = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+        return counted["current"], counted["peak"]
 
     return count
 
 
 class MemoryBudget:
-    """Limit of the device memory for fetched state: a fixed part, and what activations leave free below the run's peak.
+    """Limit of the device memory for fetched state: a fixed part, and what is free below the peak of the first step.
 
-    The peak is the largest memory use seen without fetched state, so that fetching ahead does not raise the peak of the run.
+    The memory use of a step, sampled where blocks begin and gradients arrive, predicts that of the next one, so that fetched state fills what
+    activations leave free and the peak of the run does not rise.
     """
 
-    def __init__(self, floor_bytes: int, allocated: Callable[[], int] | None) -> None:
+    def __init__(self, floor_bytes: int, use: MemoryUse | None) -> None:
         self.floor_bytes = floor_bytes
-        self._allocated = allocated
+        self._use = use
         self._peak = 0
-        self._last = 0
-        self._growth = 0
+        self._samples: list[int] = []
+        self._previous: list[int] = []
+        self._updated = False
 
     def sample(self, held: int) -> None:
         """Record the current memory use; `held` bytes of it are fetched state."""
-        if self._allocated is not None:
-            used = self._allocated() - held
-            self._growth = max(self._growth, used - self._last)
-            self._peak = max(self._peak, used)
-            self._last = used
+        if self._use is not None:
+            now, peak = self._use()
+            self._samples.append(now - held)
+            self._peak = max(self._peak, now - held, 0 if self._updated else peak)
 
-    def fits(self, held: int, more: int, later: int = 0) -> bool:
-        """Return whether `more` bytes may be fetched beside `held` ones; `later` bytes will be allocated by others."""
-        if held + more <= self.floor_bytes:
-            return True
-        return self._allocated is not None and self._allocated() + more + later <= self._peak
+    def end_step(self) -> None:
+        """Take the samples since the last call as the prediction for the next step."""
+        self._previous, self._samples, self._updated = self._samples, [], True
+
+    def fits_ahead(self, held: int, more: int) -> bool:
+        """Return whether `more` bytes may be fetched during the backward, beside `held` ones."""
+        coming = self._previous[max(len(self._samples) - 1, 0) :]
+        return held + more <= self.floor_bytes or (bool(coming) and self._fits(held, more, max(coming)))
+
+    def fits(self, held: int, more: int) -> bool:
+        """Return whether `more` bytes may be fetched during the update, beside `held` ones."""
+        return held + more <= self.floor_bytes or self._fits(held, more, 0)
 
     def is_tight(self, held: int) -> bool:
-        """Return whether the next block's activations may need memory of the `held` bytes beyond the fixed part."""
-        if held <= self.floor_bytes:
-            return False
-        return self._allocated is None or self._allocated() + self._growth > self._peak
+        """Return whether the next block may need memory of the `held` bytes beyond the fixed part."""
+        coming = self._previous[len(self._samples) :][:1] or [self._peak]
+        return held > self.floor_bytes and not self._fits(held, 0, coming[0])
+
+    def _fits(self, held: int, more: int, coming: int) -> bool:
+        return self._use is not None and max(self._use()[0] - held, coming) + held + more <= self._peak

@@ -57,6 +57,8 @@ class Flight:
     graded: Mark = None
     """Mark of the gradients' copies to the device."""
     written: Mark = None
+    unsent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Copies to host memory that have not been queued yet."""
     leaving: bool = False
     """True once the update has changed it and it is being written to host memory."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -20,7 +20,7 @@ from hasten.bigmodel.packs import HostPool
 from hasten.errors import StepError
 from hasten.modules.names import is_dtensor, local_tensor
 from hasten.optim.optimizer import SETTLE_STATE
-from hasten.strategies.offload.lanes import HostLanes, MemoryBudget
+from hasten.strategies.offload.lanes import HostLanes, Mark, MemoryBudget, MemoryUse
 from hasten.strategies.offload.pieces import (
     Flight,
     HostParameters,
@@ -45,7 +45,7 @@ class StreamedUpdate:
         self,
         optimizer: Optimizer,
         lanes: HostLanes,
-        allocated: Callable[[], int] | None = None,
+        use: MemoryUse | None = None,
         boundary: Callable[[], bool] = lambda: True,
         most_bytes: int | None = None,
         moves_state: bool = True,
@@ -62,7 +62,7 @@ class StreamedUpdate:
         self._most_bytes = most_bytes
         self._moves_state = moves_state
         self._parameters: HostParameters = parameters or OffDevice(lanes.device)
-        self._budget = MemoryBudget(0, allocated)
+        self._budget = MemoryBudget(0, use)
         self._pool = HostPool(pinned=lanes.device.type != "cpu")
         self._reserved = False
         self._ratio = _STATE_PER_PARAMETER
@@ -70,6 +70,8 @@ class StreamedUpdate:
         self._planned: list[int] = []
         self._handles: list[Any] = []  # Any: torch's handles of hooks
         self._leaving: deque[UpdatePiece] = deque()
+        self._unsent: list[UpdatePiece] = []  # on the device, with state to be written after all parameters
+        self._parameters_written: Mark = None
         self._params: list[list[Tensor]] | None = None
         self.drains_in_forward = False
         """True if `before_block` is called in the forward, so that pieces may still be written back then."""
@@ -118,14 +120,11 @@ class StreamedUpdate:
         if not self._boundary():
             return
         self._budget.sample(self.held_bytes)
-        later = sum(
-            num_bytes(p) for piece in self._pieces for p in piece.parameters if p.requires_grad and p.grad is None
-        )
         for piece in self._pieces:
             if piece.home is None or not piece.is_current(self._optimizer.state):
                 return
             if piece.flight is None:
-                if not self._budget.fits(self.held_bytes, self._expected_bytes(piece), later):
+                if not self._budget.fits_ahead(self.held_bytes, self._expected_bytes(piece)):
                     return
                 self._fetch(piece)
 
@@ -170,7 +169,10 @@ class StreamedUpdate:
             for group, members in zip(groups, params, strict=True):
                 group["params"] = members
         _sort_like_groups(optimizer)
-        self._finish_parameters(due)
+        self._send()
+        self._lanes.host_waits(self._parameters_written)  # any code may read parameters in host memory
+        self._parameters_written = None
+        self._budget.end_step()
         while not self.drains_in_forward and self._leaving and self.held_bytes > self._budget.floor_bytes:
             self._let_go(self._leaving[0])
         self._params = params
@@ -189,7 +191,7 @@ class StreamedUpdate:
             flight = piece.flight
             if flight is None or flight.leaving:
                 more = self._expected_bytes(piece) if flight is None else 0
-                while self._leaving and not self._budget.fits(self.held_bytes, more):
+                while self._leaving and not self._budget.fits(self.held_bytes, more):  # also sends them
                     self._let_go(self._leaving[0])
                 if piece is not coming[0] and not self._budget.fits(self.held_bytes, more):
                     return
@@ -329,28 +331,41 @@ class StreamedUpdate:
             pairs.append((home, moved))
         flight.num_bytes -= sum(map(num_bytes, flight.gradients.values()))
         flight.gradients = {}
+        if pairs:
+            piece.written = flight.written = self._parameters_written = self._lanes.store(pairs)
         if self._moves_state:
-            self._store_state(piece, flight, pairs)
-        if not pairs:
+            flight.unsent = self._store_state(piece, flight)
+        elif not pairs:
             piece.flight = None
             return
-        piece.written = flight.written = self._lanes.store(pairs)
         flight.leaving = True
         self._leaving.append(piece)
+        self._unsent.append(piece)
+        if not flight.parameters:
+            self._send()
 
-    def _store_state(self, piece: UpdatePiece, flight: Flight, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _send(self) -> None:
+        """Start the copies of state that were deferred, so that parameters, which the host waits for, are written first."""
+        for piece in self._unsent:
+            if piece.flight is not None and piece.flight.unsent:
+                piece.written = piece.flight.written = self._lanes.store(piece.flight.unsent)
+                piece.flight.unsent = []
+        self._unsent = []
+
+    def _store_state(self, piece: UpdatePiece, flight: Flight) -> list[tuple[Tensor, Tensor]]:
+        """Make views of host memory the optimizer's state, and return the copies that fill them."""
         found = self._updated(piece)
         slots, size = lay_out(found)
         if flight.memory is not None and slots == piece.slots and self._in_place(flight, found):
             assert piece.home is not None, "its state came from there"
-            pairs.append((piece.home, flight.memory))
+            pairs = [(piece.home, flight.memory)]
         else:
             if piece.home is None or slots != piece.slots:
                 self._learn_ratio(sum(map(num_bytes, found.values())), piece)
                 piece.home, piece.slots = self._pool.cut(size)[2], slots
             flight.memory, flight.state = None, found
             flight.num_bytes = sum(map(num_bytes, (*found.values(), *flight.parameters.values())))
-            pairs += [(slot.view(piece.home), found[slot.key]) for slot in slots]
+            pairs = [(slot.view(piece.home), found[slot.key]) for slot in slots]
         assert piece.home is not None, "just allocated"
         known = piece.resting if flight.memory is not None else {}
         piece.resting = {}
@@ -360,6 +375,7 @@ class StreamedUpdate:
             rest = known.get(slot.key)
             piece.resting[slot.key] = like_parameter(slot.view(piece.home), parameter) if rest is None else rest
             self._optimizer.state[parameter][key] = piece.resting[slot.key]
+        return pairs
 
     def _updated(self, piece: UpdatePiece) -> dict[Key, Tensor]:
         """Return the piece's state tensors on the device after the update; those of parameters without gradient as fetched."""
@@ -394,20 +410,17 @@ class StreamedUpdate:
         """Free the device memory of a piece, for work of the compute stream that follows its copies."""
         flight = piece.flight
         assert flight is not None, "the piece is on the device"
+        if flight.unsent:
+            self._send()
         self._lanes.compute_waits(flight.written if flight.leaving else flight.arrived)
         if flight.leaving:
             self._leaving.remove(piece)
         piece.flight = None
 
-    def _finish_parameters(self, updated: Iterable[UpdatePiece]) -> None:
-        """Wait until parameters in host memory are current, since any code may read them there."""
-        last = [piece for piece in updated if piece.flight is not None and piece.flight.parameters]
-        for piece in last[-1:]:
-            self._lanes.host_waits(piece.written)
-
     # -- state that other code reads and loads ------------------------------------------------------------------------
     def settle(self) -> None:
         """Wait until the state in host memory is current."""
+        self._send()
         for piece in self._leaving:
             self._lanes.host_waits(piece.written)
 

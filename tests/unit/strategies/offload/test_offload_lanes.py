@@ -123,15 +123,20 @@ def test_an_update_in_pieces_waits_for_every_copy(name: str) -> None:
 
 
 def test_pieces_fetched_into_free_memory_give_the_same_numbers() -> None:
-    used = iter([10**6, *[0] * 10**4])  # a large peak was seen first, so that all pieces fit ahead of the update
+    use = iter(
+        [(0, 10**6), *[(0, 0)] * 10**5]
+    )  # a large peak was seen first, so that all pieces fit ahead of the update
+    most: list[int] = []
 
     def attach(optimizer: torch.optim.Optimizer) -> None:
-        update = StreamedUpdate(optimizer, LateLanes(), allocated=lambda: next(used))
+        update = StreamedUpdate(optimizer, LateLanes(), use=lambda: next(use))
         update.drains_in_forward = True
         update.before_block()
+        optimizer.register_step_pre_hook(lambda *_: most.append(update.held_bytes))
 
     make = MAKERS["adamw"]
     check_equal(train(make, lambda optimizer: None), train(make, attach))
+    assert most[-1] > 2 * 10 * 32 * 32 * 4  # all of the state
 
 
 def test_state_is_in_host_memory_between_updates_and_the_device_holds_a_part_at_a_time() -> None:
@@ -188,15 +193,24 @@ def test_hooks_of_the_user_run_once_for_an_update_and_see_all_parameters() -> No
 
 
 def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None:
-    used = [100]
-    budget = MemoryBudget(10, lambda: used[0])
+    now = [100]
+    budget = MemoryBudget(10, lambda: (now[0], 120))
+    for used in (20, 110, 70, 40):  # two blocks begin, two gradients arrive
+        now[0] = used
+        budget.sample(0)
+    budget.end_step()
+    now[0] = 30
+    assert budget.fits(0, 90)
+    assert not budget.fits(0, 91)
+    now[0] = 20
     budget.sample(0)
-    used[0] = 40
-    assert budget.fits(0, 10)
-    assert budget.fits(0, 60)
-    assert not budget.fits(0, 61)
-    assert not budget.fits(0, 31, later=30)
-    used[0] = 95
-    assert budget.is_tight(20)
+    assert budget.is_tight(11)  # the next block begins with 110 of 120
     assert not budget.is_tight(10)
+    now[0] = 110
+    budget.sample(0)
+    assert not budget.is_tight(10)
+    now[0] = 70
+    budget.sample(0)
+    assert budget.fits_ahead(0, 50)
+    assert not budget.fits_ahead(0, 51)
     assert not MemoryBudget(10, None).fits(8, 3)

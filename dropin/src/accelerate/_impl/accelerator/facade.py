@@ -20,6 +20,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
+from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import extract_model_from_parallel
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
@@ -38,9 +39,14 @@ from hasten.comm import ops
 from hasten.config.base import given as named
 from hasten.optim import clip
 from hasten.optim.window import Key
+from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
 _NOBODY_TO_JOIN = "Joining uneven inputs is only supported for multi-GPU training, as a result `join_uneven_inputs` will have no effect."
+_NO_CONTEXT_PARALLELISM = (
+    "Context parallel training is not enabled. This context manager will have no effect. To enable it, set "
+    "`parallelism_config.cp_size` > 1 in the `Accelerator` constructor."
+)
 _STREAMS_STAY = (
     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable"
 )
@@ -189,7 +195,12 @@ class Accelerator(SavingFace):
         """Backward fused with the update, by an optimizer that has one (LOMO)."""
         if learning_rate is None:
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
-        for fused in self._fused_backwards():
+        if not (known := self._fused_backwards()):
+            raise ValueError(
+                "Backward pass not properly called on LOMO optimizers. Are you sure you passed a LOMO optimizer in "
+                "accelerator.prepare()?"
+            )
+        for fused in known:
             fused(loss, learning_rate)
 
     def _fused_backwards(self) -> list[Any]:
@@ -221,8 +232,11 @@ class Accelerator(SavingFace):
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
         """A block in which processes may run out of batches at different times."""
         if self.num_processes == 1:
+            return nullcontext()
+        if not all(isinstance(one, nn.Module | torch.optim.Optimizer) for one in joinables):
             warnings.warn(_NOBODY_TO_JOIN, stacklevel=2)
-        elif even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
+            return nullcontext()
+        if even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
             warnings.warn(_STREAMS_STAY, stacklevel=2)
         return super().join_uneven_inputs(joinables, even_batches)
 
@@ -295,6 +309,8 @@ class Accelerator(SavingFace):
         """Every parameter and buffer of a model, whole. Ranks: every rank."""
         if any(model is one for one in self._prepared.models):
             return super().get_state_dict(model)
+        if any(map(has_offloaded_params, model.modules())):
+            return get_state_dict_offloaded_model(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     @contextmanager
@@ -312,6 +328,9 @@ class Accelerator(SavingFace):
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
         """A block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
+        if self.ctx.mesh.size(Axis.CP) == 1:
+            logger.warning_once(_NO_CONTEXT_PARALLELISM)
+            return nullcontext()
         return self.context_parallel(buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ())
 
     def free_memory(self, *objects: Any) -> Any:

@@ -10,12 +10,19 @@ from typing import Any
 from accelerate._impl.checkpoints import by_hand
 from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
-from accelerate._impl.models.other import save
+from accelerate._impl.models.modeling import has_offloaded_params
+from accelerate._impl.models.other import save, tell_shared
+from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.store.occupied import manifest_aside, rewritten
 from hasten.checkpoint.writer import FileLayout
 from hasten.errors import CheckpointError, HookError
 
 # Any in this file: the user's objects, hooks and keywords.
+logger = get_logger("accelerate.accelerator")
+_NO_FOLDER = (
+    "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
+    "ProjectConfiguration(automatic_checkpoint_naming=True)"
+)
 _LAYOUT = FileLayout(
     hidden=frozenset({"loader", "object", "progress", "random"})
 )  # files that the original does not write
@@ -40,8 +47,11 @@ class SavingFace(Composed):
         """Save everything the run needs to go on; where it lies. Ranks: every rank."""
         automatic = self.project_configuration.automatic_checkpoint_naming
         if output_dir is None and not automatic:  # quirk: AUTOMATIC_NAMING_OPT_IN
-            _refuse_no_folder()
+            raise TypeError(_NO_FOLDER)
         self._sharding.follow_form()
+        if safe_serialization:
+            for model in self._prepared.models:
+                tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
         self._saving.layout, self._saving.keeps_exports = _LAYOUT, False
         with _errors_of_hooks_as_raised():
@@ -57,6 +67,13 @@ class SavingFace(Composed):
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Write the weights of a prepared model in the Hub's layout, also where a checkpoint lies. Ranks: every rank."""
+        if Path(save_directory).is_file():
+            logger.error(f"Provided path ({save_directory}) should be a directory, not a file")
+            return
+        if any(one.is_meta for one in model.parameters()) and not any(map(has_offloaded_params, model.modules())):
+            raise RuntimeError("You can't save the model since some parameters are on the meta device.")
+        if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
+            tell_shared(self.unwrap_model(model).state_dict())
         with manifest_aside(Path(save_directory)) if self._writes else nullcontext():
             super().save_model(model, save_directory, *args, **kwargs)
 
@@ -106,13 +123,6 @@ class SavingFace(Composed):
                 f"The following inputs are invalid:{lines}"
             )
         super().register_for_checkpointing(*objects)
-
-
-def _refuse_no_folder() -> None:
-    raise TypeError(
-        "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
-        "ProjectConfiguration(automatic_checkpoint_naming=True)"
-    )
 
 
 def _check_folder(given: Any, automatic: bool) -> None:

@@ -41,4 +41,4 @@ def _explain(words: Sequence[str]) -> int:
     if words and not asked:
         out.write(f"accelerate: there is no command {words[0]!r}.\n")
     out.write(f"usage: accelerate <command> [<args>]\n\ncommands:\n{rows}\n")
-    return 0 if asked else 1
+    return 0 if asked else 2 if words else 1

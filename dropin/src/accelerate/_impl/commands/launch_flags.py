@@ -6,6 +6,7 @@ import argparse
 from typing import Any, Final, get_args
 
 from accelerate._impl.commands.validating import DEFAULTS
+from accelerate._impl.enums import DynamoBackend
 from accelerate._impl.environment.parsers import CustomArgumentParser
 from hasten.cli.flags import spellings
 from hasten.config.established import SWITCHES
@@ -39,6 +40,12 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys((*SWITCHES, "use_parallelism_config"), _SWITCH),
     **{info.flag if info.path == ("cpu",) else spellings(info)[-1]: _read(info) for info in SETTABLE},
 }
+_CHOICES: Final = {
+    "mixed_precision": ["no", "fp16", "bf16", "fp8"],
+    "dynamo_backend": [one.value.lower() for one in DynamoBackend],
+    "dynamo_mode": ["default", "reduce-overhead", "max-autotune"],
+    "fsdp_version": ["1", "2"],
+}
 _SHORT: Final = {info.flag: f"-{info.meta.short}" for info in SETTABLE if info.meta.short}
 _ATTRIBUTES: Final = {"tpu_cluster": "tpu_use_cluster"}
 """Where the value of a flag goes that has another name than the flag."""
@@ -66,7 +73,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         names = [_SHORT[name]] if name in _SHORT else []
         names += dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         dest = _ATTRIBUTES.get(name, name)
-        parser.add_argument(*names, dest=dest, default=DEFAULTS.get(dest), **how)
+        among: dict[str, Any] = {"choices": _CHOICES[name]} if name in _CHOICES else {}
+        parser.add_argument(*names, dest=dest, default=DEFAULTS.get(dest), **how, **among)
     parser.add_argument("--no_tpu_cluster", dest="tpu_use_cluster", action="store_false", default=False)
 
 

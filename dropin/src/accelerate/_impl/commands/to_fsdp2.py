@@ -62,13 +62,22 @@ def _reshard(value: Any, said: list[str]) -> Any:
 def to_fsdp2_command(args: Any) -> None:
     """Run `accelerate to-fsdp2`."""
     target = _target(args)
-    config = yaml.safe_load(contents(Path(args.config_file)))
+    config = load_config(args.config_file)
     if config.get("distributed_type") != "FSDP":
         raise ValueError("Config file does not use FSDP, so there is nothing to convert")
+    target.write_text(yaml.safe_dump(convert_config_to_fsdp2(config)))
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """Return the settings in a file."""
+    return dict(yaml.safe_load(contents(Path(config_file))))
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings in FSDP2's names; those without a meaning are named on stderr."""
     made, said = convert(config)
-    for sentence in said:
-        sys.stderr.write(f"{sentence}\n")
-    target.write_text(yaml.safe_dump(made))
+    sys.stderr.writelines(f"{sentence}\n" for sentence in said)
+    return made
 
 
 def _target(args: Any) -> Path:
@@ -79,7 +88,7 @@ def _target(args: Any) -> Path:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
     target = Path(args.config_file if args.output_file is None else args.output_file)
     if target.exists() and not args.overwrite:
-        raise FileExistsError(f"Output file already exists and --overwrite is not set: {target}")
+        raise FileExistsError(f"Output file {target} already exists and --overwrite is not set")
     return target
 
 

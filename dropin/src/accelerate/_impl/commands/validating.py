@@ -56,6 +56,8 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
         raise ValueError(_TOO_MANY)
     if getattr(args, "use_parallelism_config", False) and not (args.use_fsdp and str(args.fsdp_version) == "2"):
         raise ValueError(_ONLY_FSDP2)
+    if args.multi_gpu and args.num_processes is not None and args.num_processes < 2:
+        raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
     there = args.config_file is not None or Path(default_config_file).is_file()
     saved = load_config_from_file(args.config_file) if there and not args.cpu else None
     from_file = saved is not None and args.mixed_precision is None

@@ -99,12 +99,8 @@ is_megatron_lm_available = _says(
 )
 is_pippy_available = _says("Whether torch has pipelines of its own.", lambda: True)
 is_weights_only_available = _says("Whether torch.load can refuse code.", lambda: True)
-is_torch_distributed_available = _says(
-    "Whether this torch can talk to other processes.", lambda: _torch_distributed_available
-)
-is_rocm_available = _says(
-    "Whether the device is AMD's.", lambda: torch.version.hip is not None and torch.cuda.is_available()
-)
+is_torch_distributed_available = _says("Whether torch has process groups.", lambda: _torch_distributed_available)
+is_rocm_available = _says("Whether the device is AMD's.", lambda: bool(torch.version.hip) and torch.cuda.is_available())
 is_xccl_available = _says("Whether torch was built with oneCCL.", lambda: torch.distributed.is_xccl_available())
 is_fp8_available = _says(
     "Whether a library for fp8 is installed.",

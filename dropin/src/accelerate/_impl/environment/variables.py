@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from hasten.runtime.affinity import set_affinity
 from hasten.runtime.topology import Topology
 
+_log = logging.getLogger("accelerate.utils.environment")
 # Any in this file: values of variables, and the functions and classes that decorators take.
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -104,9 +106,13 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
     """Lines `NAME=value` for variables that can be written so."""
-    unsafe = set(";\n<>|&")
-    pairs = ((name, str(value)) for name, value in current_env.items())
-    return [f"{name}={value}\n" for name, value in pairs if not unsafe & set(name + value)]
+    unsafe, lines = set(";\n<> "), []
+    for name, value in current_env.items():
+        if value and not unsafe & set(name + str(value)):
+            lines.append(f"{name}={value}\n")
+        else:
+            _log.warning(f"WARNING: Skipping {name}={value} as it contains forbidden characters or missing values.")
+    return lines
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

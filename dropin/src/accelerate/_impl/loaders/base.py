@@ -174,6 +174,14 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """The samplers that are told which epoch begins."""
         return tuple(one for one in (get_sampler(self), self.batch_sampler) if not isinstance(one, BatchSamplerShard))
 
+    get_sampler = get_sampler
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Draw the indices of batches from another sampler."""
+        part: Any = self.batch_sampler
+        while part is not None:
+            part.sampler, part = sampler, getattr(part, "batch_sampler", None)
+
     def source(self) -> BatchSource:
         """Where batches come from."""
         kind = SnapshotSource if self.use_stateful_dataloader else TorchSource

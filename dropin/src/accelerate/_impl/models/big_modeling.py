@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from accelerate._impl.models.hooks import mirror, mirrored, show
+from accelerate._impl.models.hooks import mirror, mirrored, remove_hook_from_module, show
 from accelerate._impl.models.modeling import fill_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.shown import like
@@ -37,6 +38,7 @@ def cpu_offload(model: nn.Module, execution_device: Any = None, *args: Any, **kw
 def cpu_offload_with_hook(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, UserCpuOffloadHook]:
     model, hook = turns.cpu_offload_with_hook(model, *args, **kwargs)
     mirror(model)
+    hook.remove = partial(remove_hook_from_module, model)  # type: ignore[assignment, method-assign]  # with what is shown
     return model, hook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate._impl import ambient
 from accelerate._impl.views.logging import get_logger
+from accelerate._impl.views.state import PartialState
 from hasten.checkpoint.export import save_object
 from hasten.checkpoint.format.formats import load_torch, tied
 from hasten.checkpoint.store.occupied import manifest_aside
@@ -111,18 +112,23 @@ def wait_for_everyone() -> None:
     ambient.process().wait_for_everyone()
 
 
+def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
+    """Return the names that share memory with an earlier one, and warn of them."""
+    if repeated := tied(tensors):
+        logger.warning(_REMOVED.format(set(repeated)), main_process_only=True)
+    return repeated
+
+
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors, each stored once: names that share memory are reduced to the first of them."""
     tensors = {name: one.contiguous() for name, one in state_dict.items() if isinstance(one, torch.Tensor)}
-    repeated = tied({name: one for name, one in state_dict.items() if name in tensors})
-    for name in repeated:
-        logger.warning(_REMOVED.format({name}), main_process_only=True)
+    repeated = tell_shared({name: one for name, one in state_dict.items() if name in tensors})
     return {name: tensors.get(name, one) for name, one in state_dict.items() if name not in repeated}
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write an object to a file, on the main process (of each node) only."""
-    here = ambient.process()
+    here = PartialState()
     if here.is_local_main_process if save_on_each_node else here.is_main_process:
         if isinstance(f, str | Path):
             with manifest_aside(Path(f).parent):

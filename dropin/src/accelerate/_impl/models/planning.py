@@ -269,7 +269,7 @@ class _Packing:
                 continue
             small = self.sizes[name] <= room
             what, size = (f"{name} and {names}", together) if small else (name, self.sizes[name])
-            self._say(f"Not enough space on {device} to put {what} (space available {room}, size {size}).")
+            self._say(f"Not enough space on {device} to put {what} (space available {room}, module size {size}).")
             candidates = [*(owners if small else ()), *([] if self.sizes[name] < room else [(name, part)])]
             self._split((name, part), candidates, together + reserve, room)
 

@@ -23,17 +23,11 @@ class AbstractTrainStep:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any] | None:
-        """The function that reads a batch."""
+    def get_batch_func(self, *args: Any) -> Callable[..., Any] | None:
+        """Return the function that reads a batch, runs the model, or gives the loss: none here."""
         return None
 
-    def get_forward_step_func(self) -> Callable[..., Any] | None:
-        """The function that runs the model."""
-        return None
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any] | None:
-        """The function that gives the loss."""
-        return None
+    get_forward_step_func = get_loss_func = get_batch_func
 
 
 class MegatronLMDummyDataLoader:
@@ -80,10 +74,7 @@ BertTrainStep = left_out.klass("utils.BertTrainStep", AbstractTrainStep)
 GPTTrainStep = left_out.klass("utils.GPTTrainStep", AbstractTrainStep)
 T5TrainStep = left_out.klass("utils.T5TrainStep", AbstractTrainStep)
 MegatronEngine = left_out.klass("utils.MegatronEngine")
-finish_mpu_init = left_out.function("utils.finish_mpu_init")
+_STEPS = "prepare_data_loader prepare_optimizer prepare_scheduler prepare_model_optimizer_scheduler finish_mpu_init"
 initialize = left_out.function("utils.initialize")
-model_provider_func = left_out.function("utils.model_provider_func")
-prepare_data_loader = left_out.function("utils.prepare_data_loader")
-prepare_model_optimizer_scheduler = left_out.function("utils.prepare_model_optimizer_scheduler")
-prepare_optimizer = left_out.function("utils.prepare_optimizer")
-prepare_scheduler = left_out.function("utils.prepare_scheduler")
+for _name in (*_STEPS.split(), "model_provider_func"):
+    globals()[_name] = left_out.function(f"utils.{_name}")

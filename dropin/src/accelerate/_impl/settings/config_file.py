@@ -39,7 +39,9 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
 def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
     """The settings of a mapping. Raises: ValueError for unknown keys."""
     kind = SageMakerConfig if values.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
-    known = {one.name for one in fields(kind)}
+    known, values = {one.name for one in fields(kind)}, dict(values)
+    if backend := values.pop("dynamo_backend", None):  # in files of older versions
+        values["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
     if unknown := sorted(set(values) - known):
         raise ValueError(
             f"The config file at {place} had unknown keys ({unknown}), please try upgrading your `accelerate` version or "

@@ -223,9 +223,8 @@ class TorchDynamoPlugin(KwargsHandler):
         return values
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What torch.compile takes."""
-        kwargs = super().to_kwargs()
-        kwargs.pop("use_regional_compilation", None)
-        return kwargs
+        """What torch.compile takes, also what variables have set."""
+        plain = {"backend": "no", "mode": "default", "use_regional_compilation": self.use_regional_compilation}
+        return {name: value for name, value in self.to_dict().items() if value and value != plain.get(name)}
 
     _values = to_dict

@@ -40,8 +40,5 @@ MegatronLMPlugin.__module__ = "accelerate.utils.dataclasses"
 MegatronLMPlugin.__doc__ = "Options of Megatron-LM; None means as hasten does by itself."
 
 add_model_config_to_megatron_parser = left_out.function("utils.add_model_config_to_megatron_parser")
-parse_bert_config = left_out.function("utils.dataclasses.parse_bert_config")
-parse_gpt2_config = left_out.function("utils.dataclasses.parse_gpt2_config")
-parse_t5_config = left_out.function("utils.dataclasses.parse_t5_config")
-parse_llama_config = left_out.function("utils.dataclasses.parse_llama_config")
-parse_glm4_moe_config = left_out.function("utils.dataclasses.parse_glm4_moe_config")
+for _kind in ("bert", "gpt2", "t5", "llama", "glm4_moe"):
+    globals()[f"parse_{_kind}_config"] = left_out.function(f"utils.dataclasses.parse_{_kind}_config")

@@ -63,8 +63,9 @@ class ParallelismConfig:
                 "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. "
                 f"Got cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
             )
-        if self.sp_backend != "deepspeed":
-            raise ValueError(f"sp_backend must be one of ['deepspeed'], but got {self.sp_backend}")
+        for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} must be one of ['{only}'], but got {getattr(self, name)}")
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
                 "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
@@ -72,6 +73,8 @@ class ParallelismConfig:
                 "compose FSDP + TP/CP for 2D parallel, or set dp_replicate_size == 1 and dp_shard_size > 1 to compose HSDP + "
                 "TP/CP for 3D parallel."
             )
+
+    _sizes = shown(lambda self: {axis: self._size(axis) for axis in _AXES}, "Sizes by axis.")
 
     def _size(self, axis: str) -> int:
         return int(getattr(self, f"{axis}_size"))

@@ -53,29 +53,21 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
 
 
-def skip(test_case: Any) -> Any:
-    """A test that is skipped."""
-    return unittest.skip("Test was skipped")(test_case)
-
-
-def slow(test_case: Any) -> Any:
-    """A test that runs only when RUN_SLOW says so."""
-    return unittest.skipUnless(_run_slow_tests, "test is slow")(test_case)
-
-
 def run_first(test_case: Any) -> Any:
     """A test that is marked to run before others."""
     return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
 
 
-def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
+def _needs(wanted: Callable[[], bool], what: str, reason: str = "") -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
-        return unittest.skipUnless(wanted(), f"test requires {what}")(test_case)
+        return unittest.skipUnless(wanted(), reason or f"test requires {what}")(test_case)
 
     decorate.__doc__ = f"A test that needs {what}."
     return decorate
 
 
+skip = _needs(lambda: False, "to be run by hand", "Test was skipped")
+slow = _needs(lambda: _run_slow_tests, "RUN_SLOW", "test is slow")
 require_cpu = _needs(lambda: torch_device == "cpu", "only a CPU")
 require_cuda_or_xpu = _needs(lambda: torch_device in ("cuda", "xpu"), "a CUDA device or an XPU")
 require_cuda_or_hpu = _needs(lambda: torch_device in ("cuda", "hpu"), "a CUDA device or an HPU")
@@ -90,9 +82,7 @@ require_single_xpu = _needs(lambda: torch_device == "xpu" and device_count == 1,
 require_multi_device = _needs(lambda: device_count > 1, "several accelerators")
 require_multi_gpu = _needs(lambda: torch_device == "cuda" and device_count > 1, "several CUDA devices")
 require_multi_xpu = _needs(lambda: torch_device == "xpu" and device_count > 1, "several XPUs")
-require_multi_gpu_or_xpu = _needs(
-    lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several CUDA devices or XPUs"
-)
+require_multi_gpu_or_xpu = _needs(lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several GPUs or XPUs")
 require_fsdp2 = _needs(lambda: True, "FSDP2")
 require_tp = _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(

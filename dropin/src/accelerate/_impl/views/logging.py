@@ -14,8 +14,9 @@ from hasten.runtime.logs import RankLogger
 class MultiProcessAdapter(RankLogger):
     """A logger that speaks on the main process only, unless a call says otherwise."""
 
-    def __init__(self, logger: logging.Logger, extra: object = None) -> None:
-        super().__init__(logger)
+    def __init__(self, logger: Any, extra: object = None) -> None:
+        super().__init__(logger if isinstance(logger, logging.Logger) else logger.logger)
+        self.logger = logger
 
     def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: object) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""

@@ -110,7 +110,7 @@ class PartialState(_Shared):
 
     _shared_state: dict[str, Any] = AMBIENT.partial
     _known_attrs = (
-        *("_cpu", "backend", "device", "debug", "distributed_type"),
+        *("_cpu", "_mixed_precision", "backend", "device", "debug", "distributed_type"),
         *("num_processes", "process_index", "local_process_index", "fork_launched"),
     )
 
@@ -211,7 +211,7 @@ class AcceleratorState(_Shared):
     _shared_state: dict[str, Any] = AMBIENT.whole
     _known_attrs = (
         *PartialState._known_attrs,
-        *("deepspeed_plugin", "use_ipex", "torch_tp_plugin", "dynamo_plugin", "fsdp_plugin"),
+        *("deepspeed_plugin", "megatron_lm_plugin", "dynamo_plugin", "fsdp_plugin"),
     )
 
     _mixed_precision: str
@@ -255,9 +255,7 @@ class AcceleratorState(_Shared):
 
     is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
 
-    deepspeed_plugin = shown(
-        lambda self: active_plugin(self._shared_state.get("deepspeed_plugins")), "The DeepSpeed plugin in use, if any."
-    )
+    deepspeed_plugin = shown(lambda self: active_plugin(self.deepspeed_plugins), "The DeepSpeed plugin in use, if any.")
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """A DeepSpeed plugin by its name."""

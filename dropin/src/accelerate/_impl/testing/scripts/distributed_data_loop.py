@@ -26,6 +26,9 @@ class DummyIterableDataset(IterableDataset[Any]):
     def __init__(self, data: Any) -> None:
         self.data = data
 
+    def __len__(self) -> int:
+        return len(self.data)
+
     def __iter__(self) -> Iterator[Any]:
         yield from self.data
 

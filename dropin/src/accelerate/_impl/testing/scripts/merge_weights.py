@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +68,25 @@ def check_pytorch_weights(path: str, model: Any) -> None:
     check_weights("same", torch.load(Path(path, "pytorch_model.bin"), weights_only=True), model)
 
 
-def _by_command(path: str, *flags: str) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights", *flags]
-    subprocess.run([*command, str(Path(path, "pytorch_model_fsdp_0")), path], check=True)
+def _by_command(folder: str, path: str, safe_serialization: bool) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+    flags = [] if safe_serialization else ["--unsafe_serialization"]
+    subprocess.run([*command, *flags, folder, path], check=True)
 
 
-def test_merge_weights_safetensors(model: Any, path: str) -> None:
-    """Check the merged safetensors file."""
-    merge_fsdp_weights(str(Path(path, "pytorch_model_fsdp_0")), path, safe_serialization=True)
-    check_safetensors_weights(path, model)
+def _test(about: str, merge: Callable[..., None], safe: bool) -> Callable[[Any, str], None]:
+    def check(model: Any, path: str) -> None:
+        merge(str(Path(path, "pytorch_model_fsdp_0")), path, safe_serialization=safe)
+        (check_safetensors_weights if safe else check_pytorch_weights)(path, model)
+
+    check.__doc__ = about
+    return check
 
 
-def test_merge_weights_command_safetensors(model: Any, path: str) -> None:
-    """Check the safetensors file that the command writes."""
-    _by_command(path)
-    check_safetensors_weights(path, model)
-
-
-def test_merge_weights_pytorch(model: Any, path: str) -> None:
-    """Check the merged file of torch."""
-    merge_fsdp_weights(str(Path(path, "pytorch_model_fsdp_0")), path, safe_serialization=False)
-    check_pytorch_weights(path, model)
-
-
-def test_merge_weights_command_pytorch(model: Any, path: str) -> None:
-    """Check the file of torch that the command writes."""
-    _by_command(path, "--unsafe_serialization")
-    check_pytorch_weights(path, model)
+test_merge_weights_safetensors = _test("Check the merged safetensors file.", merge_fsdp_weights, True)
+test_merge_weights_command_safetensors = _test("Check the command's safetensors file.", _by_command, True)
+test_merge_weights_pytorch = _test("Check the merged file of torch.", merge_fsdp_weights, False)
+test_merge_weights_command_pytorch = _test("Check the command's file of torch.", _by_command, False)
 
 
 def main() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accelerate._impl.accelerator.facade import Accelerator
 from accelerate._impl.settings.general import DataLoaderConfiguration
 from accelerate._impl.testing.cases import torch_device as torch_device
+from accelerate._impl.testing.scripts.distributed_data_loop import DummyIterableDataset
 from accelerate._impl.testing.training import RegressionDataset, RegressionModel
 from hasten.runtime.seeding import set_seed
 
@@ -28,17 +28,6 @@ class ListHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.logs.append(record)
-
-
-class _Numbers(IterableDataset[Any]):
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
 
 
 def get_basic_setup(accelerator: Any, num_samples: int = 82, batch_size: int = 16) -> tuple[Any, Any, Any]:
@@ -79,7 +68,9 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
     handler = ListHandler()
     logger = logging.getLogger("accelerate")
     logger.addHandler(handler)
-    loader = accelerator.prepare(DataLoader(_Numbers([torch.tensor(one) for one in range(30)]), batch_size=10))
+    loader = accelerator.prepare(
+        DataLoader(DummyIterableDataset([torch.tensor(one) for one in range(30)]), batch_size=10)
+    )
     found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     logger.removeHandler(handler)
     assert found.tolist() == list(range(30)), found
@@ -90,7 +81,7 @@ def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
     """Check the same of objects that are no tensors, which every process reads for itself."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     words = [str(one) for one in range(30)]
-    plain: DataLoader[Any] = DataLoader(_Numbers(words), batch_size=10, collate_fn=list)
+    plain: DataLoader[Any] = DataLoader(DummyIterableDataset(words), batch_size=10, collate_fn=list)
     loader = accelerator.prepare(plain)
     found = [one for batch in loader for one in accelerator.gather_for_metrics(batch, use_gather_object=True)]
     assert sorted(found, key=int) == words, found
@@ -116,8 +107,3 @@ def main() -> None:
     test_gather_for_metrics_with_iterable_dataset()
     test_gather_for_metrics_with_non_tensor_objects_iterable_dataset()
     test_gather_for_metrics_drop_last()
-
-
-def _mp_fn(index: int) -> None:
-    """Run every check in a process that XLA's launcher started."""
-    main()

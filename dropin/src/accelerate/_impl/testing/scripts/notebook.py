@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import accelerate
 from accelerate._impl.views.state import PartialState
 
+# Any in this file: options of the launcher.
 NUM_PROCESSES = int(os.environ.get("ACCELERATE_NUM_PROCESSES", "1"))
 
 
@@ -42,19 +45,21 @@ def assert_clean_cuda_fork_function() -> None:
     assert not begun, "CUDA was initialised by the parent"
 
 
-def test_can_initialize() -> None:
-    """Check that processes start."""
-    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
+def _check(about: str, function: Callable[[], None], **options: Any) -> Callable[[], None]:
+    def run() -> None:
+        accelerate.notebook_launcher(function, (), num_processes=NUM_PROCESSES, **options)
+
+    run.__doc__ = about
+    return run
 
 
-def test_static_rdzv_backend() -> None:
-    """Check the rendezvous that needs no server."""
-    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="static")
-
-
-def test_c10d_rdzv_backend() -> None:
-    """Check the rendezvous of torch."""
-    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES, rdzv_backend="c10d")
+test_can_initialize = _check("Check that processes start.", basic_function)
+test_static_rdzv_backend = _check("Check the rendezvous without a server.", basic_function, rdzv_backend="static")
+test_c10d_rdzv_backend = _check("Check the rendezvous of torch.", basic_function, rdzv_backend="c10d")
+test_clean_cuda_fork = _check("Check that processes begin without CUDA.", assert_clean_cuda_fork_function)
+test_problematic_imports = _check(
+    "Check that imports of the notebook do not matter: nothing is forked.", basic_function
+)
 
 
 def test_fault_tolerant(max_restarts: int = 3) -> None:
@@ -77,16 +82,6 @@ def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> Non
     except Exception as error:  # of the launcher or of the child: what counts is how soon it came
         assert "fails at once" in str(error) or time.monotonic() - started < sleep_sec, error
     assert time.monotonic() - started < sleep_sec, "the others were not stopped"
-
-
-def test_clean_cuda_fork() -> None:
-    """Check that processes begin without CUDA."""
-    accelerate.notebook_launcher(assert_clean_cuda_fork_function, (), num_processes=NUM_PROCESSES)
-
-
-def test_problematic_imports() -> None:
-    """Check that an initialised CUDA or imported libraries of the notebook do not matter: nothing is forked."""
-    accelerate.notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
 
 
 def main() -> None:

@@ -39,24 +39,18 @@ def generate_baseline_dataloader(
     return DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=generator)
 
 
-def print_main(state: Any) -> None:
-    """Print from the main process."""
-    print(f"Printing from the main process {state.process_index}")  # noqa: T201  captured by the check
+def _print(about: str, index: str, what: str) -> Callable[..., None]:
+    def say(state: Any, process_idx: int = 0) -> None:
+        print(f"Printing from {what.format(process_idx)} {getattr(state, index)}")  # noqa: T201  captured by the check
+
+    say.__doc__ = about
+    return say
 
 
-def print_local_main(state: Any) -> None:
-    """Print from the main process of a machine."""
-    print(f"Printing from the local main process {state.local_process_index}")  # noqa: T201  captured by the check
-
-
-def print_last(state: Any) -> None:
-    """Print from the last process."""
-    print(f"Printing from the last process {state.process_index}")  # noqa: T201  captured by the check
-
-
-def print_on(state: Any, process_idx: int) -> None:
-    """Print from a process of this index."""
-    print(f"Printing from process {process_idx}: {state.process_index}")  # noqa: T201  captured by the check
+print_main = _print("Print from the main process.", "process_index", "the main process")
+print_local_main = _print("Print from a machine's main process.", "local_process_index", "the local main process")
+print_last = _print("Print from the last process.", "process_index", "the last process")
+print_on = _print("Print from a process of this index.", "process_index", "process {}:")
 
 
 def _printed(function: Callable[..., Any], *args: Any) -> str:
@@ -116,16 +110,9 @@ def _loaders_checked(dispatch_batches: bool) -> None:
     for shuffle in (False, True):
         for split_batches in (False, True):
             size = 8 * (state.num_processes if split_batches else 1)
-            loader = prepare_data_loader(
-                DataLoader(range(length), batch_size=size, shuffle=shuffle),  # type: ignore[arg-type]  # a range serves
-                state.device,
-                state.num_processes,
-                state.process_index,
-                put_on_device=True,
-                split_batches=split_batches,
-                dispatch_batches=dispatch_batches,
-            )
-            found = _rows(loader)
+            plain = DataLoader(range(length), batch_size=size, shuffle=shuffle)  # type: ignore[arg-type, var-annotated]
+            how: Any = {"put_on_device": True, "split_batches": split_batches, "dispatch_batches": dispatch_batches}
+            found = _rows(prepare_data_loader(plain, state.device, state.num_processes, state.process_index, **how))
             assert torch.equal(found.sort().values, torch.arange(length)), f"rows {found.tolist()} of {length}"
             assert shuffle or torch.equal(found, torch.arange(length)), f"rows out of order: {found.tolist()}"
             assert not shuffle or not torch.equal(found, torch.arange(length)), "rows were not shuffled"

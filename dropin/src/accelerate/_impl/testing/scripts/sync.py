@@ -197,8 +197,3 @@ def main() -> None:
         state.print(f"**Test `accumulate` gradient accumulation, {said}**")
         test_gradient_accumulation(split, dispatch, each)
         test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, each)
-
-
-def _mp_fn(index: int) -> None:
-    """Run every check in a process that XLA's launcher started."""
-    main()

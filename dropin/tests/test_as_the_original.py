@@ -1,0 +1,171 @@
+"""Behaviours that were seen in the original by running it, and hold here: messages, records and attributes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from accelerate import Accelerator, ParallelismConfig, cpu_offload_with_hook, init_empty_weights
+from accelerate._impl.commands.validating import _validate_launch_command
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.data_loader import prepare_data_loader
+from accelerate.hooks import attach_align_device_hook
+from accelerate.logging import MultiProcessAdapter
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import TorchDynamoPlugin, convert_dict_to_env_variables, load_checkpoint_in_model, save
+
+pytestmark = pytest.mark.usefixtures("fresh_states")
+NAMED = ("device", "num_processes", "backend", "distributed_type", "deepspeed_plugin", "_mixed_precision")
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_attributes_of_a_reset_state_name_the_reset(name: str) -> None:
+    state = Accelerator(cpu=True).state
+    AcceleratorState._reset_state()
+    with pytest.raises(AttributeError, match=f"`{name}`.*`AcceleratorState._reset_state"):
+        getattr(state, name)
+    partial: Any = PartialState()
+    PartialState._reset_state()
+    if name != "deepspeed_plugin":
+        with pytest.raises(AttributeError, match=f"`{name}`.*`PartialState._reset_state"):
+            getattr(partial, name)
+
+
+def test_one_process_joins_whatever_it_is_given(recwarn: pytest.WarningsRecorder) -> None:
+    with Accelerator(cpu=True).join_uneven_inputs([Mock()]):
+        pass
+    assert not recwarn.list
+
+
+def test_a_logger_around_an_adapter_names_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(logging.LoggerAdapter[Any]):
+        def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+            return f"[mine] {msg}", kwargs
+
+    Accelerator(cpu=True)
+    plain = logging.getLogger("of_a_user")
+    MultiProcessAdapter(Mine(plain, {})).error("one")
+    Mine(MultiProcessAdapter(plain), {}).error("two")
+    assert [one.getMessage() for one in caplog.records] == ["[mine] [RANK 0] one", "[RANK 0] [mine] two"]
+    assert {one.filename for one in caplog.records} == {Path(__file__).name}
+
+
+def test_variables_that_cannot_be_written_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    lines = convert_dict_to_env_variables({"A": "1", "B": "two words", "C": "x\ny", "D": "", "E": "a|b"})
+    assert lines == ["A=1\n", "E=a|b\n"]
+    assert [one.getMessage().split()[2][0] for one in caplog.records] == ["B", "C", "D"]
+
+
+def test_options_of_a_compilation_that_variables_set_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    assert TorchDynamoPlugin().to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
+
+
+@pytest.mark.parametrize("way", ["save", "model", "state"])
+def test_names_that_share_memory_are_named_once(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Tied()
+    if way == "save":  # without an Accelerator
+        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
+    else:
+        accelerator = Accelerator(cpu=True)
+        accelerator.save_model(model, tmp_path) if way == "model" else accelerator.prepare(model)
+        if way == "state":
+            accelerator.save_state(str(tmp_path))
+    said = [one.getMessage() for one in caplog.records if "Removed shared tensor" in one.getMessage()]
+    assert len(said) == 1 and "{'b.weight'}" in said[0]
+
+
+def test_models_that_cannot_be_saved_are_told_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    with init_empty_weights():
+        empty = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="some parameters are on the meta device"):
+        accelerator.save_model(empty, tmp_path / "a")
+    (tmp_path / "file").touch()
+    accelerator.save_model(nn.Linear(2, 2), tmp_path / "file")
+    assert "should be a directory, not a file" in caplog.text
+
+
+def test_a_model_whose_weights_are_away_is_saved_whole(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    expected = {name: one.clone() for name, one in model.state_dict().items()}
+    attach_align_device_hook(model, execution_device=torch.device("cpu"), offload=True)
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    again = nn.Sequential(nn.Linear(2, 2))
+    load_checkpoint_in_model(again, tmp_path)
+    assert all(torch.equal(one, expected[name]) for name, one in again.state_dict().items())
+
+
+def test_removing_the_handle_of_an_offloaded_model_removes_what_is_shown() -> None:
+    model, handle = cpu_offload_with_hook(nn.Linear(2, 2), torch.device("cpu"))
+    assert hasattr(model, "_hf_hook")
+    handle.remove()
+    assert not hasattr(model, "_hf_hook") and not hasattr(model, "_old_forward")
+
+
+def test_a_prepared_loader_gives_and_takes_its_sampler() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    assert type(loader.get_sampler()).__name__ == "RandomSampler"
+    loader.set_sampler(SequentialSampler(range(4)))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_batches_given_as_a_sampler_are_drawn_alike_by_every_process() -> None:
+    drawn: Any = RandomSampler(range(8))
+    plain: Any = DataLoader(range(8), sampler=BatchSampler(drawn, 2, False), batch_size=None)  # type: ignore[arg-type]
+    Accelerator(cpu=True)
+    loader = prepare_data_loader(plain, num_processes=2, process_index=0, rng_types=["generator"])
+    assert drawn.generator is not None and loader.synchronized_generator is drawn.generator
+
+
+def test_a_backward_for_lomo_needs_its_optimizer() -> None:
+    with pytest.raises(ValueError, match="passed a LOMO optimizer"):
+        Accelerator(cpu=True).lomo_backward(torch.ones(1, requires_grad=True).sum(), 0.1)
+
+
+def test_sizes_of_a_mesh_by_axis_and_its_backends() -> None:
+    assert ParallelismConfig(tp_size=2)._sizes["tp"] == 2
+    with pytest.raises(ValueError, match=r"cp_backend must be one of \['torch'\], but got other"):
+        ParallelismConfig(cp_backend="other")
+
+
+@pytest.mark.parametrize(("word", "made"), [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})])
+def test_a_backend_of_older_settings_files_is_moved(tmp_path: Path, word: str, made: dict[str, str]) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "dynamo_backend": word}))
+    assert vars(load_config_from_file(str(file)))["dynamo_config"] == made
+
+
+def _parsed(*words: str) -> argparse.Namespace:
+    return launch_command_parser().parse_args([*words, "train.py"])
+
+
+def test_command_lines_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="at least 2 processes"):
+        _validate_launch_command(_parsed("--multi_gpu", "--num_processes", "1"))
+    for words in (("--mixed_precision", "fp32"), ("--dynamo_mode", "quick"), ("--fsdp_version", "3")):
+        with suppress(SystemExit):
+            pytest.fail(f"{words} were taken: {_parsed(*words)}")
+        assert "invalid choice" in capsys.readouterr().err
