@@ -197,6 +197,11 @@ def headline(runs: list[Run]) -> list[str]:
     )
 
 
+def faults(runs: list[Run]) -> list[str]:
+    page: list[str] = runs[-1]["page"]
+    return page
+
+
 LOOP_CODE = ("accelerator", "optim", "data", "precision", "strategies")
 TABLES = (
     Table(
@@ -215,6 +220,7 @@ TABLES = (
     Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
     Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
     Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
+    Table("faults", "docs/survive.md", "survive_kills", "faults in every phase", ("survive",), faults),
     Table(
         "language models",
         "docs/performance.md",

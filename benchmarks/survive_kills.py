@@ -62,7 +62,7 @@ def one_run(
     folder = Path(tempfile.mkdtemp(prefix="hasten-faults-"))
     planned = plan_faults(replicas, deck, rng)
     before = processor_times()
-    found: dict[str, Any] = {"run": index, "replicas": replicas, "violation": "", "commit": commit()}
+    found: dict[str, Any] = {"seed": args.seed, "run": index, "replicas": replicas, "violation": "", "commit": commit()}
     try:
         options, done = run_with_faults(folder, replicas, network, planned, rng)
         found |= numbers(folder, options, done)
@@ -150,9 +150,11 @@ def table(header: list[str], lines: list[list[object]]) -> list[str]:
 
 def page_of(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     """Return the tables of all runs."""
-    lines = [*by_phase(runs), "", *by_replicas(runs), "", *beside(runs, peers), "", machine(runs)]
+    lines = [*by_phase(runs), "", *by_replicas(runs), "", *beside(runs, peers), "", machine(runs), ""]
     lines += [
-        f"Run {run['run']} with {run['replicas']} replicas: {run['violation']}" for run in runs if run["violation"]
+        f"- Seed {run['seed']}, run {run['run']} with {run['replicas']} replicas: {run['violation']}"
+        for run in runs
+        if run["violation"]
     ]
     return "\n".join(lines) + "\n"
 
@@ -168,7 +170,7 @@ def by_phase(runs: list[dict[str, Any]]) -> list[str]:
     return [
         *found,
         "",
-        f"{len(faults)} faults in {len(runs)} runs; runs that ended, or whose samples or weights were wrong: {violations}.",
+        f"{len(faults)} faults in {len(runs)} runs; runs that ended, stalled, lost updates, or had wrong samples or weights: {violations}.",
     ]
 
 
@@ -210,14 +212,14 @@ def beside(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]
 
 
 def single_kills(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the kills before and during which no other replica was disturbed."""
+    """Return the kills whose pause was over before the next fault, and that followed no other fault closely."""
     found = []
     for run in runs:
         if run["violation"]:
             continue
-        following = [fault["follows_s"] is not None for fault in run["faults"][1:]] + [False]
-        for fault, pause, followed in zip(run["faults"], run["pauses (s)"], following, strict=True):
-            if fault["kind"] == "kill" and fault["follows_s"] is None and not followed:
+        following = [fault["at"] for fault in run["faults"][1:]] + [float("inf")]
+        for fault, pause, then in zip(run["faults"], run["pauses (s)"], following, strict=True):
+            if fault["kind"] == "kill" and fault["follows_s"] is None and fault["at"] + pause < then:
                 found.append({"pause (s)": pause, "updates lost": run["updates lost"], "others that ended": 0})
     return found
 
@@ -272,7 +274,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; a second call continues"))
     args.folder.mkdir(parents=True, exist_ok=True)
-    if args.faults:
+    if args.faults:  # 0 makes the page of the runs that are kept
         inject_all(args)
     runs, peers = kept_rows(args.folder, "runs-*.jsonl"), kept_rows(args.folder, "peers-*.jsonl")
     page = page_of(runs, peers)

@@ -13,12 +13,13 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accelerate import Accelerator, ParallelismConfig, cpu_offload_with_hook, init_empty_weights
 from accelerate._impl.commands.validating import _validate_launch_command
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.data_loader import prepare_data_loader
 from accelerate.hooks import attach_align_device_hook
 from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, PartialState
@@ -129,6 +130,14 @@ def test_a_prepared_loader_gives_and_takes_its_sampler() -> None:
     assert type(loader.get_sampler()).__name__ == "RandomSampler"
     loader.set_sampler(SequentialSampler(range(4)))
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_batches_given_as_a_sampler_are_drawn_alike_by_every_process() -> None:
+    drawn: Any = RandomSampler(range(8))
+    plain: Any = DataLoader(range(8), sampler=BatchSampler(drawn, 2, False), batch_size=None)  # type: ignore[arg-type]
+    Accelerator(cpu=True)
+    loader = prepare_data_loader(plain, num_processes=2, process_index=0, rng_types=["generator"])
+    assert drawn.generator is not None and loader.synchronized_generator is drawn.generator
 
 
 def test_a_backward_for_lomo_needs_its_optimizer() -> None:

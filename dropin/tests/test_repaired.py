@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,24 +249,21 @@ def test_env_needs_no_other_programs(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_two_runs_of_a_project_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that is given an id again goes on with that run: values of two jobs would be mixed."""
+    """A service that is given an id again continues that run and would mix the values of two jobs: wandb chooses ids."""
     from accelerate._impl import trackers
-    from hasten.tracking.base import Run
+    from hasten.tracking.backends import wandb
 
-    opened: list[Run] = []
+    opened: list[dict[str, object]] = []
 
-    class Recording:
-        def start(self, run: Run) -> str:
-            opened.append(run)
-            return run.label
+    def init(**options: object) -> SimpleNamespace:
+        opened.append(options)
+        return SimpleNamespace(id=f"chosen-{len(opened)}")
 
-    monkeypatch.setattr(trackers.registry, "build", lambda *names: [Recording()])
+    monkeypatch.setattr(wandb, "need", lambda name, why: SimpleNamespace(init=init))
+    monkeypatch.setattr(trackers.registry, "build", lambda name: [wandb.WandbTracker()])
     for _ in range(2):
-        trackers.WandBTracker("project").store_init_configuration({"lr": 0.1})
-    trackers.TensorBoardTracker("project", "logs")._open()
-    assert [run.project for run in opened] == ["project"] * 3
-    assert len({run.run_id for run in opened}) == 3 and opened[2].run_id == "project"
-    assert opened[0].options["dir"] is None  # wandb's own choice, or WANDB_DIR
+        trackers.WandBTracker("project", entity="us").start()
+    assert opened == [{"project": "project", "config": {}, "entity": "us"}] * 2  # no id, no resume, wandb's own folder
 
 
 @pytest.mark.filterwarnings("ignore")  # of mlflow, about its store of files

@@ -155,7 +155,7 @@ def begin_anew(stream: Any, epoch: int) -> None:
         stream.reset_state_dict()
         stream.set_epoch(epoch)
     elif _is_a(stream, _MOSAIC_STREAM):
-        if getattr(stream, "_resume_shm", None) is not None:
+        if getattr(stream, "hasten_resumed", False):
             stream.load_state_dict({**stream.state_dict(0, True), "epoch": 0, "sample_in_epoch": 0})
         stream.next_epoch = epoch  # its iterator waits for all readers of the machine before it reads and increases it
 
@@ -164,6 +164,7 @@ def continue_from(stream: Any, state: Any, epoch: int) -> None:
     """Load a state into a stream, so that its next iterator continues there."""
     stream.load_state_dict(state)
     if _is_a(stream, _MOSAIC_STREAM):
+        stream.hasten_resumed = True
         stream.next_epoch = epoch
 
 

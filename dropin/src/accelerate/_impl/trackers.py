@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import yaml
 
 from accelerate._impl.ambient import process
 from accelerate._impl.enums import LoggerType
+from accelerate._impl.environment.variables import str_to_bool
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
 from hasten.tracking import registry
@@ -80,59 +82,41 @@ class _Backend(GeneralTracker):
 
     name = ""
     requires_logging_directory = False
-    new_each_time = False
-    """Whether runs of one project are told apart by an id of their own."""
-    takes_any_value = False
-    """Whether the package itself decides what it can show; others get single numbers and strings."""
+    named = False  # whether hasten chooses the run's id, name and folder instead of the package
+    settings = ""  # the function that takes the settings, as a path below hasten's tracker
+    _run: Any = None
+    _step: Any = 0  # the step of values that are given without one; None if the package counts
 
     def __init__(self, run_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name = run_name or "run"
-        self.logging_dir = logging_dir
-        self.init_kwargs = kwargs
-        self._run: Any = None
-        self._begun, self._step = False, -1
-        self._config: dict[str, Any] = {}
+        self.run_name, self.logging_dir, self.init_kwargs = run_name or "run", logging_dir, kwargs
 
+    @on_main_process
     def start(self) -> None:
-        self._begun = True
+        self._run = registry.build(self.name)[0]
+        place: dict[str, Any] = {"directory": Path(self.logging_dir or "runs"), "named": self.named}
+        self._run.start(Run(project=self.run_name, run_id=self.run_name, options=self.init_kwargs, **place))
 
-    def _open(self) -> Any:
-        """hasten's tracker, opened when it is first needed: settings are given with the run, and come after its start."""
-        if self._run is None:
-            self._run = registry.build(self.name)[0]
-            folder = Path(self.logging_dir or "runs")
-            name = self.run_name
-            ident = f"{name}-{uuid4().hex[:8]}" if self.new_each_time else name
-            options = ({"dir": None} if self.name == "wandb" else {}) | self.init_kwargs  # wandb finds its own folder
-            self._run.start(Run(project=name, run_id=ident, directory=folder, config=self._config, options=options))
-        return self._run
-
-    tracker = run = writer = shown(lambda self: self._open().native, "The package's own run or writer.")
+    tracker = run = writer = shown("_run.native", "The package's own run or writer.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._config = dict(plain_config(values))
-        if self._run is not None:  # values were logged before the settings: open the run again with them
-            self._run.finish(False)
-            self._run = None
-        self._open()
+        attrgetter(self.settings)(self._run)(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._step = self._step + 1 if step is None else int(step)
+        at = self._step if step is None else int(step)
+        self._step = at + 1
         plain = {key: _plain(value) for key, value in flatten(values)}
-        kept = {key: value for key, value in plain.items() if self.takes_any_value or _is_scalar(value)}
-        if len(kept) < len(plain):
-            left_out = sorted(plain.keys() - kept.keys())
-            logger.debug(f"{self.name} takes single numbers and strings: {left_out} left out")
-        self._open().log(Entry(values=kept, step=self._step, time_s=time.time(), options=kwargs))
+        kept = {key: value for key, value in plain.items() if _is_scalar(value)}
+        self._run.log(Entry(values=kept, step=at, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images."""
         images = {key: as_pixels(key, value) for key, value in values.items()}
-        self._open().log_images(ImageEntry(images=images, step=step or 0, time_s=time.time(), options=kwargs))
+        at = self._step if step is None else step
+        self._run.log_images(ImageEntry(images=images, step=at, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def log_table(
@@ -147,17 +131,15 @@ class _Backend(GeneralTracker):
         """Record a table."""
         if dataframe is not None:
             columns, data = list(dataframe.columns), dataframe.values.tolist()
-        entry = TableEntry(
-            name=table_name, columns=columns, rows=data, step=step or 0, time_s=time.time(), options=kwargs
-        )
-        self._open().log_table(entry)
+        entry = {"name": table_name, "columns": columns, "rows": data, "step": self._step if step is None else step}
+        self._run.log_table(TableEntry(**entry, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def finish(self) -> None:
-        if self._begun:
-            self._open().flush()
-            self._open().finish(False)
-            self._run, self._begun = None, False
+        if self._run is not None:
+            self._run.flush()
+            self._run.finish(False)
+            self._run = None
 
 
 _ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
@@ -166,8 +148,7 @@ _ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "
 class TensorBoardTracker(_Backend):
     """TensorBoard."""
 
-    name = "tensorboard"
-    requires_logging_directory = True
+    name, requires_logging_directory, named = "tensorboard", True, True
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
         super().__init__(run_name, logging_dir, **{"log_dir": str(Path(logging_dir) / run_name), **kwargs})
@@ -205,30 +186,48 @@ class TensorBoardTracker(_Backend):
             self.tracker.add_images(name, images, global_step=step, **kwargs)
 
 
-class MLflowTracker(_Backend):
-    """MLflow."""
+class _Service(_Backend):
+    """A tracker whose package decides what it can show, and counts steps."""
 
-    name = "mlflow"
+    main_process_only, _step = False, None
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.tracker.config.update(values, **({"allow_val_change": True} if self.name == "wandb" else {}))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.tracker.log({key: _plain(value) for key, value in values.items()}, step=step, **kwargs)
+
+
+class MLflowTracker(_Backend):
+    """MLflow; MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence."""
+
+    name, settings = "mlflow", "log_params"
+    _told = ("run_id", "tags", "nested_run")
 
     def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
-        super().__init__(experiment_name, logging_dir)
-        self.init_kwargs = kwargs  # `run_name` among them is the run's, not the experiment's
+        told = {name: os.environ.get(f"MLFLOW_{name.upper()}", kwargs.pop(name, None)) for name in self._told}
+        super().__init__(os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name), logging_dir)
+        tags = json.loads(told["tags"]) if isinstance(told["tags"], str) else told["tags"]
+        nested = bool(str_to_bool(str(told.pop("nested_run") or False)))
+        self.init_kwargs = {**kwargs, **told, "tags": tags, "nested": nested}  # `run_name` is the run's
 
 
-def _backend(kind: str, title: str, name: str, **marks: bool) -> Any:
+def _backend(kind: str, title: str, name: str, base: type[_Backend] = _Backend, **marks: Any) -> Any:
     """A tracker that differs from the others in nothing but marks."""
-    return type(kind, (_Backend,), {"__doc__": f"{title}.", "__module__": __name__, "name": name, **marks})
+    return type(kind, (base,), {"__doc__": f"{title}.", "__module__": __name__, "name": name, **marks})
 
 
-_SERVED: Any = {"takes_any_value": True, "main_process_only": False, "new_each_time": True}
-WandBTracker = _backend("WandBTracker", "Weights & Biases", "wandb", **_SERVED)
-TrackioTracker = _backend("TrackioTracker", "Trackio", "trackio", **_SERVED)
-CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml", new_each_time=True)
-AimTracker = _backend("AimTracker", "Aim", "aim", requires_logging_directory=True)
-ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml")
-DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive")
-SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", **_SERVED)
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {shipped.name: shipped for shipped in _Backend.__subclasses__()}
+WandBTracker = _backend("WandBTracker", "Weights & Biases", "wandb", _Service)
+TrackioTracker = _backend("TrackioTracker", "Trackio", "trackio", _Service)
+SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", _Service)
+CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml", settings="native.log_parameters")
+AimTracker = _backend("AimTracker", "Aim", "aim", settings="store_config", requires_logging_directory=True, named=True)
+ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml", settings="native.connect_configuration", named=True)
+DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive", settings="native.log_params", named=True)
+_SHIPPED: Any = (*_Backend.__subclasses__(), *_Service.__subclasses__())
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {shipped.name: shipped for shipped in _SHIPPED if shipped.name}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:

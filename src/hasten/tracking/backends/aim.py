@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hasten.optional import need
@@ -43,6 +44,10 @@ class AimTracker(Tracker):
         if run.config:
             self._run["config"] = run.shown_config
         return str(self._run.hash)
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Record settings of a run that was opened without them, where Aim's pages look for hyperparameters."""
+        self._run["hparams"] = dict(values)
 
     def log(self, entry: Entry) -> None:
         """Track numbers as metrics and strings as texts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hasten.optional import available, need
@@ -12,7 +13,7 @@ _BATCH = 100  # largest number of parameters in one call of MLflow
 
 
 class MlflowTracker(Tracker):
-    """Tracker that logs to a run of the experiment named like the project, with an explicit client: no active run is set."""
+    """Tracker that logs to a run of the experiment named like the project, with an explicit client; it is MLflow's active run only if the package names it."""
 
     name = "mlflow"
 
@@ -24,13 +25,14 @@ class MlflowTracker(Tracker):
         self._mlflow: Any = None  # Any: mlflow is an optional package
         self.client: Any = None
         self.run_id = ""
+        self._active: Any = None  # the run if it is MLflow's active one
         self._artifacts: str | None = None  # artifact folder of a new experiment; None = the store decides
         self.tracking_uri = ""
 
     @property
     def native(self) -> Any:
-        """The MLflow run, fetched again on each access."""
-        return self.client.get_run(self.run_id)
+        """The MLflow run: the active one, or fetched again on each access."""
+        return self._active or self.client.get_run(self.run_id)
 
     def start(self, run: Run) -> str:
         """Create the run, or set that of the checkpoint running again."""
@@ -42,13 +44,17 @@ class MlflowTracker(Tracker):
         if run.resume:
             self.run_id = run.resume.run_id
             self.client.update_run(self.run_id, status="RUNNING")
-        else:
+        elif run.named:
             self._create(run, options)
+        else:
+            experiment = self._experiment(run.project, options.get("tags"))
+            self._active = self._mlflow.start_run(experiment_id=experiment, **options)
+            self.run_id = self._active.info.run_id
         return self.run_id
 
     def _default_uri(self, run: Run) -> str:
         """Return MLflow's setting if there is one, else a local database, else (without a database package) local files."""
-        if self._mlflow.is_tracking_uri_set():
+        if self._mlflow.is_tracking_uri_set() or not run.named:
             return str(self._mlflow.get_tracking_uri())
         run.directory.mkdir(parents=True, exist_ok=True)
         folder = run.directory.absolute()
@@ -58,12 +64,19 @@ class MlflowTracker(Tracker):
         return (folder / "mlruns").as_uri()  # MLflow >= 3.7 requires MLFLOW_ALLOW_FILE_STORE=true here, and says so
 
     def _create(self, run: Run, options: dict[str, Any]) -> None:
-        found = self.client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self.client.create_experiment(run.project, self._artifacts)
+        experiment = self._experiment(run.project)
         created = self.client.create_run(experiment, **{"run_name": run.label, **options})
         self.run_id = created.info.run_id
-        entities = self._mlflow.entities
-        params = [entities.Param(name, str(value)) for name, value in flatten(run.shown_config)]
+        self.log_params(dict(flatten(run.shown_config)))
+
+    def _experiment(self, name: str, tags: dict[str, Any] | None = None) -> str:
+        """Return the id of the experiment of this name, which is created if there is none."""
+        found = self.client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self.client.create_experiment(name, self._artifacts, tags))
+
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        """Record settings, in batches that MLflow accepts."""
+        params = [self._mlflow.entities.Param(name, str(value)) for name, value in values.items()]
         for first in range(0, len(params), _BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + _BATCH])
 
@@ -87,5 +100,9 @@ class MlflowTracker(Tracker):
         self.client.log_dict(self.run_id, content, f"{entry.name}/{entry.step:08d}.json")
 
     def finish(self, failed: bool) -> None:
-        """Set the final status."""
-        self.client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
+        """Set the final status; a run that was made the active one is no longer active."""
+        status = "FAILED" if failed else "FINISHED"
+        if self._active is None:
+            self.client.set_terminated(self.run_id, status=status)
+        else:
+            self._mlflow.end_run(status)

@@ -29,12 +29,11 @@ class TrackioTracker(Tracker):
         """Start the run, or continue that of the checkpoint."""
         self._trackio = need("trackio", why='log_with="trackio"')
         name = run.resume.run_id if run.resume else run.label
+        named = {"name": name, "resume": "must" if run.resume else "never", "embed": False}
         options = {
             "project": run.project,
-            "name": name,
-            "resume": "must" if run.resume else "never",
             "config": run.shown_config,
-            "embed": False,
+            **(named if run.named else {}),
             **self._options,
             **run.options,
         }

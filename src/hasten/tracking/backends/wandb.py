@@ -32,14 +32,18 @@ class WandbTracker(Tracker):
         self._wandb = need("wandb", why='log_with="wandb"')
         env = environment.snapshot()
         folder = env.get("WANDB_DIR") or str(run.directory)  # the user's choice takes precedence
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        options = {
-            "project": run.project,
+        named = {
             "dir": folder,
-            "config": run.shown_config,
             "id": run.resume.run_id if run.resume else env.get("WANDB_RUN_ID") or run.label,
             "resume": "allow",
             "reinit": "create_new",
+        }
+        if run.named:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        options = {
+            "project": run.project,
+            "config": run.shown_config,
+            **(named if run.named else {}),
             **({"group": run.run_id} if self.every_rank else {}),
             **self._options,
             **run.options,

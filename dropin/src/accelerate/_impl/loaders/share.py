@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
 from accelerate._impl.loaders.base import PreparedLoader
@@ -101,6 +101,8 @@ class Share:
     def _shared_generator(self, sampler: Any) -> torch.Generator | None:
         """The generator that orders the loader, made where ranks would draw differently."""
         # quirk: SHUFFLE_FOLLOWS_TORCH
+        while isinstance(sampler, BatchSampler):  # batches given as a loader's sampler
+            sampler = sampler.sampler
         if self.stream or not isinstance(sampler, RandomSampler):
             found = getattr(self.plain.dataset if self.stream else sampler, "generator", None)
             return found if isinstance(found, torch.Generator) else None
