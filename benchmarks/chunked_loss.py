@@ -247,7 +247,7 @@ def main() -> None:
         "one GPU" if args.device == "cuda" else "CPU",
         {"losses": rows, "throughput": cost},
         text,
-        versions(),
+        versions(args.device),
     )
 
 

@@ -114,7 +114,13 @@ def main() -> None:
         *(f"| {name} | {1e3 * value:.1f} | {value / base:.3f} x |" for name, value in medians.items()),
     ]
     page = "\n".join(lines)
-    record("muon", "cpu" if given.cpu else "cuda", {"seconds": seconds, "medians": medians}, page, versions())
+    record(
+        "muon",
+        "cpu" if given.cpu else "cuda",
+        {"seconds": seconds, "medians": medians},
+        page,
+        versions("cpu" if given.cpu else "cuda"),
+    )
     print(page)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loading import versions
 from recording import record
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -222,6 +223,7 @@ def main() -> None:
         f"{where}, width {args.width}, {args.rows} rows",
         {"summary": table, "parameters": parameters},
         page,
+        versions("cuda" if args.cuda else "cpu"),
     )
 
 
