@@ -193,14 +193,9 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         given = rehearsal.settings(given)
     resolved = _settings(given)
     config = resolved.config
-    survives = config.survive.lighthouse is not None
-    if survives:
-        import_module("hasten.survive.build").check(config)  # only a run with such replicas needs it
     if context is not None and rehearsal is None:
         check_mesh(config, context.topology.local_world_size, context.mesh)
-    ctx = context or _context(config)
-    if survives:
-        import_module("hasten.survive.build").refuse_worlds(ctx, config.survive)  # the same
+    ctx = _replica_context(config, context) if config.survive.lighthouse is not None else context or _context(config)
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
@@ -233,6 +228,15 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
     )
+
+
+def _replica_context(config: Config, context: ProcessContext | None) -> ProcessContext:
+    """Return the process context of a replica that may be lost; raise an error for settings and worlds it does not support."""
+    replicas = import_module("hasten.survive.build")  # only a run with such replicas needs it
+    replicas.check(config)
+    ctx = context or _context(config)
+    replicas.refuse_worlds(ctx, config.survive)
+    return ctx
 
 
 def _settings(given: Mapping[str, Any]) -> Resolved:

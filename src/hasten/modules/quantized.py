@@ -177,7 +177,7 @@ def _check_bytes(layer: nn.Module, name: str) -> None:
     held = layer._parameters[name]
     if held is not None and type(held.data) is Tensor and held.dtype != torch.uint8:
         raise StepError(
-            f"the bytes of a quantized weight of {type(layer).__name__} were converted to {held.dtype}, as fully_shard() of torch "
+            f"the bytes of a quantized weight of {type(layer).__name__} were converted to {held.dtype}, as FSDP2 of torch "
             f"{torch.__version__} does under mixed precision, so their values are lost. Use mixed_precision='no' with a base model in "
             "bfloat16, or a newer torch."
         )

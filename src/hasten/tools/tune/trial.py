@@ -105,9 +105,8 @@ class ScriptTrial(AcceleratorHooks):
             if not values:
                 self._record_linears(value)
             if values.get("chunked_loss"):
-                import_module("hasten.modules.lazy_logits").use_chunked_loss(
-                    value
-                )  # also loads torch.distributed.tensor
+                lazy_logits = import_module("hasten.modules.lazy_logits")  # also loads torch.distributed.tensor
+                lazy_logits.use_chunked_loss(value)
             return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
         if isinstance(value, Optimizer) and values.get("fused"):
             for group in value.param_groups:
