@@ -130,6 +130,8 @@ def goes_on_like(whole: Run, run: Run) -> None:
 
 
 def one_machine_is_lost(ctx: ProcessContext, folder: Path, how: str) -> None:
+    if how.endswith("sdp"):
+        ctx = Accelerator(**settings_of(how)).ctx  # with the mesh that shards need
     whole = Run(ctx, how, folder, every=None)
     whole.train(STEPS)
     for stop, lost in ((2, [1]), (7, [0]), (12, [])):

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten.comm.base import Comm
 from hasten.data.position import Position
 from hasten.data.source import BatchSource, Item, OuterSource
-from hasten.errors import DataError
+from hasten.errors import DataError, StepError
 from hasten.strategies.context.masks import IGNORED, look
 
 # Any in this file: the user's batches.
@@ -33,7 +33,7 @@ class SequenceSplitter:
     def parts(self, batch: Any) -> list[dict[str, Any]]:
         """Return each process's shard of a batch, in order: contiguous along dimension 1, with labels shifted by one.
 
-        Raises: DataError for a batch that cannot be split.
+        Raises: DataError for a batch that cannot be split, StepError for packed sequences.
         """
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -50,7 +50,10 @@ class SequenceSplitter:
         length = self._checked_length(found[name], name)
         if found.get("position_ids") is None:
             found["position_ids"] = torch.arange(length).expand(found[name].shape[0], -1)
-        look([(found["position_ids"], 1)])()
+        if any(look([(found["position_ids"], 1)])().restarting):
+            raise StepError(
+                "position_ids restart, so several sequences are packed into one and would attend to each other (sp_size > 1). Unpack them."
+            )
         _check_padding(found.pop("attention_mask", None))
         if isinstance(labels := found.get("labels"), Tensor):
             found["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
