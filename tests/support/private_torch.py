@@ -236,7 +236,7 @@ NAMES: Final = (
     Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
-        ("src/hasten/strategies/fsdp/wrapping.py",),
+        ("src/hasten/strategies/fsdp/shard_groups.py",),
         "custom wrap policies of the drop-in fail",
     ),
     Name(

@@ -1,19 +1,16 @@
-"""An accumulation window: its counters, its optimizers, and gradients that it holds separately."""
+"""An accumulation window: its counters and optimizers, the division of its losses, and gradients that it holds separately."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hasten.errors import StepError
-
-if TYPE_CHECKING:
-    pass
 
 
 class SeparateGradients:

@@ -258,8 +258,8 @@ def _common(config: Config) -> list[Transform]:
 def _recompute_blocks(config: Config) -> Transform:
     """Return the transform that recomputes the activations of the blocks that FSDP wraps."""
     recompute = import_module("hasten.strategies.recompute")  # only runs that recompute activations need it
-    wrapping = import_module("hasten.strategies.fsdp.wrapping")  # the same
-    find = partial(wrapping.blocks_to_recompute, config=config.fsdp)
+    groups = import_module("hasten.strategies.fsdp.shard_groups")  # the same
+    find = partial(groups.blocks_to_recompute, config=config.fsdp)
     made: Transform = recompute.Recompute(
         find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload
     )

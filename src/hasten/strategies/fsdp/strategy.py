@@ -38,7 +38,7 @@ from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
 from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
 from hasten.strategies.fsdp.gradients import FSDPRetry, HeldGradients
-from hasten.strategies.fsdp.wrapping import (
+from hasten.strategies.fsdp.shard_groups import (
     CONTAINERS,
     blocks_to_shard,
     ignored_parameters,
@@ -176,7 +176,9 @@ class ShardModel:
         return len({parameter.dtype for parameter in trained}) <= 1
 
     def _shard(self, model: nn.Module, layout: ShardLayout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
-        inside = replace(layout.policy, output_dtype=None)  # between blocks, activations stay in the compute dtype
+        block_policy = replace(
+            layout.policy, output_dtype=None
+        )  # between blocks, activations stay in the compute dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": mesh,
             "offload_policy": self._offload(ctx),
@@ -186,7 +188,7 @@ class ShardModel:
         }
         apart = self._for_experts(ctx, options) if layout.experts else {}
         for block in layout.blocks:
-            fully_shard(block, mp_policy=inside, **(apart if block in layout.experts else options))
+            fully_shard(block, mp_policy=block_policy, **(apart if block in layout.experts else options))
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)

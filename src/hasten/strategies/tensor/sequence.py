@@ -15,7 +15,7 @@ from hasten.errors import ConfigError, StepError
 from hasten.modules import forwarding
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.context.ops import all_parts, collect, summed_part
-from hasten.strategies.fsdp.wrapping import CONTAINERS
+from hasten.strategies.fsdp.shard_groups import CONTAINERS
 from hasten.strategies.tensor.ops import ApartStream, enter, gather, split
 
 _BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds", "replicate_heads")

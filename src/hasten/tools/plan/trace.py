@@ -15,7 +15,7 @@ from torch import nn
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, TensorStyle
 from hasten.errors import ConfigError, PrepareError
 from hasten.modules.quantized import QuantizedShape
-from hasten.strategies.fsdp.wrapping import blocks_to_recompute, owned_parameters
+from hasten.strategies.fsdp.shard_groups import blocks_to_recompute, owned_parameters
 from hasten.strategies.tensor.layers import LayerSplit, matrix_of, split_dims
 from hasten.strategies.tensor.plan import decide
 from hasten.tools.plan.traced import (

@@ -31,7 +31,7 @@ from hasten.config.sections.trust import TrustSettings
 from hasten.optional import available
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH
-from hasten.strategies.fsdp.wrapping import blocks_to_recompute
+from hasten.strategies.fsdp.shard_groups import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
 from hasten.tools.tune.tuning import WAYS, TrialOutcome, happened
 

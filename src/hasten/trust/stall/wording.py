@@ -1,4 +1,4 @@
-"""Text of the stall report. Pure."""
+"""Text of the stall report: its frame and a line for each rank. The sentences about cause and cure are in `diagnose.py`. Pure."""
 
 from __future__ import annotations
 

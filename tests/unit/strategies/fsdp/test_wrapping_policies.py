@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
-from hasten.strategies.fsdp.wrapping import as_choice, blocks_to_shard, keep_ties_together, owned_parameters
+from hasten.strategies.fsdp.shard_groups import as_choice, blocks_to_shard, keep_ties_together, owned_parameters
 from hasten.testing.toys import Block, TinyLM
 
 

@@ -25,7 +25,7 @@ from hasten.accelerator.components import components
 from hasten.checkpoint.export import load_weights
 from hasten.modules.names import plain_name
 from hasten.strategies.base import PrepareRequest
-from hasten.strategies.fsdp.wrapping import blocks_to_recompute, blocks_to_shard
+from hasten.strategies.fsdp.shard_groups import blocks_to_recompute, blocks_to_shard
 from hasten.strategies.recompute import Recompute
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.

@@ -11,7 +11,7 @@ import hasten
 from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface.shown import shown
-from hasten.strategies.fsdp.wrapping import as_choice
+from hasten.strategies.fsdp.shard_groups import as_choice
 
 log = logging.getLogger("accelerate.utils.fsdp_plugin")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,8 +60,6 @@ class _Asked(_Chosen):
         size = sum(parameter.numel() for parameter in module.parameters())
         return bool(self.function(module=module, recurse=False, nonwrapped_numel=size))
 
-
-log = logging.getLogger(__name__)
 
 _DEFAULT_MIN_PARAMS: Final = 100_000_000
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
