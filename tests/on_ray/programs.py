@@ -118,6 +118,8 @@ def lost(folder: Path) -> dict[str, Any]:
 
 def elastic(folder: Path) -> dict[str, Any]:
     """One of two machines goes away; one worker continues with sharded weights of two."""
+    # Ray may count the machine that has just gone, and waits this long for two workers before it starts one
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "60"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address)
