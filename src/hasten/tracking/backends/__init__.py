@@ -1,1 +1,1 @@
-"""Trackers, one file for each tracking service."""
+"""Trackers, one file for each tracking service; `BUILTINS` in `tracking/registry.py` lists them."""
