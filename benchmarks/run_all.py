@@ -46,6 +46,7 @@ PLANS = (
     Plan("dispatch.py", ("--quick", "--ranks", "2")),
     Plan("gather.py", ("--quick",)),
     Plan("pipeline_bubble.py", ("--quick",)),
+    Plan("import_time.py", ("--quick",)),
     Plan("launch_overhead.py", ("--rounds", "3")),
     Plan("metrics_overhead.py", ("--rounds", "11")),
     Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", "{results}")),

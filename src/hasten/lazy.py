@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -27,7 +29,8 @@ def exports(
             home = next((one for one in others if name in getattr(import_module(one), "__all__", ())), None)
             hint = f"it is in {home}" if home else f"public names are listed in {face}.__all__"
             raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
-        value: object = getattr(import_module(module), name)
+        with _without_collections():
+            value: object = getattr(import_module(module), name)
         setattr(sys.modules[face], name, value)
         return value
 
@@ -36,3 +39,19 @@ def exports(
         return sorted([*sys.modules[face].__all__, *modules])
 
     return load, names
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context manager in which the garbage collector does not run by itself.
+
+    Functions and classes of imported modules stay for good. The collector would look for garbage among them, and among the objects
+    of torch, again and again: a third of the time that the import of the Accelerator takes.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -14,6 +14,8 @@ import pytest
 
 IMPORT_BUDGET_S: Final = 0.050
 HELP_BUDGET_S: Final = 0.300
+ACCELERATOR_BUDGET_S: Final = 0.200
+"""Processor time of the import of `Accelerator` and its constructor, over the import of torch."""
 TRIES: Final = 8  # the best of several: a budget is about our work, not about a busy machine
 HEAVY: Final = ("torch", "numpy", "rich", "yaml", "questionary")
 SHARDING: Final = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")  # nearly a second of imports
@@ -55,6 +57,16 @@ def help_seconds() -> float:
     return time.perf_counter() - start
 
 
+def accelerator_seconds() -> float:
+    """Return the processor time of importing and making an Accelerator, in a fresh process that has imported torch."""
+    code = (
+        "import time, torch\nbegun = time.process_time()\nfrom hasten import Accelerator\n"
+        "Accelerator(cpu=True)\nprint('took', time.process_time() - begun)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
 def best_under(measure: object, budget_s: float) -> float:
     """Return the best of several measurements, stopping at the first inside the budget."""
     assert callable(measure)
@@ -78,6 +90,25 @@ def test_import_loads_nothing_heavy() -> None:
     code = f"import hasten, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.timed
+def test_an_accelerator_is_quick() -> None:
+    best = best_under(accelerator_seconds, ACCELERATOR_BUDGET_S)
+    assert best < ACCELERATOR_BUDGET_S, (
+        f"import and constructor of the Accelerator take {best * 1e3:.0f} ms; see benchmarks/import_time.py"
+    )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_does_not_collect_garbage_and_leaves_the_collector_as_it_was(enabled: bool) -> None:
+    code = (
+        f"import gc, torch\n{'' if enabled else 'gc.disable()'}\nran = []\ngc.callbacks.append(lambda *told: ran.append(told))\n"
+        "import hasten\ngc.collect()\nbefore = len(ran)\nhasten.Accelerator\nprint(len(ran) - before <= 2, gc.isenabled())\n"
+        "try:\n    hasten.no_such_name\nexcept AttributeError:\n    print(gc.isenabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", str(enabled), str(enabled)]  # one collection may follow the import
 
 
 @pytest.mark.timed
