@@ -56,9 +56,8 @@ class CollectiveRecord:
         if group:
             self.turns[group] += 1
         file, line = caller(2)
-        self._last = (op, None, None, file, line, time.monotonic())
-        if x is not None:
-            self._last = (op, x.shape, x.dtype, file, line, time.monotonic())
+        shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
+        self._last = (op, shape, dtype, file, line, time.monotonic())
 
     def ended(self) -> None:
         """Record the return of the latest collective."""

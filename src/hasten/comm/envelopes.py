@@ -50,12 +50,12 @@ class Form(NamedTuple):
     envelope: Tensor
     slot: Tensor
     """Slice of the envelope that holds the tensor."""
-    header: bytes
-    """Header that every envelope must start with."""
+    header: memoryview
+    """Header that every envelope must start with, as 16 numbers, which are compared faster than 128 bytes."""
     everyone: Tensor
     """Envelopes of all ranks: one buffer for all forms of this length."""
     headers: list[memoryview]
-    """Headers of all ranks in `everyone`."""
+    """Headers of all ranks in `everyone`, as numbers."""
     parts: list[Tensor]
     """Tensors of all ranks in `everyone`."""
 
@@ -125,8 +125,8 @@ class Envelopes:
         everyone = self._buffers[length].view(self._num_ranks, length)
         parts = [row[begin:end].view(dtype).view(shape or (1,)) for row in everyone]
         slot = envelope[begin:end].view(dtype).view(shape)
-        headers = [memoryview(row[:begin]) for row in everyone.numpy()]
-        form = Form(head, envelope, slot, head.packed(), everyone.view(-1), headers, parts)
+        headers = [memoryview(row[:begin]).cast("q") for row in everyone.numpy()]
+        form = Form(head, envelope, slot, memoryview(head.packed()).cast("q"), everyone.view(-1), headers, parts)
         self.forms[shape, dtype] = form
         return form
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -249,6 +249,8 @@ class ProcessGroupComm:
         self._objects = Objects(self, self.credentials)
         self._wire: dist.ProcessGroup | None = None
         """Group that exchanges tensors in host memory."""
+        self._gather_single: Callable[[Tensor, Tensor], dist.Work] | None = getattr(group, "all_gather_single", None)
+        """The group's own method, without the checks of torch's function, which take as long as the rest of a small gather; torch<2.13 has none."""
         self._device_types = _device_types(group)
         self._readable = device if device.type in self._device_types else torch.device("cpu")
         """Device for tensors that the backends cannot read: the group's device, or host memory if they cannot read that either."""
@@ -281,12 +283,12 @@ class ProcessGroupComm:
         self._begin("all_gather", x)
         if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
             gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
-            _GATHER(gathered, x, group=self.group)
+            self._gather(gathered, x)
             self.collectives.ended()
             return gathered.view(self.size, -1) if x.shape[0] else gathered.reshape(self.size, 0)
         raw = self._bytes(x)
         out = raw.new_empty(self.size * raw.numel())
-        _GATHER(out, raw, group=self.group)
+        self._gather(out, raw)
         self.collectives.ended()
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
@@ -295,8 +297,15 @@ class ProcessGroupComm:
             out.copy_(self.all_gather(x).flatten())
             return
         self._begin("all_gather", x)
-        _GATHER(out, x, group=self.group)
+        self._gather(out, x)
         self.collectives.ended()
+
+    def _gather(self, out: Tensor, x: Tensor) -> None:
+        """Write the bytes of every member to `out`; both are contiguous and on a device of the group."""
+        if self._gather_single is None:
+            _GATHER(out, x, group=self.group)
+        else:
+            self._gather_single(out, x).wait()
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         self._begin("broadcast", x)
