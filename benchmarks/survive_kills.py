@@ -32,7 +32,7 @@ from typing import Any
 from recording import commit, record
 from survive_peers import WRAPPERS, name_of, restarts, torchft_kills
 
-from tests.survive.checking import check_run, results, rows
+from tests.survive.checking import check_run
 from tests.survive.fault_program import PHASES
 from tests.survive.faults import (
     KINDS,
@@ -45,6 +45,7 @@ from tests.survive.faults import (
     plan_faults,
     run_with_faults,
 )
+from tests.survive.reading import results, rows
 
 SETTING = "faults in every phase"
 EACH = 7

@@ -16,26 +16,9 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator
 from hasten.data.position import Position
 from hasten.survive.exchange import weighted_sum
-from hasten.survive.ledger_plan import positions
+from hasten.survive.ledger_plan import part, positions
+from tests.survive.reading import Row, results, rows
 from tests.survive.replica_program import Numbered, evaluated, model_of
-
-Row = Mapping[str, Any]
-
-
-def results(folder: Path) -> dict[str, Row]:
-    """Return what the replicas that reached the end have written, by name."""
-    return {path.stem.removeprefix("result-"): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return all rows of all processes; the last line of a killed one may be incomplete."""
-    found = []
-    for path in folder.glob("replica-*.jsonl"):
-        name = path.stem.split("-")[1]
-        for line in path.read_text().splitlines():
-            if line.endswith("}"):
-                found.append(json.loads(line) | {"name": name})
-    return found
 
 
 def chain(folder: Path, lineage: str) -> list[dict[str, Any]]:
@@ -68,8 +51,9 @@ def check_indices(folder: Path, updates: Sequence[Row], options: Mapping[str, An
     lineages = {update["lineage"] for update in updates}
     for row in rows(folder):
         if row["lineage"] in lineages and row["applied"]:
-            wanted = [_indices(one[row["name"]], row["epoch"], options, seed) for one in row["rounds"]]
-            assert row["window"] == wanted
+            name, _, rank = row["name"].partition(".")
+            ranges = [part(one[name], int(rank or 0), options["ranks"]) for one in row["rounds"]]
+            assert row["window"] == [_indices(one, row["epoch"], options, seed) for one in ranges]
 
 
 @lru_cache
@@ -86,8 +70,8 @@ def _indices(ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str
     return [order[place] for place in positions(ranges)]
 
 
-def check_run(folder: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Check the samples and the weights of a finished run; return its updates."""
+def check_run(folder: Path, options: Mapping[str, Any], tolerance: float = 0.0) -> list[dict[str, Any]]:
+    """Check the samples and the weights of a finished run; return its updates. The weights of all replicas are equal bit by bit."""
     found = results(folder)
     assert found, "a replica has reached the end"
     ledger = next(iter(found.values()))["ledger"]
@@ -95,10 +79,14 @@ def check_run(folder: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     check_account(updates, options["size"], options["epochs"])
     check_indices(folder, updates, options, ledger["seed"])
     wanted = _with_evaluations(folder, updates, options, ledger["seed"])
+    weights = next(iter(found.values()))["weights"]
+    assert tolerance or weights == wanted  # bit by bit
+    for one, other in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=tolerance, atol=tolerance)
     for result in found.values():
         assert result["ledger"] == ledger
         assert result["ledger"]["unused"] == {}
-        assert result["weights"] == wanted  # bit by bit
+        assert result["weights"] == weights  # bit by bit
         assert result["updates"] == len(updates)
     return updates
 
@@ -147,8 +135,12 @@ def reference(
         parts: list[list[Tensor]] = []
         weights: list[tuple[float, float]] = []
         for name in update["contributors"]:
-            batches = [_indices(one[name], update["epoch"], options, seed) for one in update["rounds"]]
-            parts.append(_gradients(model, dataset, batches, options))
+            of_ranks: list[list[list[int]]] = []
+            for rank in range(options["ranks"]):
+                ranges = [part(one[name], rank, options["ranks"]) for one in update["rounds"]]
+                of_ranks.append([_indices(one, update["epoch"], options, seed) for one in ranges])
+            parts.append(_mean_of_ranks([_gradients(model, dataset, batches, options) for batches in of_ranks]))
+            batches = [batch for several in of_ranks for batch in several]
             real = sum(map(bool, batches))
             rows_ = float(sum(map(len, batches)))
             weights.append((rows_, rows_) if options["weighted"] else (float(len(batches)), float(real)))
@@ -156,11 +148,20 @@ def reference(
         factors = [weight / total if share else 0.0 for weight, share in weights]
         for parameter, several in zip(model.parameters(), zip(*parts, strict=True), strict=True):
             parameter.grad = weighted_sum(several, factors)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if options["clip"]:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         after(update, model)
     return [parameter.tolist() for parameter in model.parameters()]
+
+
+def _mean_of_ranks(of_ranks: list[list[Tensor]]) -> list[Tensor]:
+    """Return the mean gradients of a replica's ranks, as DDP and FSDP2 compute them: each divided first, then summed."""
+    found = [one / len(of_ranks) for one in of_ranks[0]]
+    for others in of_ranks[1:]:
+        found = [one + other / len(of_ranks) for one, other in zip(found, others, strict=True)]
+    return found
 
 
 def _gradients(

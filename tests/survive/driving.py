@@ -16,7 +16,20 @@ from pathlib import Path
 from typing import Any, Final
 
 HERE: Final = Path(__file__).resolve().parent
-DEFAULTS: Final = {"size": 240, "batch": 4, "epochs": 3, "sleep": 0.0, "every": 1, "workers": 0, "weighted": False}
+DEFAULTS: Final = {
+    "size": 240,
+    "batch": 4,
+    "epochs": 3,
+    "sleep": 0.0,
+    "every": 1,
+    "workers": 0,
+    "weighted": False,
+    "ranks": 1,
+    "strategy": "auto",
+    "clip": True,
+    "faults": [],
+    "replicas": 0,
+}
 
 
 @dataclass(slots=True)
@@ -35,6 +48,8 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def start(folder: Path, replicas: int, options: Mapping[str, Any], *flags: str) -> subprocess.Popen[str]:
     """Start the launcher with this many replicas."""
     command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", str(replicas), *flags]
+    if options["ranks"] > 1:
+        command += ["--num_processes", str(replicas * options["ranks"]), "--strategy", options["strategy"]]
     command += [str(HERE / "replica_program.py"), str(folder), json.dumps(options)]
     with (folder / "out.txt").open("w") as out:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
@@ -59,7 +74,7 @@ def finish(run: subprocess.Popen[str], folder: Path, timeout_s: float) -> str:
 
 
 def live(folder: Path) -> dict[str, int]:
-    """Return the process of each replica that has begun to train, by name."""
+    """Return the process of each replica that has begun to train, by name, with those of all ranks as REPLICA.RANK."""
     found: dict[str, int] = {}
     for path in sorted(folder.glob("replica-*.jsonl"), key=lambda one: one.stat().st_ctime):
         name, pid = path.stem.split("-")[1:]

@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
+from hasten.survive.ledger_plan import part
+from tests.survive.group_faults import Faults
 
 _EVALUATED: Final = 10_000
 """First index of the samples that are evaluated."""
@@ -42,6 +46,23 @@ def model_of(seed: int = 5) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+def epochs_of(folder: Path, number: int | None) -> Iterator[int]:
+    """Yield this many epochs; for None as many as the folder's file `last` says, when it is there."""
+    last = folder / "last"
+    for epoch in count():
+        if number is None and last.exists():
+            number = int(last.read_text())
+        if number is not None and epoch >= number:
+            return
+        yield epoch
+
+
+def whole(parameter: Any) -> Tensor:  # Any: a sharded tensor has more methods
+    """Return a parameter whose shards lie on the ranks of a replica."""
+    found: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return found
+
+
 def evaluated() -> DataLoader[tuple[Tensor, Tensor, int]]:
     """Return the loader of the samples that are evaluated."""
     data = Numbered(_EVALUATED + 24)
@@ -62,24 +83,29 @@ def main() -> None:
         Numbered(options["size"]), batch_size=options["batch"], shuffle=True, num_workers=options["workers"]
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    log = (folder / f"replica-{name}-{os.getpid()}.jsonl").open("a", buffering=1)
+    rank = accelerator.process_index
+    own = name if options["ranks"] == 1 else f"{name}.{rank}"
+    log = (folder / f"replica-{own}-{os.getpid()}.jsonl").open("a", buffering=1)
     replica = accelerator._replica
     assert replica is not None
+    faults = Faults(folder, options["faults"], replica, rank, options["replicas"])
+    if options["faults"]:
+        faults.watch(model, optimizer.optimizer)
     window: list[list[int]] = []
     first = ""
-    for _ in range(options["epochs"]):
+    for _ in epochs_of(folder, options["epochs"]):
         for x, y, index in loader:
             with accelerator.accumulate(model):
-                if replica.ledger.rounds and not replica.ledger.rounds[-1][name]:
+                if replica.ledger.rounds and not part(replica.ledger.rounds[-1][name], rank, options["ranks"]):
                     window.append([])
                 else:
                     window.append(index.tolist())
-                loss = nn.functional.mse_loss(model(x), y)
+                loss = faults.in_backward(nn.functional.mse_loss(model(x), y))
                 time.sleep(options["sleep"])
                 accelerator.backward(loss, weight=len(x) if options["weighted"] else None)
                 before = replica.ledger.copied()
                 first = first or before.members[0]
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients and options["clip"]:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if accelerator.sync_gradients:
@@ -95,7 +121,7 @@ def main() -> None:
     report = accelerator.survival
     assert report is not None
     result = {
-        "weights": [parameter.tolist() for parameter in model.parameters()],
+        "weights": [whole(parameter).tolist() for parameter in model.parameters()],
         "lr": scheduler.get_last_lr(),
         "ledger": replica.ledger.encoded(),
         "updates": components(accelerator).clock.num_updates,
@@ -107,7 +133,7 @@ def main() -> None:
         "returned": report.num_returned,
         "leads": accelerator.is_main_process,
     }
-    (folder / f"result-{name}.json").write_text(json.dumps(result))
+    (folder / f"result-{own}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import why_impossible
-from tests.survive.checking import check_run, rows
+from tests.survive.checking import check_run
 from tests.survive.faults import (
     FAULT_OPTIONS,
     Fault,
@@ -21,6 +21,7 @@ from tests.survive.faults import (
     lighthouse,
     run_with_faults,
 )
+from tests.survive.reading import rows
 
 pytestmark = [
     pytest.mark.timeout(1200),

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.survive.checking import check_run, results
+from tests.survive.checking import check_run
 from tests.survive.driving import HERE, disturb, finish, options_of, start, wait_for
+from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again and again
 LIMIT_S = 400.0

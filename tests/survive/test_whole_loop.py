@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.survive.checking import results
 from tests.survive.driving import HERE, finish, wait_for
+from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again
 LIMIT_S = 600.0

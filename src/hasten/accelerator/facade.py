@@ -86,7 +86,8 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.state.run_state import HookHandle, LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
-    from hasten.survive.replica import Replica, SurvivalReport
+    from hasten.survive.replica import Replica
+    from hasten.survive.report import SurvivalReport
     from hasten.trust.stall.traffic import SentBytes
 
 P = ParamSpec("P")
@@ -287,10 +288,10 @@ class Accelerator:
         return made
 
     def _survive(self, parts: AcceleratorObjects) -> None:
-        """Make this process a replica of a run that continues when others are lost."""
+        """Make this process a rank of a replica of a run that continues when others are lost."""
         survive = import_module("hasten.survive.build")  # only a run with such replicas needs it
         source = import_module("hasten.survive.source")  # the same
-        replica: Replica = survive.start(parts.config, self._prepared, self._strategy.unwrap, self._clock)
+        replica: Replica = survive.start(parts.config, self._prepared, self._strategy.unwrap, self._clock, self.ctx)
         self._replica = replica
         if self._run_log is not None:
             replica.note = self._run_log.event
@@ -299,7 +300,7 @@ class Accelerator:
             source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas
         )
         self._saving.register_for_checkpointing(replica)
-        replica.registered = lambda: [one for one in self._saving.registered if one is not replica]
+        replica.state.registered = lambda: [one for one in self._saving.registered if one is not replica]
 
     @property
     def survival(self) -> SurvivalReport | None:

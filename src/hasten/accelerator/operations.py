@@ -36,7 +36,7 @@ from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.version import __version__
 
 if TYPE_CHECKING:
-    from hasten.survive.replica import SurvivalReport
+    from hasten.survive.report import SurvivalReport
 
 SampledName = Literal["loss", "grad_norm"]
 
@@ -148,7 +148,9 @@ class RankMetrics:
         metrics = config.metrics
         with agree(ctx.world, "starting the metrics"):
             if metrics.port is not None:
-                port = metrics.port + (ctx.topology.local_rank + number_of(config, 0) if metrics.port else 0)
+                local = ctx.topology
+                number = number_of(config, local.local_rank, local.local_world_size)
+                port = metrics.port + (number if metrics.port else 0)
                 self.server = MetricsServer(port, access_of(metrics), self.text)
             if metrics.otlp_endpoint is not None:
                 self.pusher = OtlpPusher(metrics, self._labels, self.families)
@@ -232,14 +234,14 @@ def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
     """Return the labels of every sample: job, rank and machine."""
     folder = config.project.project_dir
     named = Path(folder.rstrip("/")).name if folder else Path(sys.argv[0]).stem
-    rank = str(number_of(config, ctx.rank))
+    rank = str(number_of(config, ctx.rank, ctx.world.size))
     return {"job": config.metrics.job or named or "hasten", "rank": rank, "machine": socket.gethostname()}
 
 
-def number_of(config: Config, rank: int) -> int:
-    """Return the number of this replica, all of which are rank 0; `rank` for other runs and for replicas with names."""
+def number_of(config: Config, rank: int, num_ranks: int) -> int:
+    """Return the number of this rank among those of all replicas, of `num_ranks` each; `rank` for other runs and for replicas with names."""
     name = config.survive.replica
-    return int(name) if name is not None and name.isdecimal() else rank
+    return int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
 
 
 def start(accelerator: MetricsOwner, run_log: RunLog) -> RankMetrics:

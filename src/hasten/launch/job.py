@@ -103,7 +103,7 @@ def prepare(
         _check_script(target)
     if starts_replicas(resolved.config):
         replicas.check(resolved.config)
-        resolved = effective(env, config_file, [*settings, *replicas.ONE_PROCESS])
+        resolved = effective(env, config_file, [*settings, *replicas.one_replica(resolved.config)])
     request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
     plan = make_plan(
         request,

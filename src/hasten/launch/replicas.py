@@ -1,7 +1,8 @@
-"""Launch of replicas that may be lost: one process each, a lighthouse for all, and a new process for each lost one."""
+"""Launch of replicas that may be lost: one or several processes each, a lighthouse for all, and new processes for each lost one."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,15 +37,35 @@ _QUICK_FAILURES: Final = 3
 """Errors of a replica's own program, one after the other and each soon after its start, after which it is not started again."""
 _FINISHED: Final = "finished"
 _JOINED: Final = "joined-"
-ONE_PROCESS: Final = (
-    SettingEntry(("launch", "num_processes"), 1, SettingSource("code", "--replicas")),
-    SettingEntry(("launch", "launcher"), "single", SettingSource("code", "--replicas")),
-)
-"""Settings of the launch of one replica."""
+
+
+def per_replica(config: Config) -> int:
+    """Return the number of processes of each replica: `num_processes` counts those of all replicas.
+
+    Raises: ConfigError if the replicas cannot have equally many.
+    """
+    launch, replicas = config.launch, config.survive.replicas
+    count = launch.num_processes or launch.processes_per_machine or replicas
+    if count % replicas:
+        raise ConfigError(
+            f"num_processes={count} counts the processes of all replicas, and --replicas {replicas} cannot have equally many of them. Give a multiple of "
+            f"{replicas}, such as {replicas * 2} for replicas of 2 processes, or leave --num_processes out for replicas of one."
+        )
+    return count // replicas
+
+
+def one_replica(config: Config) -> tuple[SettingEntry, ...]:
+    """Return the settings of the launch of one replica."""
+    source, count = SettingSource("code", "--replicas"), per_replica(config)
+    return (
+        SettingEntry(("launch", "num_processes"), count, source),
+        SettingEntry(("launch", "processes_per_machine"), None, source),
+        SettingEntry(("launch", "launcher"), "single" if count == 1 else "torchrun", source),
+    )
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError unless the settings describe replicas of one process each on this machine."""
+    """Raise ConfigError unless the settings describe replicas of equally many processes on this machine."""
     launch, replicas = config.launch, config.survive.replicas
     if launch.num_machines > 1 or launch.nnodes is not None:
         raise ConfigError(
@@ -56,11 +77,7 @@ def check(config: Config) -> None:
             f"--replicas {replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
             "them. Leave both out, and put the command into the job's script."
         )
-    if launch.num_processes not in (None, 1) or launch.processes_per_machine not in (None, 1):
-        raise ConfigError(
-            f"--replicas {replicas} starts one process for each replica, and num_processes={launch.num_processes or launch.processes_per_machine} asks for "
-            "more in each; a replica of several processes is not supported. Leave --num_processes out."
-        )
+    per_replica(config)
     if config.survive.min_replicas > replicas:
         raise ConfigError(
             f"--min_replicas {config.survive.min_replicas} is more than --replicas {replicas}, so the run would wait forever. Give at most {replicas}."
@@ -87,6 +104,11 @@ def run(plan: LaunchPlan, config: Config, host: Host) -> int:
         if name := interface_of(_LOCAL):
             common.setdefault("GLOO_SOCKET_IFNAME", name)
         devices = 0 if config.cpu else host.num_devices
+        if 0 < devices < proc.count:
+            raise ConfigError(
+                f"each replica has {proc.count} processes, and this machine has {devices} device(s), so two processes of a replica would share one. Give "
+                f"--num_processes at most {devices} for each replica, or --cpu."
+            )
         crew = Crew(proc, common, Path(folder), config, devices)
         with crew.stopping():
             return crew.run()
@@ -128,14 +150,37 @@ def _lighthouse(config: Config) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class ReplicaProcess:
-    """The present process of one replica."""
+class ReplicaProcesses:
+    """The present processes of one replica, one for each rank."""
 
-    process: subprocess.Popen[bytes]
-    error_file: str
+    processes: list[subprocess.Popen[bytes]]
+    error_files: list[str]
     began: float
     quick: int
     """Errors of the replica's own program so far, one soon after the other."""
+
+    @property
+    def groups(self) -> list[int]:
+        """The process groups, which include the loaders' workers."""
+        return [process.pid for process in self.processes]
+
+    def look(self) -> tuple[int, int] | None:
+        """Return the rank that ended the replica, and its exit code; None while the replica runs.
+
+        A rank that was killed ends it rather than one that has met an error, which may be due to the former; of several errors, the
+        one that was recorded first.
+        """
+        codes = [process.poll() for process in self.processes]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        if failed:
+            return min(failed, key=lambda one: (one[1] > 0, _time_of(self.error_files[one[0]]), one[0]))
+        return None if None in codes else (0, 0)
+
+    def end(self) -> None:
+        """Kill all processes, and those that they have started."""
+        kill_groups(self.groups)
+        for process in self.processes:
+            process.wait()
 
 
 @dataclass(slots=True)
@@ -147,13 +192,13 @@ class Crew:
     folder: Path
     config: Config
     num_devices: int
-    workers: dict[int, ReplicaProcess] = field(default_factory=dict)
+    workers: dict[int, ReplicaProcesses] = field(default_factory=dict)
     stopped_by: int | None = None
     _since: float = 0.0
     _restarts: int = 0
     _finished: float | None = None
     _code: int = 0
-    _last: ReplicaProcess | None = None
+    _last: Failure | None = None
 
     def run(self) -> int:
         """Start all replicas, and lost ones again, until none is left to run."""
@@ -165,23 +210,35 @@ class Crew:
                 self._hurry()
                 time.sleep(_POLL_S)
         finally:
-            kill_groups([worker.process.pid for worker in self.workers.values()])
+            kill_groups([group for worker in self.workers.values() for group in worker.groups])
         return self._result()
 
     def _start(self, number: int, quick: int = 0) -> None:
-        error_file = str(self.folder / f"error-{number}-{self._restarts}.json")
-        variables = {**self.common, "HASTEN_SURVIVE_REPLICA": str(number), ERROR_FILE: error_file}
+        count = self.proc.count
+        common = {**self.common, "HASTEN_SURVIVE_REPLICA": str(number)}
         if self.num_devices:
-            variables["CUDA_VISIBLE_DEVICES"] = str(number % self.num_devices)
-        process = subprocess.Popen(self.proc.argv, env=variables, start_new_session=True)
-        self.workers[number] = ReplicaProcess(process, error_file, time.monotonic(), quick)
+            devices = [(number * count + rank) % self.num_devices for rank in range(count)]
+            common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        if count > 1:
+            common |= {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(_free_port())}
+            common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        processes, error_files = [], []
+        for rank in range(count):
+            error_files.append(str(self.folder / f"error-{number}-{rank}-{self._restarts}.json"))
+            variables = {**common, ERROR_FILE: error_files[rank]}
+            if count > 1:
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(self.proc.argv, env=variables, start_new_session=True))
+        self.workers[number] = ReplicaProcesses(processes, error_files, time.monotonic(), quick)
 
     def _look(self) -> None:
         for number, worker in list(self.workers.items()):
-            code = worker.process.poll()
-            if code is None:
+            found = worker.look()
+            stopping = self.stopped_by is not None and any(one.poll() is None for one in worker.processes)
+            if found is None or stopping:  # after a signal, ranks may save as long as the grace lasts
                 continue
-            kill_groups([worker.process.pid])  # its loaders' workers
+            rank, code = found
+            worker.end()  # a replica trains with all of its ranks, or not at all
             del self.workers[number]
             (self.folder / f"{_JOINED}{number}").unlink(missing_ok=True)
             if code == 0:
@@ -190,20 +247,20 @@ class Crew:
             elif self.stopped_by is not None:
                 self._code = code
             elif self._finished is None:
-                self._lost(number, worker, code)
+                self._lost(number, worker, rank, code)
 
-    def _lost(self, number: int, worker: ReplicaProcess, code: int) -> None:
-        self._code, self._last = code, worker
+    def _lost(self, number: int, worker: ReplicaProcesses, rank: int, code: int) -> None:
+        self._code, self._last = code, _failure(worker, rank, code)
         quick = worker.quick + 1 if code > 0 and time.monotonic() - worker.began < _QUICK_S else 0
-        if error := _failure(worker, code).traceback.rstrip():
+        if error := self._last.traceback.rstrip():
             _say(f"the error of replica {number}:\n{error}")
+        which = f"replica {number}" if len(worker.processes) == 1 else f"rank {rank} of replica {number}"
         if quick >= _QUICK_FAILURES or self._restarts >= self.config.survive.max_restarts:
-            _say(
-                f"replica {number} ended with {end_words(code)} and is not started again; {len(self.workers)} are left"
-            )
+            _say(f"{which} ended with {end_words(code)} and is not started again; {len(self.workers)} are left")
             return
         self._restarts += 1
-        _say(f"replica {number} ended with {end_words(code)}; it is started again, {len(self.workers)} continue")
+        again = "it is" if len(worker.processes) == 1 else "the replica is"
+        _say(f"{which} ended with {end_words(code)}; {again} started again, {len(self.workers)} continue")
         self._start(number, quick)
 
     def _hurry(self) -> None:
@@ -211,16 +268,15 @@ class Crew:
         now, survive = time.monotonic(), self.config.survive
         late = self._finished is not None and now - self._finished > survive.heal_timeout_s
         if late or (self.stopped_by is not None and now - self._since > self.config.launch.stop_grace_s):
-            kill_groups([worker.process.pid for worker in self.workers.values()])
+            kill_groups([group for worker in self.workers.values() for group in worker.groups])
 
     def _result(self) -> int:
         if self._finished is not None:
             return 0
         if self.stopped_by is not None:
             return PREEMPTED if self._code == PREEMPTED else 128 + self.stopped_by
-        worker = self._last
-        assert worker is not None, "a run that was not finished has lost a replica"
-        failure = _failure(worker, self._code)
+        failure = self._last
+        assert failure is not None, "a run that was not finished has lost a replica"
         _say(render_failure([failure], python=sys.executable))
         return failure.exit_code or 1
 
@@ -231,8 +287,9 @@ class Crew:
         def forward(number: int, frame: FrameType | None) -> None:
             again = self.stopped_by is not None
             self.stopped_by, self._since = number, time.monotonic()
-            for worker in self.workers.values():
-                os.killpg(worker.process.pid, signal.SIGKILL if again else number)
+            for group in [group for worker in self.workers.values() for group in worker.groups]:
+                with suppress(ProcessLookupError):  # a rank that has ended before the others of its replica
+                    os.killpg(group, signal.SIGKILL if again else number)
 
         old = {number: signal.signal(number, forward) for number in STOPPING}
         try:
@@ -242,11 +299,24 @@ class Crew:
                 signal.signal(number, handler)
 
 
-def _failure(worker: ReplicaProcess, code: int) -> Failure:
-    """Return the end of a replica's process, with the error that it has recorded."""
-    return read_failure(
-        0, socket.gethostname(), code, worker.process.pid, error_file=worker.error_file, time=time.time()
-    )
+def _failure(worker: ReplicaProcesses, rank: int, code: int) -> Failure:
+    """Return the end of a replica's rank, with the error that it has recorded."""
+    pid, error_file = worker.processes[rank].pid, worker.error_files[rank]
+    return read_failure(rank, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
+
+
+def _time_of(path: str) -> float:
+    """Return the time at which a file was written; infinity if there is none."""
+    try:
+        return Path(path).stat().st_mtime
+    except OSError:  # the process was killed, or has ended without an error
+        return math.inf
+
+
+def _free_port() -> int:
+    """Return a port that is free now, for the meeting of a replica's ranks."""
+    with socket.create_server((_LOCAL, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _say(text: str) -> None:

@@ -14,8 +14,10 @@ from hasten.optional import check_installed
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime import env, secret
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import mesh_title
 from hasten.survive.coordination import VERSIONS, WHY
 from hasten.survive.replica import Replica
+from hasten.survive.run_state import RunState
 
 
 def check(config: Config) -> None:
@@ -36,21 +38,21 @@ def check(config: Config) -> None:
 
 def _refused(config: Config) -> list[tuple[str, str, str]]:
     """Return the settings that survive does not support: their names, the reasons, and what to use instead."""
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size")
+    names = ("dp_replicate_size", "tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
     sizes = {name: getattr(config.parallelism, name) for name in names}
     divided = [f"{name}={size}" for name, size in sizes.items() if size not in (None, 1, -1)]
     rows: list[tuple[bool, str, str, str]] = [
         (
             bool(divided),
             f"parallelism of {', '.join(divided)}",
-            "a replica is one process that holds the whole model, so there are no further processes to divide it over",
+            "the ranks of a replica read different samples and hold the whole model, by DDP, or shards of it, by FSDP2, and nothing else was tried",
             "Leave the sizes out, or use --max_restarts with checkpoint_in_memory.",
         ),
         (
-            config.strategy not in ("auto", "none", "ddp"),
+            config.strategy not in ("auto", "none", "ddp", "fsdp"),
             f"strategy={config.strategy!r}",
-            "a replica is one process that holds the whole model, and this strategy spreads it over several or owns its gradients",
-            "Use strategy='auto', or --max_restarts with checkpoint_in_memory.",
+            "the gradients of a replica are exchanged from its parameters, and this strategy keeps them elsewhere",
+            "Use strategy='ddp' or 'fsdp', or --max_restarts with checkpoint_in_memory.",
         ),
         (
             config.mixed_precision == "fp16",
@@ -81,11 +83,13 @@ def _refused(config: Config) -> list[tuple[str, str, str]]:
 
 
 def refuse_worlds(ctx: ProcessContext, settings: SurviveSettings) -> None:
-    """Raise ConfigError if this replica has several processes."""
-    if ctx.world.size > 1:
+    """Raise ConfigError unless the ranks of this replica all read different samples, by DDP or by FSDP2."""
+    mesh, size = ctx.mesh, ctx.world.size
+    if size not in (mesh.dp_replicate, mesh.dp_shard) or mesh.ep > 1:
         raise ConfigError(
-            f"replica {settings.replica} has {ctx.world.size} processes, and survive supports replicas of one process: the loss of one of several would "
-            "have to be agreed on inside the replica first. Start one process for each replica, with --replicas and without --num_processes."
+            f"replica {settings.replica} has {size} processes in a mesh of {mesh_title(mesh)}, and survive supports replicas whose processes hold the "
+            "whole model each (DDP) or one shard of it each (FSDP2). Leave the sizes of the mesh out, and let --replicas take the place of "
+            "dp_replicate_size."
         )
 
 
@@ -94,10 +98,11 @@ def start(
     prepared: PreparedObjects,
     unwrap: Callable[[nn.Module], nn.Module],
     clock: StepClock,
+    ctx: ProcessContext,
 ) -> Replica:
-    """Return this process's replica, known to the lighthouse, and let updates exchange gradients through it."""
+    """Return the replica of this rank, known to the lighthouse, and let updates exchange gradients through it. Ranks: every rank."""
     variables = env.snapshot()
     token = secret.given_token(variables) or secret.user_secret(variables)
-    made = Replica(config.survive, prepared, unwrap, clock, token)
+    made = Replica(config.survive, prepared, RunState(prepared, unwrap), clock, ctx, token)
     clock.exchange = made.exchange
     return made

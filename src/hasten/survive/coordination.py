@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -36,6 +36,15 @@ class Quorum:
         """Different for every answer of the lighthouse, and equal on all members."""
         self.members = members
         self.roles = divide(members)
+
+    def encoded(self) -> dict[str, Any]:
+        """Return the quorum as JSON values."""
+        return {"key": self.key, "members": self.members}
+
+    @classmethod
+    def decoded(cls, values: Mapping[str, Any]) -> Quorum:
+        """Return the quorum that `encoded` has described."""
+        return cls(values["key"], tuple(Member(*one) for one in values["members"]))
 
 
 class Answer:
@@ -68,10 +77,12 @@ class Answer:
 class Coordinator:
     """Client of the lighthouse: sends heartbeats in one thread, and asks for quorums in another."""
 
-    def __init__(self, settings: SurviveSettings, card: Callable[[], Member]) -> None:
+    def __init__(self, settings: SurviveSettings, card: Callable[[], Member], alive: Callable[[], bool]) -> None:
+        """`alive` returns False while a rank of this replica is silent: the replica then sends no heartbeats."""
         torchft = need("torchft.coordination", VERSIONS, WHY)
         self._settings = settings
         self._card = card
+        self._alive = alive
         self._address = with_scheme(settings.lighthouse or "")
         self._connect_s = timedelta(seconds=settings.timeout_s)
         self._client = self._connected(torchft)
@@ -112,8 +123,8 @@ class Coordinator:
         every = self._settings.heartbeat_timeout_s / _BEATS
         name = self._card().name
         while not self._closed.wait(every):
-            if time.monotonic() - self._asked_at > self._settings.hang_timeout_s:
-                continue  # the loop hangs: the others must not wait for this replica any longer
+            if time.monotonic() - self._asked_at > self._settings.hang_timeout_s or not self._alive():
+                continue  # the loop hangs, or a rank is away: the others must not wait for this replica any longer
             try:
                 client.heartbeat(name, timedelta(seconds=self._settings.heartbeat_timeout_s))
             except Exception as error:  # the lighthouse may be away for a moment: the next heartbeat tells

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hasten.errors import StepError
+from hasten.modules.names import local_tensor
 
 _BUCKET: Final = 256 * 1024
 """Elements that are sent together, so that the first are on their way while backward computes the others."""
@@ -22,6 +23,24 @@ _HEADER: Final = 0
 
 class LostReplicaError(Exception):
     """Failure of an exchange, after which the members have to be asked for again."""
+
+
+class Received(NamedTuple):
+    """The gradients of all replicas, which have arrived and are not written to the parameters."""
+
+    buckets: Sequence[Bucket]
+    factors: list[float]
+    """Factor of each replica's gradients in the mean."""
+    wanted: list[bool]
+    """Parameters of which some replica has a gradient, in the order of the buckets."""
+    asks: bool
+    """True if a replica wants to ask for the members of the next update; equal on all replicas."""
+
+    def write(self) -> None:
+        """Set the gradients to their mean; it cannot fail."""
+        wanted = iter(self.wanted)
+        for bucket in self.buckets:
+            bucket.write(self.factors, [next(wanted) for _ in bucket.parameters])
 
 
 class ReplicaGroup:
@@ -65,7 +84,7 @@ class ReplicaGroup:
             bucket.rows[self.rank].copy_(bucket.sent[self.rank])
 
     # -- when the window ends ----------------------------------------------------------------------------------------
-    def average(
+    def receive(
         self,
         parameters: Sequence[Tensor],
         weight: float,
@@ -73,14 +92,14 @@ class ReplicaGroup:
         facts: Sequence[float],
         window: Hashable = None,
         asks: bool = False,
-    ) -> bool:
-        """Set the gradient of each parameter to the replicas' weighted mean; it stays None if no replica has one.
+    ) -> Received:
+        """Return the gradients of all replicas, of which `write` makes the weighted mean; it stays None if no replica has one.
 
         The mean is the sum of `weight` times gradient, in the order of ranks, divided by the sum of all `share`. It is the same,
         bit by bit, on all replicas. Buckets of this window that were sent before are not sent again, unless a replica has changed
-        its gradients since.
+        its gradients since. Of sharded parameters, the shards of this rank are exchanged.
 
-        Returns: True if `asks` is True on a replica; all of them return the same.
+        Returns: with `asks` True if `asks` is True on a replica; all of them return the same.
         Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ. The gradients are then unchanged.
         """
         buckets = self.buckets(parameters)
@@ -101,10 +120,8 @@ class ReplicaGroup:
         total = sum(headers[:, 1].tolist())
         factors = [one / total if total and part else 0.0 for one, part in headers[:, :2].tolist()]
         self._receive(buckets, factors)
-        wanted = iter(headers[:, 4 + len(facts) :].any(0).tolist())  # nothing can fail from here on
-        for bucket in buckets:
-            bucket.write(factors, [next(wanted) for _ in bucket.parameters])
-        return bool(headers[:, 3].any())
+        wanted: list[bool] = headers[:, 4 + len(facts) :].any(0).tolist()
+        return Received(buckets, factors, wanted, bool(headers[:, 3].any()))
 
     def _receive(self, buckets: Sequence[Bucket], factors: list[float]) -> None:
         """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
@@ -152,10 +169,11 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Tensor], rank: int, size: int, tag: int) -> None:
         self.parameters = list(parameters)
+        self._shapes = [local_tensor(parameter.detach()).shape for parameter in parameters]
         self.tag = tag
         self.works: list[dist.Work] | None = None
         """Messages of the current window; None before they are sent."""
-        self._sizes = [parameter.numel() for parameter in parameters]
+        self._sizes = [shape.numel() for shape in self._shapes]
         self._number = sum(self._sizes)
         self._window: Hashable = None
         self._copied: list[tuple[Tensor | None, int]] = []
@@ -208,7 +226,7 @@ class Bucket:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            grad = parameter.grad
+            grad = local_tensor(parameter.grad)
             if not self.whole:
                 grad.copy_(parts[0])
             elif grad.dtype == parts[0].dtype and grad.device == parts[0].device:
@@ -219,7 +237,7 @@ class Bucket:
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""
         split = torch.split(flat[: self._number], self._sizes)
-        return [part.view(parameter.shape) for part, parameter in zip(split, self.parameters, strict=True)]
+        return [part.view(shape) for part, shape in zip(split, self._shapes, strict=True)]
 
 
 def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None) -> Tensor:
@@ -256,7 +274,7 @@ def _dense(grad: Tensor) -> Tensor:
             f"a gradient of layout {grad.layout} cannot be exchanged between replicas, which send dense vectors. Create the embedding with "
             "sparse=False."
         )
-    return grad.detach()
+    return local_tensor(grad.detach())
 
 
 def _runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -267,7 +285,7 @@ def _runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             yield run
             run = []
         run.append(parameter)
-        if sum(one.numel() for one in run) >= _BUCKET:
+        if sum(local_tensor(one.detach()).numel() for one in run) >= _BUCKET:
             yield run
             run = []
     if run:

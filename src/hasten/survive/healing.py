@@ -68,11 +68,11 @@ class HealingPort:
         with connection:
             connection.settimeout(timeout_s)
             try:
-                theirs, size = _HEAD.unpack(_read(connection, _HEAD.size))
+                theirs, size = _HEAD.unpack(read(connection, _HEAD.size))
                 if not hmac.compare_digest(theirs, digest(self._token, key)):
                     log.warning("survive: a state of an earlier update, or without this job's token, was refused")
                     return None
-                content = _read(connection, size)
+                content = read(connection, size)
                 connection.sendall(b"!")
             except (OSError, EOFError) as error:
                 log.debug("survive: a transfer ended early: %s", error)
@@ -123,7 +123,8 @@ def connected(address: str, timeout_s: float) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=timeout_s)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def read(connection: socket.socket, size: int) -> bytes:
+    """Return this many bytes of a connection. Raises: EOFError when it ends before; OSError when it fails."""
     content = bytearray()
     while len(content) < size:
         part = connection.recv(min(_CHUNK, size - len(content)))

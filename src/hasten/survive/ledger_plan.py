@@ -23,7 +23,7 @@ class Ledger:
     size: int
     """Number of samples in an epoch."""
     rows: int
-    """Number of samples in a replica's batch."""
+    """Number of samples in a replica's batch, on all of its ranks."""
     drop_last: bool = False
     seed: int = 0
     step: int = 0
@@ -77,9 +77,10 @@ class Ledger:
             self.following += amount
         return merged(taken)
 
-    def amounts(self, name: str) -> tuple[int, int]:
-        """Return the number of batches of this window, and the number of those in which the replica has samples."""
-        return len(self.rounds), sum(bool(one.get(name)) for one in self.rounds)
+    def amounts(self, name: str, num_ranks: int = 1) -> tuple[int, int]:
+        """Return the number of batches of this window on the ranks of a replica, and the number of those that have samples."""
+        given = [sum(end - start for start, end in one.get(name, [])) for one in self.rounds]
+        return num_ranks * len(given), sum(min(number, num_ranks) for number in given)
 
     def commit(self, contributors: Sequence[str], members: Iterable[str]) -> list[Range]:
         """Record an applied update of these replicas; return the positions of the others, which are given out again."""
@@ -156,6 +157,21 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
             found[-1] = (found[-1][0], end)
         elif start < end:
             found.append((start, end))
+    return found
+
+
+def part(ranges: Iterable[Range], rank: int, num_ranks: int) -> list[Range]:
+    """Return the positions of one of a replica's ranks: adjacent ones, and as many as on the other ranks, or one more or fewer."""
+    ranges = list(ranges)
+    share, more = divmod(sum(end - start for start, end in ranges), num_ranks)
+    skipped, wanted = share * rank + min(rank, more), share + (rank < more)
+    found: list[Range] = []
+    for start, end in ranges:
+        first = min(start + skipped, end)
+        last = min(first + wanted, end)
+        if first < last:
+            found.append((first, last))
+        skipped, wanted = skipped - (first - start), wanted - (last - first)
     return found
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hasten.config.sections.launch import SurviveSettings
 from hasten.data.batch_plan import derive_seed
@@ -19,13 +17,17 @@ from hasten.errors import CommError, HastenError, StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
+from hasten.runtime.context import ProcessContext
 from hasten.survive import healing
 from hasten.survive.coordination import Answer, Coordinator, Quorum, local_address
 from hasten.survive.early import EarlySender
-from hasten.survive.exchange import LostReplicaError, ReplicaGroup
+from hasten.survive.exchange import LostReplicaError, Received, ReplicaGroup
 from hasten.survive.healing import HealingPort, NotHealedError, State
+from hasten.survive.inside import Inside, joined, of_rank
 from hasten.survive.ledger_plan import Ledger, Range
+from hasten.survive.report import SurvivalReport
 from hasten.survive.roles_plan import Member, Roles
+from hasten.survive.run_state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -45,45 +47,23 @@ FIRST: Final = "0"
 """Name of the replica that leads before the members are known."""
 
 
-@dataclass(slots=True)
-class SurvivalReport:
-    """Lost, returned and healed replicas of a run, as seen by one of them."""
-
-    lost: list[tuple[int, str]] = field(default_factory=list)
-    """(update, replica): replicas whose gradients are not in that update, though they had samples of it."""
-    joined: list[tuple[int, str]] = field(default_factory=list)
-    """(update, replica): replicas that have received the run's state after that update."""
-    healed: list[int] = field(default_factory=list)
-    """Updates after which this replica has received the run's state from another."""
-    num_retries: int = 0
-    """Number of exchanges that were repeated because a replica was lost in them."""
-    longest_pause_s: float = 0.0
-    """Longest time that an update waited for the exchange to succeed, in updates with a retry or a lost replica."""
-    num_returned: int = 0
-    """Number of samples that were given out again."""
-    num_present: int = 0
-    """Number of replicas of the latest update, those included that have received the run's state after it."""
-    waiting_since: float | None = None
-    """Time by `time.monotonic()` since which this replica waits for the members of an update; None while it does not wait."""
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds for which this replica has been waiting for others, as below the minimum; 0 while it does not wait."""
-        since = self.waiting_since
-        return 0.0 if since is None else time.monotonic() - since
-
-
 class Replica:
-    """This process as a replica: gives out its samples, exchanges its gradients, heals others and is healed."""
+    """This rank of a replica: gives out its samples, exchanges its gradients, heals others and is healed.
+
+    All ranks of a replica make the same calls. The first one talks to the lighthouse and decides; an update, and healing, happen on all
+    of them or on none.
+    """
 
     def __init__(
         self,
         settings: SurviveSettings,
         prepared: PreparedObjects,
-        unwrap: Callable[[nn.Module], nn.Module],
+        state: RunState,
         clock: StepClock,
+        ctx: ProcessContext,
         token: bytes | None,
     ) -> None:
+        """Make this replica known to the lighthouse. Ranks: every rank of the replica."""
         assert settings.lighthouse is not None, "checked before"
         assert settings.replica is not None, "checked before"
         self.name = settings.replica
@@ -91,17 +71,20 @@ class Replica:
         self.report = SurvivalReport()
         self._settings = settings
         self._prepared = prepared
-        self._unwrap = unwrap
+        self.state = state
         self._clock = clock
         self._token = token
         self._fresh = True
-        self._host = local_address(settings.lighthouse)
-        self._port = HealingPort(self._host, token)
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        self._coordinator = Coordinator(settings, self._card)
+        host = local_address(settings.lighthouse)
+        self._port = HealingPort(host, token)
+        self._inside = inside = Inside(ctx.world, host, settings, token)
+        self._addresses = joined(ctx.world.all_gather_object(self._port.address))
+        self._coordinator = Coordinator(settings, self._card, inside.alive) if inside.first else None
         self._asked: Answer | None = None
         self._standing: tuple[Quorum, Roles] | None = None
         """Members of the previous update who make the next one without asking the lighthouse; None to ask."""
+        self._asks = True
+        """True if this replica wants to ask for the members of the next update."""
         self._met_at = self._updated_at = time.monotonic()
         self._patience_s = settings.heartbeat_timeout_s
         """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
@@ -118,12 +101,10 @@ class Replica:
         self._agreed_at: int | None = None
         self.note: Callable[..., None] = lambda kind, **details: None
         """Called with each event of the run's report, and its details."""
-        self.registered: Callable[[], list[Any]] = list  # Any: objects with state_dict and load_state_dict
 
     def _card(self) -> Member:
         ledger = self.ledger
-        store = f"{self._host}:{self._store.port}"
-        return Member(self.name, ledger.step, ledger.lineage, self._fresh, store, self._port.address)
+        return Member(self.name, ledger.step, ledger.lineage, self._fresh, self._inside.address, self._addresses)
 
     @property
     def leads(self) -> bool:
@@ -151,7 +132,7 @@ class Replica:
             self.ledger.begin(epoch)
 
     def round(self, epoch: int) -> list[Range] | None:
-        """Return the positions of this replica's next batch; None when the epoch is over, here or for the run."""
+        """Return the positions of this replica's next batch, on all ranks; None when the epoch is over, here or for the run."""
         while self.ledger.epoch == epoch:
             ledger = self.ledger
             if not ledger.rounds:
@@ -160,7 +141,7 @@ class Replica:
                 return None
             if ledger.exhausted:
                 continue  # this replica was healed, and its ledger may have samples again
-            if self._asked is None and self._standing is None:
+            if self._asked is None and self._standing is None and self._coordinator is not None:
                 self._asked = self._coordinator.ask()
             return ledger.deal()[self.name]
         return None
@@ -201,7 +182,7 @@ class Replica:
         began, retries = time.monotonic(), 0
         before: tuple[str, ...] = ()
         while True:
-            quorum, roles = self._takes_standing() or self._met()
+            quorum, roles = self._met(standing=True)
             if not roles.is_active(self.name):
                 if not self._heal(roles, in_step=True):
                     continue
@@ -224,34 +205,66 @@ class Replica:
             self.report.longest_pause_s = max(self.report.longest_pause_s, time.monotonic() - began)
         return False
 
-    def _met(self) -> tuple[Quorum, Roles]:
-        """Return the members of this update, and their roles; waits until enough replicas are there."""
-        asked, self._asked, self._standing = self._asked or self._coordinator.ask(), None, None
-        self.report.waiting_since = began = self._met_at = time.monotonic()
-        try:
-            quorum = asked.result()
-        finally:
-            self.report.waiting_since = None
-        if (waited := time.monotonic() - began) > _LONG_WAIT_S:
-            self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
-        roles = quorum.roles
-        self._refuse_to_continue_a_finished_run(roles)
-        self._key = quorum.key
-        return quorum, roles
+    def _met(self, standing: bool = False) -> tuple[Quorum, Roles]:
+        """Return the members of this update, and their roles; waits until enough replicas are there.
+
+        With `standing`, the members of the previous update make this one, if they have agreed to it.
+        """
+        kept = self._standing
+        if self._coordinator is None:
+            found = self._followed(kept, self._inside.hear())
+        else:
+            found = (self._takes_standing() if standing else None) or self._asked_for(self._coordinator)
+            now = time.monotonic()
+            late = now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
+            self._asks = bool(found[1].healing) or late
+            self._inside.tell({"asks": self._asks, "quorum": None if found is kept else found[0].encoded()})
+        self._standing = None
+        self._key = found[0].key
+        return found
+
+    def _followed(self, kept: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]) -> tuple[Quorum, Roles]:
+        """Return the members that the first rank of this replica has decided on."""
+        self._asks = bool(decision["asks"])
+        if (told := decision["quorum"]) is None:
+            assert kept is not None, "all ranks of a replica keep the same members"
+            return kept
+        quorum = Quorum.decoded(told)
+        return quorum, quorum.roles
+
+    def _asked_for(self, coordinator: Coordinator) -> tuple[Quorum, Roles]:
+        """Return the members that the lighthouse names, when enough replicas are there."""
+        began, told = time.monotonic(), False
+        while True:
+            asked, self._asked = self._asked or coordinator.ask(), None
+            self.report.waiting_since = since = self._met_at = time.monotonic()
+            try:
+                quorum = asked.result()
+            finally:
+                self.report.waiting_since = None
+            if (waited := time.monotonic() - since) > _LONG_WAIT_S:
+                self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
+            roles = quorum.roles
+            self._refuse_to_continue_a_finished_run(roles)
+            starts = self._fresh and roles.active[0].fresh
+            if not starts or not (others := self._held_by_others(roles, time.monotonic() - began)):
+                return quorum, roles
+            if not told:
+                log.warning("survive: replica %s waits: %s hold the run and cannot be reached", self.name, others)
+            told = True
+            time.sleep(_SLICE_S)
 
     def _takes_standing(self) -> tuple[Quorum, Roles] | None:
         """Return the members of the previous update if all of them have agreed to make this one without asking; None if it is too late.
 
         Nothing depends on that agreement but time: an update needs the gradients of all of them, and fails if one is away.
         """
-        standing, self._standing = self._standing, None
-        if time.monotonic() - self._met_at > self._settings.heartbeat_timeout_s:
-            return None
-        return standing
+        late = time.monotonic() - self._met_at > self._settings.heartbeat_timeout_s
+        return None if late else self._standing
 
     def _note_agreed(self) -> None:
         self._agreed_at = self.ledger.step
-        if self._settings.folder is not None and self.leads:
+        if self._settings.folder is not None and self.leads and self._inside.first:
             path = Path(self._settings.folder) / _AGREED
             draft = path.with_suffix(f".{self.name}")
             draft.write_text(self._history())
@@ -274,28 +287,42 @@ class Replica:
         )
 
     def _update(self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float) -> None:
-        """Exchange the gradients of the active replicas and write the mean to the parameters."""
-        names = roles.contributors
+        """Exchange the gradients of the active replicas and write the mean to the parameters, on all ranks of this replica or on none."""
         parameters = [one for one in holder.parameters if one.requires_grad]
         weight, share = self._weights()
-        if names != self.contributors or not self._grouped:
-            self._ungroup()
-            if len(names) > 1:
-                rank = names.index(self.name)
-                key = f"{quorum.key}/{'+'.join(names)}"
-                self._group = ReplicaGroup(roles.active[0].store, key, rank, len(names), self._settings.timeout_s)
-            self.contributors, self._grouped = names, True
-        facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
-        now = time.monotonic()
-        asks = bool(roles.healing) or now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
-        if self._group is None:
+        failed: LostReplicaError | None = None
+        received: Received | None = None
+        try:
+            self._form(quorum, roles)
+            if self._group is not None:
+                facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
+                self._group.timeout_s = patience_s
+                received = self._group.receive(parameters, weight, share, facts, self._window(), self._asks)
+        except LostReplicaError as error:
+            failed = error
+        if len(roles.active) > 1 and not self._inside.vote(failed is None):
+            raise failed or LostReplicaError("another rank of this replica has lost a member")
+        if received is None:
             _alone(parameters, weight / share if share else 0.0)
         else:
-            self._group.timeout_s = patience_s
-            asks = self._group.average(parameters, weight, share, facts, self._window(), asks)
+            received.write()
+        if self._group is not None and self._inside.size == 1:  # else DDP or FSDP2 reduces the gradients after backward
             self._sender.watch(self._group, parameters)
+        asks = self._asks if received is None else received.asks
         self._standing = None if asks else (quorum, roles)
         self._updated_at = time.monotonic()
+
+    def _form(self, quorum: Quorum, roles: Roles) -> None:
+        """Connect this rank to the same rank of the other active replicas, unless it is. Raises: LostReplicaError."""
+        names = roles.contributors
+        if names == self.contributors and self._grouped:
+            return
+        self._ungroup()
+        if len(names) > 1:
+            key = f"{quorum.key}/{'+'.join(names)}/{self._inside.rank}"
+            store, timeout_s = roles.active[0].store, self._settings.timeout_s
+            self._group = ReplicaGroup(store, key, names.index(self.name), len(names), timeout_s)
+        self.contributors, self._grouped = names, True
 
     def _window(self) -> tuple[int, int, int]:
         """Return a value that differs between windows, in this process."""
@@ -312,7 +339,7 @@ class Replica:
 
     def _weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
-        rounds, real = self.ledger.amounts(self.name)
+        rounds, real = self.ledger.amounts(self.name, self._inside.size)
         weights = self._clock.window_weights()
         if weights is None:
             return (float(rounds), float(real)) if rounds else (1.0, 1.0)
@@ -321,7 +348,8 @@ class Replica:
                 f"a window has {len(weights)} weighted losses in each micro-step, and replicas exchange gradients that have one common weight. "
                 "Add the losses before backward()."
             )
-        return weights[0], weights[0]
+        total = self._inside.total(weights[0])
+        return total, total
 
     def _commit(self, roles: Roles) -> bool:
         """Record the update that is about to be applied; returns whether samples were given out again."""
@@ -365,15 +393,9 @@ class Replica:
                 f"{len(self._prepared.optimizers)} optimizers were prepared, and survive exchanges the gradients of one: the steps of several would have to "
                 "be applied together or not at all. Put all parameters into groups of one optimizer."
             )
-        began, told = time.monotonic(), False
         while self._fresh:
             _, roles = self._met()
-            if roles.active[0].fresh and (others := self._held_by_others(time.monotonic() - began)):
-                if not told:
-                    log.warning("survive: replica %s waits: %s hold the run and cannot be reached", self.name, others)
-                told = True
-                time.sleep(_SLICE_S)
-            elif roles.is_active(self.name):
+            if roles.is_active(self.name):
                 self._fresh = False
                 self._mark_as_joined()
                 self.ledger.members = roles.names
@@ -382,16 +404,16 @@ class Replica:
             else:
                 self._heal(roles)
 
-    def _held_by_others(self, waited_s: float) -> list[str]:
+    def _held_by_others(self, roles: Roles, waited_s: float) -> list[str]:
         """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
         if self._settings.folder is None or waited_s > self._settings.hang_timeout_s:
             return []
         found = [path.name.removeprefix(_JOINED) for path in Path(self._settings.folder).glob(f"{_JOINED}*")]
-        return sorted(set(found) - {self.name})
+        return sorted(set(found) - set(roles.names))
 
     def _mark_as_joined(self) -> None:
         """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
-        if self._settings.folder is not None:
+        if self._settings.folder is not None and self._inside.first:
             (Path(self._settings.folder) / f"{_JOINED}{self.name}").touch()
 
     def _send_state(self) -> None:
@@ -399,61 +421,44 @@ class Replica:
         waiting, self._to_heal = self._to_heal, []
         if not waiting:
             return
-        content = healing.pack(self._state(), check=not self._checked)
+        state: State = {
+            "ledger": self.ledger.encoded(),
+            "clock": self._clock.num_updates,
+            **self.state.collected(),
+        }
+        content = healing.pack(state, check=not self._checked)
         self._checked = True
         for one in waiting:
             try:
-                healing.send(content, one.heal, self._token, self._key, self._settings.timeout_s)
+                address = of_rank(one.heal, self._inside.rank)
+                healing.send(content, address, self._token, self._key, self._settings.timeout_s)
             except OSError as error:
                 log.warning("survive: replica %s could not be healed: %s", one.name, error)
 
     def _heal(self, roles: Roles, in_step: bool = False) -> bool:
         """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
-        source = roles.source_of(self.name)
+        source, settings = roles.source_of(self.name), self._settings
         self._ungroup()
+        state: State | None = None
         try:
-            settings = self._settings
-            state = self._port.receive(source.heal, self._key, settings.heal_timeout_s, settings.timeout_s)
+            address = of_rank(source.heal, self._inside.rank)
+            state = self._port.receive(address, self._key, settings.heal_timeout_s, settings.timeout_s)
         except NotHealedError as error:
             log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
+        if not self._inside.vote(state is not None) or state is None:
             return False
         self._load(state, in_step)
         return True
 
-    def _state(self) -> State:
-        prepared = self._prepared
-        return {
-            "ledger": self.ledger.encoded(),
-            "models": [self._unwrap(model).state_dict() for model in prepared.models],
-            "optimizers": [one.optimizer.state_dict() for one in prepared.optimizers],
-            "updates": [one.num_updates for one in prepared.optimizers],
-            "schedulers": [one.state_dict() for one in prepared.schedulers],
-            "averages": [one.state_dict() for one in prepared.averages],
-            "registered": [one.state_dict() for one in self.registered()],
-            "clock": self._clock.num_updates,
-        }
-
-    def _load(self, state: Mapping[str, Any], in_step: bool) -> None:
-        prepared = self._prepared
-        for model, values in zip(prepared.models, state["models"], strict=True):
-            self._unwrap(model).load_state_dict(values)
-        for optimizer, values, updates in zip(prepared.optimizers, state["optimizers"], state["updates"], strict=True):
-            optimizer.optimizer.load_state_dict(values)
-            optimizer.num_updates = optimizer.num_attempts = updates
-        for scheduler, values in zip(prepared.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(values)
-            scheduler.caught_up()
-        for one, values in [
-            *zip(prepared.averages, state["averages"], strict=True),
-            *zip(self.registered(), state["registered"], strict=True),
-        ]:
-            one.load_state_dict(values)
+    def _load(self, state: State, in_step: bool) -> None:
+        self.state.load(state)
         self.ledger = Ledger.decoded(state["ledger"])
         self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
         self._fresh = False
         self._mark_as_joined()
         self.report.healed.append(self.ledger.step)
-        torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode()))
+        rank = [256 + self._inside.rank] if self._inside.rank else []
+        torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank))
         log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)
 
     # -- checkpoints and end ---------------------------------------------------------------------------------------
@@ -470,13 +475,16 @@ class Replica:
         """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
         if not self._fresh and self._agreed_at != self.ledger.step:
             self._agreed()
+        self._inside.vote(True)  # the first rank serves the others' store until they have come here
         self.close()
 
     def close(self) -> None:
         """Leave the run and close all connections."""
-        self._coordinator.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         self._ungroup()
         self._port.close()
+        self._inside.close()
 
 
 @torch.no_grad()

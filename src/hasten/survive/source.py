@@ -1,10 +1,11 @@
-"""The source of a loader whose samples are given out by the ledger, batch by batch, to the replicas that are there."""
+"""The source of a loader whose samples are given out by the ledger, batch by batch, to the replicas that are there and their ranks."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, starmap
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
 from hasten.optim.loss_weights import LossPart
-from hasten.survive.ledger_plan import Ledger, Range, positions
+from hasten.survive.ledger_plan import Ledger, Range, part, positions
 
 
 class LedgerHolder(Protocol):
@@ -35,7 +36,7 @@ class LedgerHolder(Protocol):
         ...
 
     def round(self, epoch: int) -> list[Range] | None:
-        """Return the positions of this replica's next batch; None at the end of the epoch."""
+        """Return the positions of this replica's next batch, on all of its ranks; None at the end of the epoch."""
         ...
 
 
@@ -59,7 +60,8 @@ class LedgerSource(OuterSource):
         self._clock = clock
         self._num_replicas = num_replicas
         plan = inner.assignment.plan
-        self._rows, self._drop_last = plan.rows, plan.drop_last
+        self._rows, self._drop_last = plan.global_batch, plan.drop_last
+        self._part = partial(part, rank=plan.shard, num_ranks=plan.num_shards)
         self.reading = None
 
     def steps(self) -> int | None:
@@ -92,14 +94,15 @@ class LedgerSource(OuterSource):
         replica.opened(size, self._rows, self._drop_last, at.seed)
         replica.enter(at.epoch)
         seek = self._seek(at)
-        ahead = _ReadAhead(self._indexed, replica, at, seek)
+        ahead = _ReadAhead(self._indexed, replica, at, seek, self._part)
         try:
             while (ranges := replica.round(at.epoch)) is not None:
                 batch, last = ahead.take(ranges)
-                if not ranges:  # it only keeps this replica's loop in step with the others
+                empty = not self._part(ranges)
+                if empty:  # it only keeps this rank's loop in step with the others
                     clock.weights.part = LossPart(0.0)
                 yield batch[0], batch[1], last, batch[3]
-                if not ranges:
+                if empty:
                     clock.weights.part = None
         finally:
             clock.weights.part = None
@@ -117,20 +120,26 @@ class LedgerSource(OuterSource):
 
 
 class _ReadAhead:
-    """Reader of the batches that this replica gets if the members stay the same."""
+    """Reader of the batches that this rank of the replica gets if the members stay the same."""
 
     def __init__(
-        self, inner: IndexedSource, replica: LedgerHolder, at: Position, seek: Callable[[Indices], Indices]
+        self,
+        inner: IndexedSource,
+        replica: LedgerHolder,
+        at: Position,
+        seek: Callable[[Indices], Indices],
+        part_of: Callable[[list[Range]], list[Range]],
     ) -> None:
         self._inner = inner
         self._replica = replica
         self._at = at
         self._seek = seek
+        self._part = part_of
         self._items: Generator[Item] | None = None
         self._expected: deque[tuple[list[Range], bool]] = deque()
 
     def take(self, ranges: list[Range]) -> tuple[Item, bool]:
-        """Return the batch at these positions, and whether it is expected to be the epoch's last."""
+        """Return this rank's part of the batch at these positions, and whether it is expected to be the epoch's last."""
         for _ in range(2):
             if self._items is None:
                 self._items = self._inner.read(self._index_batches(ranges), self._at)
@@ -150,9 +159,9 @@ class _ReadAhead:
 
     def _index_batch(self, ranges: list[Range], last: bool) -> IndexBatch:
         self._expected.append((ranges, last))
-        places = positions(ranges) or [0]
-        indices: list[int] = self._seek(np.array(places, dtype=np.int64)).tolist()
-        return indices, None if ranges else 0, last
+        places = positions(self._part(ranges))
+        indices: list[int] = self._seek(np.array(places or [0], dtype=np.int64)).tolist()
+        return indices, None if places else 0, last
 
     def close(self) -> None:
         """Stop reading ahead."""

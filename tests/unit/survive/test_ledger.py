@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hasten.survive.ledger_plan import Ledger, merged, positions
+from hasten.survive.ledger_plan import Ledger, merged, part, positions
 
 
 def test_each_position_is_used_once_with_members_that_change_at_random() -> None:
@@ -94,3 +94,24 @@ def test_a_preview_is_what_members_get_while_they_stay_the_same() -> None:
 
 def test_ranges_are_joined() -> None:
     assert merged([(5, 7), (0, 2), (2, 5), (9, 9)]) == [(0, 7)]
+
+
+def test_the_ranks_of_a_replica_share_its_positions() -> None:
+    rng = random.Random(5)
+    for num_ranks in range(1, 17):
+        for _ in range(40):
+            places = sorted(rng.sample(range(200), rng.randint(0, 4 * num_ranks)))
+            ranges = merged((place, place + 1) for place in places)
+            parts = [positions(part(ranges, rank, num_ranks)) for rank in range(num_ranks)]
+            assert [place for one in parts for place in one] == places
+            assert {len(one) for one in parts} <= {len(places) // num_ranks, -(-len(places) // num_ranks)}
+
+
+def test_batches_are_counted_for_each_rank_of_a_replica() -> None:
+    ledger = Ledger(19, 4, members=("a", "b"))
+    ledger.deal()
+    ledger.deal()
+    ledger.deal()  # two samples for the first replica, one for the second
+    assert ledger.amounts("a", 2) == (6, 6)
+    assert ledger.amounts("b", 2) == (6, 5)
+    assert ledger.amounts("b") == (3, 3)

@@ -11,7 +11,7 @@ from hasten.accelerator.operations import number_of
 from hasten.config.resolve import resolve
 from hasten.metrics.catalogue import RankReading, ReplicaReading, families
 from hasten.metrics.exposition import render
-from hasten.survive.replica import SurvivalReport
+from hasten.survive.report import SurvivalReport
 from hasten.tools.cluster_top import RankRow, page
 
 SEEN = ReplicaReading(present=3, lost=2, joined=1, returned=24, waiting_s=0.5)
@@ -63,6 +63,8 @@ def test_a_wait_for_others_is_measured_while_it_lasts() -> None:
 
 
 def test_replicas_are_told_apart_by_their_number() -> None:
-    assert number_of(resolve(code={"survive": {"replica": "3"}}, env={}).config, 0) == 3
-    assert number_of(resolve(code={"survive": {"replica": "left"}}, env={}).config, 0) == 0
-    assert number_of(resolve(code={}, env={}).config, 5) == 5
+    third = resolve(code={"survive": {"replica": "3"}}, env={}).config
+    assert number_of(third, 0, 1) == 3
+    assert [number_of(third, rank, 2) for rank in range(2)] == [6, 7]
+    assert number_of(resolve(code={"survive": {"replica": "left"}}, env={}).config, 0, 1) == 0
+    assert number_of(resolve(code={}, env={}).config, 5, 8) == 5

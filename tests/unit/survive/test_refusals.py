@@ -43,14 +43,14 @@ def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"strategy": "fsdp"}, "strategy='fsdp': a replica is one process .* Use strategy='auto'"),
-        ({"strategy": "deepspeed"}, "strategy='deepspeed': a replica is one process .* Use strategy='auto'"),
-        ({"strategy": "megatron"}, "strategy='megatron': .* Use strategy='auto'"),
-        ({"strategy": "xla"}, "strategy='xla': .* Use strategy='auto'"),
-        ({"parallelism_config": {"pp_size": 2}}, "pp_size=2: a replica is one process .* Leave the sizes out"),
+        ({"strategy": "deepspeed"}, "strategy='deepspeed': the gradients .* Use strategy='ddp' or 'fsdp'"),
+        ({"strategy": "megatron"}, "strategy='megatron': .* Use strategy='ddp' or 'fsdp'"),
+        ({"strategy": "xla"}, "strategy='xla': .* Use strategy='ddp' or 'fsdp'"),
+        ({"parallelism_config": {"pp_size": 2}}, "pp_size=2: the ranks of a replica .* Leave the sizes out"),
+        ({"parallelism_config": {"cp_size": 2}}, "cp_size=2: .* Leave the sizes out"),
         (
-            {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}},
-            "dp_shard_size=2, tp_size=2: .* Leave the sizes out",
+            {"parallelism_config": {"tp_size": 2, "dp_replicate_size": 2}},
+            "dp_replicate_size=2, tp_size=2: .* Leave the sizes out",
         ),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16': .* loss scale .* Use 'bf16'"),
         ({"trust": {"numbers": "skip"}}, "trust.numbers='skip': .* Use 'report'"),
@@ -74,8 +74,8 @@ def test_a_replica_needs_a_name() -> None:
     ("flags", "words"),
     [
         (
-            ("--replicas", "2", "--num_processes", "4"),
-            "num_processes=4 asks for more in each.*Leave --num_processes out",
+            ("--replicas", "2", "--num_processes", "5"),
+            "num_processes=5 counts the processes of all replicas.*Give a multiple of 2, such as 4",
         ),
         (("--replicas", "2", "--submit", "slurm"), "submit=slurm.*Leave both out"),
         (("--replicas", "2", "--num_machines", "2"), "num_machines=2 asks for several.*--survive_lighthouse"),

@@ -28,7 +28,10 @@ class SurviveSettings(Section):
     """
 
     replicas: int = setting(
-        0, "processes that hold a replica of the model each, and may be lost (0: none)", minimum=0, flag="replicas"
+        0,
+        "replicas of the model that may be lost (0: none); num_processes counts the processes of all of them (default: one each)",
+        minimum=0,
+        flag="replicas",
     )
     min_replicas: int = setting(
         1, "replicas below which the run waits for others to return", minimum=1, flag="min_replicas"

@@ -1,0 +1,86 @@
+"""Replicas of several processes, by DDP and by FSDP2: one that loses a rank is lost as a whole, and the others continue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.survive.checking import check_run
+from tests.survive.driving import finish, options_of, start
+from tests.survive.group_faults import Fault, end, happened
+from tests.survive.reading import results
+
+pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again and again
+LIMIT_S = 600.0
+DDP = {"strategy": "ddp", "ranks": 2}
+FSDP = {"strategy": "fsdp", "ranks": 2, "clip": False}  # the norm of shards is summed in another order
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {**DDP, "size": 227, "every": 2},  # windows of two batches, a short last one
+        {**DDP, "size": 97, "weighted": True, "workers": 1},  # the last update has one sample: three ranks have none
+        {**FSDP, "size": 227},
+        {**FSDP, "size": 131, "clip": True, "every": 2},
+    ],
+)
+def test_without_a_loss_the_run_equals_one_process(tmp_path: Path, given: dict[str, Any]) -> None:
+    options = options_of(given)
+    finish(start(tmp_path, 2, options), tmp_path, LIMIT_S)
+    exact = not options["weighted"] and not (given["strategy"] == "fsdp" and options["clip"])
+    updates = check_run(tmp_path, options, tolerance=0.0 if exact else 1e-6)
+    assert {len(update["contributors"]) for update in updates} == {2}
+    assert sorted(results(tmp_path)) == ["0.0", "0.1", "1.0", "1.1"]
+    assert sorted(name for name, one in results(tmp_path).items() if one["leads"]) == ["0.0"]
+
+
+@pytest.mark.parametrize("given", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_a_killed_rank_ends_its_replica_alone(tmp_path: Path, given: dict[str, Any]) -> None:
+    faults: list[Fault] = [
+        ("0", 1, "forward", "SIGKILL"),
+        ("1", 0, "backward", "SIGKILL"),
+        ("1", 1, "exchange", "SIGKILL"),
+        ("0", 0, "write", "SIGKILL"),
+        ("0", 1, "step", "SIGKILL"),
+    ]
+    options = options_of({**given, "size": 800, "epochs": None, "sleep": 0.05, "faults": faults, "replicas": 2})
+    run = start(tmp_path, 2, options)
+    options["epochs"] = end(run, tmp_path, len(faults), 2, LIMIT_S)
+    text = finish(run, tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    assert sorted(happened(tmp_path)) == list(range(len(faults)))
+    assert "rank 1 of replica 0 ended with killed by SIGKILL; the replica is started again, 1 continue" in text
+    counts = Counter(path.stem.split("-")[1] for path in tmp_path.glob("replica-*.jsonl"))
+    of_replica = {"0": 4, "1": 3}  # processes of each rank: one at the start, and one after each fault of its replica
+    assert counts == {f"{name}.{rank}": number for name, number in of_replica.items() for rank in range(2)}
+    assert {len(update["contributors"]) for update in updates} == {1, 2}
+    assert len(results(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("given", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_a_stopped_rank_makes_its_replica_count_as_lost(tmp_path: Path, given: dict[str, Any]) -> None:
+    faults: list[Fault] = [("1", 1, "forward", "SIGSTOP"), ("0", 0, "exchange", "SIGSTOP")]
+    options = options_of({**given, "size": 800, "epochs": None, "sleep": 0.05, "faults": faults, "replicas": 2})
+    run = start(tmp_path, 2, options)
+    for number in range(len(faults)):
+        until = time.monotonic() + LIMIT_S
+        while number not in happened(tmp_path) and time.monotonic() < until and run.poll() is None:
+            time.sleep(0.05)
+        time.sleep(8.0)
+        os.kill(happened(tmp_path)[number], signal.SIGCONT)
+    options["epochs"] = end(run, tmp_path, len(faults), 2, LIMIT_S)
+    finish(run, tmp_path, LIMIT_S)
+    updates = check_run(tmp_path, options)
+    numbers = [len(update["contributors"]) for update in updates]
+    assert 1 in numbers
+    assert len(list(tmp_path.glob("replica-*.jsonl"))) == 4  # no process was started again
+    healed = {name: one["healed"][1:] if name[0] == "1" else one["healed"] for name, one in results(tmp_path).items()}
+    assert all(healed.values()), healed  # the first healing of replica 1 was at the start
+    assert numbers[-1] == 2
