@@ -36,6 +36,7 @@ SMALL: Final = MappingProxyType(
         "optim/fused.py": "one feature, used by preparing and by captured steps",
         "progress/tqdm_bar.py": "a public name of its own",
         "survive/report.py": "read by the facade and the metrics, without the replica's torch",
+        "progress/waiting.py": "strategies import it, and its neighbour with the other displays loads rich",
         "trainer/trainer.py": "one optional package of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
         "survive/lighthouse.py": "the program of a separate process",

@@ -148,6 +148,8 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
         alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
         return NativeStrategy("tensor", alone.TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
+    if compiles(config) and config.dynamo.backend == "no":
+        transforms += _compiled_shards(config, ctx)
     # loads torch.distributed.tensor, which takes most of a second
     fsdp2 = import_module("hasten.strategies.fsdp.strategy")
     in_host_memory = config.offload in ("parameters", "all")
@@ -158,6 +160,21 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     )
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", distribution, transforms, caps)
+
+
+def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
+    """Return the transform that compiles sharded blocks after two steps; empty, with the reason logged, where it has not been tested."""
+    untested = {
+        "tensor parallelism": ctx.mesh.size(Axis.TP) > 1,
+        "context parallelism": ctx.mesh.size(Axis.CP) > 1,
+        "expert parallelism": ctx.mesh.ep > 1,
+        "parameters in host memory": config.fsdp.cpu_offload or config.offload in ("parameters", "all"),
+    }
+    if found := [name for name, here in untested.items() if here]:
+        log.info("performance: models are not compiled: it has not been tested with shards and %s", found[0])
+        return []
+    ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
+    return [ahead.CompileAhead(in_background=False, recompute=False)]
 
 
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:

@@ -2,9 +2,10 @@
 
 The first two training steps run eagerly and record a block's inputs. If both have the same shapes and dtypes, a separate process compiles
 a copy of the block without its weights, which fills the compiler's caches on disk; when that process has finished, the blocks are
-compiled in place and load their code from the caches. Sharded blocks are compiled in place at once. Until then, and if anything fails,
-the model runs eagerly; on a GPU, blocks that will be compiled recompute their activations meanwhile, because an eager step needs more
-memory than a compiled one and would set the peak of the whole run.
+compiled in place and load their code from the caches. Sharded blocks and fp8 blocks, which cannot be copied, are compiled in the training
+process instead, after the same two steps. Until then, and if anything fails, the model runs eagerly; on a GPU, blocks that will be compiled
+recompute their activations meanwhile (sharded ones do not), because an eager step needs more memory than a compiled one and would set the
+peak of the whole run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import weakref
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import cloudpickle
 import torch
@@ -34,11 +35,20 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.compiling import SETTLING, all_uncompiled, compile_rest, is_compiled, is_settling, options
+from hasten.strategies.compiling import (
+    SETTLING,
+    all_uncompiled,
+    compile_modules,
+    compile_rest,
+    is_compiled,
+    is_settling,
+    options,
+)
 from hasten.strategies.recompute import RecomputedForward
 
 log = get_logger(__name__)
 
+BACKEND: Final = "inductor"
 _OFF = "performance={'compile': False} turns it off"
 
 
@@ -47,9 +57,14 @@ class CompileAhead:
 
     stage = Stage.COMPILE_BLOCKS
 
-    def __init__(self, in_background: bool = True) -> None:
-        """Create the transform; `in_background=False` compiles in the training process, for blocks that cannot be copied."""
+    def __init__(self, in_background: bool = True, recompute: bool = True) -> None:
+        """Create the transform.
+
+        `in_background=False` compiles in the training process, for blocks that cannot be copied; `recompute=False` leaves the
+        activations of blocks that wait for it in memory.
+        """
         self._in_background = in_background
+        self._recompute = recompute
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         name = type(model).__name__
@@ -61,8 +76,8 @@ class CompileAhead:
         elif why := _no_compiler(ctx.device):
             log.info("performance: %s is not compiled: %s", name, why)
         else:
-            _Look(model, blocks, self._in_background)
-            if ctx.device.type == "cuda":
+            _Look(model, blocks, self._in_background, ctx.is_main)
+            if ctx.device.type == "cuda" and self._recompute:
                 recompute_until_compiled(blocks)
         return model
 
@@ -115,8 +130,9 @@ class _Look:
 
     waits = True
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], in_background: bool) -> None:
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], in_background: bool, is_main: bool) -> None:
         self._model = model
+        self._is_main = is_main
         self._blocks = blocks
         self._name = type(model).__name__
         self._in_background = in_background
@@ -165,10 +181,9 @@ class _Look:
 
     def _compile(self, how: str) -> None:
         """Compile the blocks in place, the embeddings, norms and transformers' loss beside them."""
-        chosen = options(TorchDynamoPlugin(backend="inductor"))
+        chosen = options(TorchDynamoPlugin(backend=BACKEND))
         rest = compile_rest(self._model, chosen)
-        for block in self._blocks:
-            block.compile(**chosen)
+        compile_modules(self._blocks, self._name, chosen, self._is_main)
         log.info(
             "performance: the %d blocks of %s%s are compiled from now on: %s, and results are equal except for rounding; %s",
             len(self._blocks),
@@ -228,7 +243,7 @@ def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subproc
         "autocast": torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         "tf32": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
-        "options": options(TorchDynamoPlugin(backend="inductor")),
+        "options": options(TorchDynamoPlugin(backend=BACKEND)),
     }
     folder = Path(tempfile.mkdtemp(prefix="hasten_compile_"))
     target = folder / "block.pkl"

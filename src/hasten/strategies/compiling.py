@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
+from hasten.progress.waiting import waiting_line
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.blocks import repeated_blocks
@@ -33,7 +36,7 @@ class CompileWhole:
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if not is_compiled(model):
-            model.compile(**self._options)
+            compile_modules([model], type(model).__name__, self._options, ctx.is_main)
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -56,13 +59,63 @@ class CompileBlocks:
         if not blocks:
             log.info("%s has no repeated block to compile by region; compiling it whole", type(model).__name__)
             blocks = [model]
-        for block in blocks:
-            if not is_compiled(block):
-                block.compile(**self._options)
+        compile_modules(
+            [block for block in blocks if not is_compiled(block)], type(model).__name__, self._options, ctx.is_main
+        )
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
         return all_uncompiled(model)
+
+
+class FirstCalls:
+    """First calls of compiled modules, in which torch compiles them: a line in the terminal meanwhile, and one in the log at the end."""
+
+    def __init__(self, modules: Sequence[nn.Module], name: str, is_main: bool) -> None:
+        self._name = name
+        self._number = len(modules)
+        self._is_main = is_main
+        self._called = 0
+        self._spent_s = 0.0
+        for module in modules:
+            module._compiled_call_impl = _FirstCall(self, module)
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # Any: the module's
+        """Call a module for the first time, and return its result."""
+        self._called += 1
+        begun = time.monotonic()
+        with waiting_line(self._text) if self._is_main else nullcontext():
+            result = call(*args, **kwargs)
+        self._spent_s += time.monotonic() - begun
+        if self._called == self._number and self._is_main:
+            what = self._name if self._number == 1 else f"the {self._number} blocks of {self._name}"
+            log.info("compiled %s in %.1f s", what, self._spent_s)
+        return result
+
+    def _text(self, seconds: float) -> str:
+        block = "" if self._number == 1 else f", block {self._called} of {self._number}"
+        return f"compiling {self._name}{block}, {self._spent_s + seconds:.0f} s"
+
+
+class _FirstCall:
+    """Replacement of a module's compiled function until it is called."""
+
+    def __init__(self, calls: FirstCalls, module: nn.Module) -> None:
+        compiled = module._compiled_call_impl
+        assert compiled is not None, "the module was compiled"
+        self._calls, self._module, self._compiled = calls, module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the module's
+        self._module._compiled_call_impl = self._compiled
+        return self._calls.run(self._compiled, args, kwargs)
+
+
+def compile_modules(modules: Sequence[nn.Module], name: str, chosen: dict[str, Any], is_main: bool) -> None:
+    """Compile modules of the model `name` in place; the wait for their first calls is shown on the main process."""
+    for module in modules:
+        module.compile(**chosen)
+    if modules:
+        FirstCalls(modules, name, is_main)
 
 
 class CompiledLoss:

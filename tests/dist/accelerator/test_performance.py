@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from hasten import Accelerator, DistributedDataParallelKwargs
 from hasten.runtime.context import ProcessContext
+from hasten.strategies import compile_ahead
 from hasten.strategies.compiling import is_compiled, is_settling
 from hasten.testing.pool import ranks
 
@@ -37,7 +38,8 @@ class Run:
     def __init__(self, ctx: ProcessContext, performance: Any, **settings: Any) -> None:
         torch.manual_seed(0)
         self.ctx = ctx
-        self.accelerator = Accelerator(context=ctx, performance=performance, **settings)
+        sharded = {"strategy", "fsdp_plugin"} & settings.keys()  # the mesh of `ctx` has replicas only
+        self.accelerator = Accelerator(context=None if sharded else ctx, performance=performance, **settings)
         net = nn.Sequential(nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 3))
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(net, made)
@@ -142,3 +144,47 @@ def test_blocks_compiled_in_the_background_train_alike(ctx: ProcessContext) -> N
     for _ in run.losses:
         plain.step()
     assert run.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def alike_when_sharded(ctx: ProcessContext, backend: str, precision: str, tolerance: float) -> None:
+    """Train sharded, with blocks compiled after two steps, and compare losses and weights with those of an eager run."""
+    with pytest.MonkeyPatch.context() as patch, said() as lines:
+        patch.setattr(compile_ahead, "BACKEND", backend)
+        run = Run(ctx, "auto", strategy="fsdp", mixed_precision=precision)
+        assert is_settling(run.model)
+        for _ in range(5):
+            run.step()
+    assert not is_settling(run.model)
+    assert sum(is_compiled(part) for part in run.model.modules()) == 2
+    told = [line for line in lines if "are compiled from now on" in line or "compiled the 2 blocks" in line]
+    assert len(told) == (2 if ctx.is_main else 0), lines
+    plain = Run(ctx, "off", strategy="fsdp", mixed_precision=precision)
+    for _ in run.losses:
+        plain.step()
+    assert run.losses == pytest.approx(plain.losses, rel=tolerance)
+    for mine, wanted in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), wanted.full_tensor(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+@ranks(1, 2, timeout_s=100)
+def test_sharded_blocks_are_compiled_and_train_alike(ctx: ProcessContext) -> None:
+    """With a backend that runs torch's own kernels, in the same order: equal in float32 up to the sums of fused operations."""
+    alike_when_sharded(ctx, "aot_eager", "no", 1e-5)
+    alike_when_sharded(ctx, "aot_eager", "bf16", 1e-2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(310)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+@ranks(1, 2, timeout_s=300)
+def test_sharded_blocks_of_generated_code_train_alike(ctx: ProcessContext) -> None:
+    alike_when_sharded(ctx, "inductor", "no", 1e-4)
+
+
+@ranks(2)
+def test_shards_that_were_not_tried_compiled_stay_eager_with_a_reason(ctx: ProcessContext) -> None:
+    with said() as lines:
+        run = Run(ctx, "auto", fsdp_plugin={"cpu_offload": True})
+    assert not is_settling(run.model)
+    assert [line for line in lines if "shards and parameters in host memory" in line]

@@ -1,10 +1,12 @@
-"""Compiling beside the blocks: the loss, embeddings and norms of a transformers model, and blocks that recompute until they are compiled."""
+"""Compiling beside the blocks: the loss, embeddings and norms of a transformers model, blocks that recompute until they are compiled, the wait."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hasten import Accelerator
 from hasten.errors import ConfigError
 from hasten.modules import forwarding
+from hasten.strategies import compiling
 from hasten.strategies.compile_ahead import UntilCompiled, recompute_until_compiled
-from hasten.strategies.compiling import CompiledLoss, all_uncompiled, compile_rest, is_compiled
+from hasten.strategies.compiling import CompiledLoss, all_uncompiled, compile_modules, compile_rest, is_compiled
 from hasten.testing.toys import seeded
 
 EAGER = {"backend": "eager"}  # traced, and run as it was: no code is generated
@@ -90,3 +93,43 @@ def test_the_loss_is_compiled_with_blocks_only() -> None:
         Accelerator(cpu=True, dynamo_plugin={"backend": "eager", "compile_loss": True})
     with pytest.raises(ConfigError, match="nothing is compiled"):
         Accelerator(cpu=True, dynamo_plugin={"compile_loss": True})
+
+
+@pytest.mark.parametrize(("number", "is_main"), [(3, True), (1, True), (3, False)])
+def test_the_first_calls_of_compiled_blocks_are_shown_and_logged_once(
+    number: int, is_main: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[str] = []
+
+    @contextmanager
+    def shown(text: Callable[[float], str]) -> Iterator[None]:
+        lines.append(text(12.4))
+        yield
+
+    monkeypatch.setattr(compiling, "waiting_line", shown)
+    blocks = [nn.Linear(2, 2) for _ in range(number)]
+    plain = [block(torch.ones(2)) for block in blocks]
+    with caplog.at_level(logging.INFO, logger="hasten"):
+        compile_modules(blocks, "Net", EAGER, is_main)
+        for _ in range(2):
+            assert all(torch.equal(block(torch.ones(2)), out) for block, out in zip(blocks, plain, strict=True))
+    wanted = {
+        (3, True): [f"compiling Net, block {one} of 3, 12 s" for one in (1, 2, 3)],
+        (1, True): ["compiling Net, 12 s"],
+        (3, False): [],
+    }
+    assert [line.replace(", 13 s", ", 12 s") for line in lines] == wanted[number, is_main]
+    told = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    what = "Net" if number == 1 else "the 3 blocks of Net"
+    assert [line.rpartition(" in ")[0] for line in told] == ([f"compiled {what}"] if is_main else [])
+    assert not any(isinstance(block._compiled_call_impl, compiling._FirstCall) for block in blocks), (
+        "later calls cost nothing"
+    )
+
+
+def test_copies_and_pickles_of_a_block_that_was_not_called_yet_run_eagerly() -> None:
+    block = nn.Linear(2, 2)
+    compile_modules([block], "Net", EAGER, is_main=True)
+    for one in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert not is_compiled(one)
+        assert torch.equal(one(torch.ones(2)), block(torch.ones(2)))
