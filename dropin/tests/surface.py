@@ -23,7 +23,6 @@ NAMES = HERE / "golden" / "names.json"
 EVERY_NAME = HERE / "golden" / "every_name.json"
 ELSEWHERE = HERE.parent / "src" / "accelerate" / "_impl" / "surface" / "elsewhere.txt"
 LEFT_OUT = {
-    "accelerate.commands.estimate": "inner steps of `accelerate estimate-memory`, which hasten answers",
     "accelerate.commands.menu": "drawing menus: the wizard is hasten's",
     "accelerate.commands.config.cluster": "inner steps of the wizard, which is hasten's",
     "accelerate.commands.config.sagemaker": "SageMaker jobs are started with SageMaker's own tools",

@@ -17,13 +17,33 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from accelerate import Accelerator, ParallelismConfig, cpu_offload_with_hook, init_empty_weights
 from accelerate._impl.commands.validating import _validate_launch_command
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
+from accelerate.commands.env import env_command, env_command_parser
+from accelerate.commands.estimate import create_ascii_table, estimate_training_usage
 from accelerate.commands.launch import launch_command_parser
 from accelerate.data_loader import prepare_data_loader
-from accelerate.hooks import attach_align_device_hook
+from accelerate.hooks import (
+    ModelHook,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_module,
+)
 from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import TorchDynamoPlugin, convert_dict_to_env_variables, load_checkpoint_in_model, save
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+from accelerate.utils import (
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    convert_dict_to_env_variables,
+    infer_auto_device_map,
+    load_checkpoint_in_model,
+    save,
+    set_module_tensor_to_device,
+)
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 NAMED = ("device", "num_processes", "backend", "distributed_type", "deepspeed_plugin", "_mixed_precision")
@@ -158,6 +178,22 @@ def test_a_backend_of_older_settings_files_is_moved(tmp_path: Path, word: str, m
     assert vars(load_config_from_file(str(file)))["dynamo_config"] == made
 
 
+def test_settings_of_older_files_and_of_the_cloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nfp16: true\nuse_cpu: true\n")
+    found = load_config_from_file(str(file))
+    assert found.mixed_precision == "fp16" and list(found.to_dict())[:2] == ["compute_environment", "distributed_type"]
+    env_command(env_command_parser().parse_args(["--config_file", str(file)]))
+    assert "- `Accelerate` config passed:\n\t- compute_environment: LOCAL_MACHINE\n" in capsys.readouterr().out
+    cloud = SageMakerConfig("AMAZON_SAGEMAKER", "NO", "no", False, False)
+    assert (cloud.base_job_name, cloud.py_version) == ("accelerate-sagemaker-1", "py38")
+
+
+def test_a_validated_command_line_without_devices_is_prepared() -> None:
+    args = _validate_launch_command(_parsed("--cpu"))[0]
+    assert prepare_simple_launcher_cmd_env(args)[0][-1] == "train.py"
+
+
 def _parsed(*words: str) -> argparse.Namespace:
     return launch_command_parser().parse_args([*words, "train.py"])
 
@@ -169,3 +205,134 @@ def test_command_lines_that_mean_nothing_are_refused(capsys: pytest.CaptureFixtu
         with suppress(SystemExit):
             pytest.fail(f"{words} were taken: {_parsed(*words)}")
         assert "invalid choice" in capsys.readouterr().err
+
+
+def test_the_table_of_an_estimate() -> None:
+    rows = [["float32", "84.95 MB", "413.18 MB", "1.61 GB"], ["int4", "10.62 MB", "51.65 MB", "N/A"]]
+    headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    lines = create_ascii_table(headers, rows, "Memory Usage for loading `bert-base-cased`").splitlines()
+    assert lines[1] == "│     Memory Usage for loading `bert-base-cased`     │"
+    assert lines[5:7] == [
+        "│float32│   84.95 MB  │413.18 MB │      1.61 GB      │",
+        "│  int4 │   10.62 MB  │ 51.65 MB │        N/A        │",
+    ]
+    widened = create_ascii_table(["a", "b"], [["1", "2"]], "A title that is long enough to be wide").splitlines()
+    assert len(widened[0]) == 71
+    assert estimate_training_usage(1001, "float16") == {
+        "model": 1001,
+        "optimizer": 2002,
+        "gradients": 1501,
+        "step": 2002,
+    }
+    assert set(estimate_training_usage(1001, "int8").values()) == {-1}
+
+
+def test_a_profiler_is_built_by_its_options() -> None:
+    options = {"wait": 1, "warmup": 1, "active": 2, "repeat": 1, "skip_first": 1}
+    built = ProfileKwargs(activities=["cpu"], schedule_option=options, with_flops=True).build()
+    assert isinstance(built, torch.profiler.profile) and built.with_flops
+    words = [built.schedule(step).name for step in range(6)]
+    assert words == ["NONE", "NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE", "NONE"]
+    with pytest.raises(ValueError, match=r"Invalid profiler activity: foo. Must be one of \['cpu', 'cuda'\]"):
+        ProfileKwargs(activities=["foo"]).build()
+
+
+def test_a_map_says_which_ties_it_takes_into_account(capsys: pytest.CaptureFixture[str]) -> None:
+    infer_auto_device_map(Tied(), max_memory={"cpu": 1000}, verbose=True)
+    said = capsys.readouterr().out.splitlines()
+    assert "  Found the relevant tied param groups [['a.weight', 'b.weight']]" in said
+    assert "  So those parameters need to be taken into account ['b.weight']" in said
+
+
+def test_an_index_may_be_a_plain_table(tmp_path: Path) -> None:
+    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    for name, one in model.state_dict().items():
+        torch.save({name: one}, tmp_path / f"{name}.bin")
+    index = tmp_path / "plain.json"
+    index.write_text('{"weight": "weight.bin", "bias": "bias.bin"}')
+    load_checkpoint_in_model(again, index)
+    assert torch.equal(again.weight, model.weight)
+    index.write_text('{"metadata": {}}')
+    with pytest.raises(RuntimeError, match="not an index"):
+        load_checkpoint_in_model(again, index)
+
+
+def test_weights_without_metadata_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from safetensors.torch import save_file
+
+    save_file(nn.Linear(2, 2).state_dict(), tmp_path / "model.safetensors")
+    load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
+    assert "does not contain metadata" in caplog.text
+
+
+def test_whole_numbers_stay_whole_whatever_the_dtype() -> None:
+    module: Any = nn.BatchNorm1d(2)
+    set_module_tensor_to_device(module, "num_batches_tracked", "cpu", value=torch.tensor(3), dtype=torch.float16)
+    assert module.num_batches_tracked.dtype == torch.int64
+
+
+def test_hooks_are_appended_to_what_is_there() -> None:
+    class Named(ModelHook):
+        def __init__(self, name: str, said: list[str]) -> None:
+            self.name, self.said = name, said
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.said.append(self.name)
+            return args, kwargs
+
+    module: Any = nn.Linear(2, 2)
+    said: list[str] = []
+    for name in "abc":
+        add_hook_to_module(module, Named(name, said), append=True)
+    assert isinstance(module._hf_hook.hooks[0], SequentialHook) and len(module._hf_hook.hooks) == 2
+    module(torch.ones(1, 2))
+    assert said == ["a", "b", "c"]
+    UserCpuOffloadHook(module, module._hf_hook).remove()
+    assert not hasattr(module, "_hf_hook")
+    assert remove_hook_from_module(module) is module
+
+
+def test_numbered_checkpoints_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ProjectConfiguration("p", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    accelerator.prepare(nn.Linear(1, 1))
+    assert accelerator.save_state() == Path("p/checkpoints/checkpoint_0")
+    accelerator.project_configuration.iteration = 0
+    with pytest.raises(ValueError, match=r"checkpoint_0 \(0\) already exists"):
+        accelerator.save_state()
+    accelerator.project_configuration.iteration = 7
+    assert accelerator.save_state() == Path("p/checkpoints/checkpoint_7")
+
+
+def test_trackers_are_registered_if_they_are_trackers(recwarn: pytest.WarningsRecorder) -> None:
+    class Mine(GeneralTracker):
+        name, requires_logging_directory = "wandb", False
+
+    with pytest.raises(NotImplementedError, match=r"class definition: `tracker`$"):
+        Mine()
+    with pytest.raises(ValueError, match="must be a subclass of `GeneralTracker`, but got <class 'int'>"):
+        register_tracker_class(int)  # type: ignore[arg-type]
+    before = LOGGER_TYPE_TO_CLASS["wandb"]
+    try:
+        register_tracker_class(Mine)
+    finally:
+        LOGGER_TYPE_TO_CLASS["wandb"] = before
+    assert "'wandb' is already registered and will be overwritten" in str(recwarn.pop().message)
+
+
+def test_a_tracker_is_still_there_when_training_has_ended() -> None:
+    class Mine(GeneralTracker):
+        name, requires_logging_directory, tracker = "mine", False, ()
+
+    mine = Mine()
+    accelerator = Accelerator(cpu=True, log_with=mine)
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+    assert accelerator.get_tracker("mine") is mine
+
+
+def test_all_names_of_utils_act() -> None:
+    import accelerate.utils
+
+    assert "prepare_data_loader" not in accelerate.utils.__all__

@@ -15,13 +15,11 @@ refuse_other_package()
 _HOMES: Final = MappingProxyType(
     {
         "": (
-            "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
-            "memory_utils optimizer parallelism_config scheduler state test_utils tracking utils"
+            "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging memory_utils optimizer parallelism_config scheduler state test_utils tracking utils"
         ),
         "accelerate.accelerator": "Accelerator",
         "accelerate.big_modeling": (
-            "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device "
-            "load_checkpoint_and_dispatch"
+            "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device load_checkpoint_and_dispatch"
         ),
         "accelerate.data_loader": "skip_first_batches",
         "accelerate.inference": "prepare_pippy",
@@ -29,9 +27,7 @@ _HOMES: Final = MappingProxyType(
         "accelerate.parallelism_config": "ParallelismConfig",
         "accelerate.state": "PartialState",
         "accelerate.utils.dataclasses": (
-            "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
-            "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
-            "InitProcessGroupKwargs ProfileKwargs"
+            "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs ProfileKwargs"
         ),
         "accelerate.utils.imports": "is_rich_available",
         "accelerate.utils.memory": "find_executable_batch_size",

@@ -2,5 +2,5 @@
 
 from accelerate._impl.models.hooks import *
 from hasten.bigmodel.align import AlignDevicesHook
-from hasten.bigmodel.dispatch import CpuOffload, UserCpuOffloadHook
+from hasten.bigmodel.dispatch import CpuOffload
 from hasten.modules.hooks import LayerwiseCastingHook, ModelHook, SequentialHook

@@ -163,7 +163,7 @@ def weight_files(root: Path) -> list[Path]:
 
     Raises: IncompleteCheckpointError when there are none, CorruptCheckpointError for an invalid index.
     """
-    if root.name.endswith(".index.json"):
+    if root.suffix == ".json":
         return _indexed(root.parent, root)
     if root.is_file():
         return [root]
@@ -180,7 +180,8 @@ def weight_files(root: Path) -> list[Path]:
 
 def _indexed(root: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(read_outside(index))["weight_map"].values()))
+        table = json.loads(read_outside(index))
+        names = sorted(set((table["weight_map"] if "metadata" in table else table.get("weight_map", table)).values()))
         paths = [inside(root, name) for name in names]
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{index} does not exist; give the folder or index of a model.") from error

@@ -143,7 +143,7 @@ class Saving:
         """False if a save may replace an exported model, or a checkpoint of another tool, in its folder."""
         self.whole = whole
         """True if rank 0 writes whole weights instead of every rank its shards."""
-        self._iteration = project.iteration
+        self.iteration = project.iteration  # the number of the next automatic checkpoint
         self._save_hooks: dict[int, SaveHook] = {}
         self.load_hooks: dict[int, LoadHook] = {}
         self._hook_count = 0
@@ -163,14 +163,9 @@ class Saving:
         return num_updates(self._parts)
 
     # -- objects to save ------------------------------------------------------------------------------------------
-    @property
-    def iteration(self) -> int:
-        """Number of the next automatic checkpoint, unless higher ones exist."""
-        return self._iteration
-
     def skip_number(self) -> None:
         """Leave out the number of the next automatic checkpoint, because another process writes to its folder."""
-        self._iteration = next_number(open_store(automatic_root(self._project)).names(), self._iteration) + 1
+        self.iteration = next_number(open_store(automatic_root(self._project)).names(), self.iteration) + 1
 
     def reserve(self) -> None:
         """Allocate the host memory for background saves now, during training, so that the first save is fast too.
@@ -320,7 +315,7 @@ class Saving:
         outcome = finish(prepared, group, comm, header, retain)
         manifest, self._newest = outcome.info.manifest, place
         if manifest.number is not None:
-            self._iteration = max(self._iteration, manifest.number + 1)
+            self.iteration = max(self.iteration, manifest.number + 1)
         if self.on_saved is not None:
             self.on_saved(header.created_s, max(time.time() - header.created_s, 0.0))
         if self._rank == 0:
@@ -364,7 +359,7 @@ class Saving:
             return store, name
         store = open_store(automatic_root(self._project))
         together.label = f"looking for checkpoints in {store.address}"
-        number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
+        number = next_number(store.names(), self.iteration) if self._ctx.is_main else None
         return store, numbered(together.share(number)[0])
 
     def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
@@ -458,7 +453,7 @@ class Saving:
             self.memory.loaded(number if from_memory else None)
         if not from_memory:
             if number is not None and input_dir is None:
-                self._iteration = max(self._iteration, number + 1)
+                self.iteration = max(self.iteration, number + 1)
             self._newest = place
         return list(map(attrgetter("report"), plan.models))
 

@@ -122,8 +122,7 @@ def _accumulation(found: Arguments, steps: int, plugin: kinds.GradientAccumulati
     if plugin is not None:
         if steps != 1:
             raise ValueError(
-                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`. Please only "
-                "pass in the created `GradientAccumulationPlugin` object."
+                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`. Please only pass in the created `GradientAccumulationPlugin` object."
             )
         found.accumulation = plugin
     else:

@@ -50,8 +50,7 @@ class GeneralTracker:
         missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
         if missing:
             raise NotImplementedError(
-                "The implementation for this tracker class is missing the following required attributes. Please define "
-                f"them in the class definition: {', '.join(missing)}"
+                f"The implementation for this tracker class is missing the following required attributes. Please define them in the class definition: {', '.join(f'`{one}`' for one in missing)}"
             )
 
     def start(self) -> None:
@@ -85,6 +84,7 @@ class _Backend(GeneralTracker):
     named = False  # whether hasten chooses the run's id, name and folder instead of the package
     settings = ""  # the function that takes the settings, as a path below hasten's tracker
     _run: Any = None
+    _over = False
     _step: Any = 0  # the step of values that are given without one; None if the package counts
 
     def __init__(self, run_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class _Backend(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        self._run = registry.build(self.name)[0]
+        self._run, self._over = registry.build(self.name)[0], False
         place: dict[str, Any] = {"directory": Path(self.logging_dir or "runs"), "named": self.named}
         self._run.start(Run(project=self.run_name, run_id=self.run_name, options=self.init_kwargs, **place))
 
@@ -136,10 +136,10 @@ class _Backend(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        if self._run is not None:
+        if self._run is not None and not self._over:
             self._run.flush()
             self._run.finish(False)
-            self._run = None
+            self._over = True
 
 
 _ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
@@ -157,9 +157,7 @@ class TensorBoardTracker(_Backend):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
         config = plain_config(values)
-        shown = {
-            name: value if value is None or _is_scalar(value) else json.dumps(value) for name, value in config.items()
-        }
+        shown = {name: one if one is None or _is_scalar(one) else json.dumps(one) for name, one in config.items()}
         moment = str(time.time())
         self.tracker.add_hparams(shown, metric_dict={}, run_name=moment)
         self.tracker.flush()
@@ -226,13 +224,19 @@ CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml", settings="nativ
 AimTracker = _backend("AimTracker", "Aim", "aim", settings="store_config", requires_logging_directory=True, named=True)
 ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml", settings="native.connect_configuration", named=True)
 DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive", settings="native.log_params", named=True)
-_SHIPPED: Any = (*_Backend.__subclasses__(), *_Service.__subclasses__())
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {shipped.name: shipped for shipped in _SHIPPED if shipped.name}
+_SHIPPED: Any = {one.name: one for one in (*_Backend.__subclasses__(), *_Service.__subclasses__())}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {k: _SHIPPED[k] for k in map(str, LoggerType) if k in _SHIPPED}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Let `log_with` know a class by its name."""
-    LOGGER_TYPE_TO_CLASS[str(getattr(tracker_class, "name", tracker_class.__name__))] = tracker_class
+    if not issubclass(tracker_class, GeneralTracker):
+        raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
+    name = str(getattr(tracker_class, "name", tracker_class.__name__))
+    if name in LOGGER_TYPE_TO_CLASS:
+        said = f"A tracker with the name '{name}' is already registered and will be overwritten by {tracker_class}. This is especially significant when shadowing a built-in tracker."
+        warnings.warn(said, stacklevel=2)
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
@@ -271,9 +275,8 @@ def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
     """The trackers that `Accelerator(log_with=...)` asks for; a warning when none of them can run here."""
     found = filter_trackers(log_with, logging_dir)
     if log_with is not None and not found:
-        warnings.warn(
-            f"`log_with={log_with}` was passed but no supported trackers are currently installed.", stacklevel=3
-        )
+        said = f"`log_with={log_with}` was passed but no supported trackers are currently installed."
+        warnings.warn(said, stacklevel=3)
     return found
 
 

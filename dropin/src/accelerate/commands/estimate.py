@@ -1,5 +1,3 @@
-"""`accelerate estimate-memory`, answered by hasten."""
+"""`accelerate estimate-memory`: the sizes of a model on the Hub."""
 
-from accelerate._impl.commands.answered import estimate_command, estimate_command_parser
-from accelerate._impl.commands.answered import main_estimate as main
-from accelerate._impl.commands.answered import run_estimate as run
+from accelerate._impl.commands.estimate import *

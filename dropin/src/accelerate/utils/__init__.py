@@ -16,8 +16,7 @@ _HOMES: Final = MappingProxyType(
             "align_module_device convert_file_size_to_int find_tied_parameters get_max_memory retie_parameters"
         ),
         "accelerate.utils.offload": (
-            "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight "
-            "save_offload_index"
+            "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight save_offload_index"
         ),
         "accelerate.utils.operations": "convert_to_fp32",
         "accelerate.utils.other": "check_os_kernel",
@@ -26,7 +25,6 @@ _HOMES: Final = MappingProxyType(
     }
 )
 _WHOLE = (  # what loads soonest comes first
-    "imports versions constants environment random memory torch_xla ao transformer_engine operations offload modeling "
-    "dataclasses other bnb deepspeed megatron_lm fsdp_utils launch"
+    "imports versions constants environment random memory torch_xla ao transformer_engine operations offload modeling dataclasses other bnb deepspeed megatron_lm fsdp_utils launch"
 )
 __getattr__, __dir__ = lazy(__name__, _HOMES, _WHOLE)

@@ -43,10 +43,7 @@ from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
 _NOBODY_TO_JOIN = "Joining uneven inputs is only supported for multi-GPU training, as a result `join_uneven_inputs` will have no effect."
-_NO_CONTEXT_PARALLELISM = (
-    "Context parallel training is not enabled. This context manager will have no effect. To enable it, set "
-    "`parallelism_config.cp_size` > 1 in the `Accelerator` constructor."
-)
+_NO_CONTEXT_PARALLELISM = "Context parallel training is not enabled. This context manager will have no effect. To enable it, set `parallelism_config.cp_size` > 1 in the `Accelerator` constructor."
 _STREAMS_STAY = (
     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable"
 )
@@ -197,8 +194,7 @@ class Accelerator(SavingFace):
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
         if not (known := self._fused_backwards()):
             raise ValueError(
-                "Backward pass not properly called on LOMO optimizers. Are you sure you passed a LOMO optimizer in "
-                "accelerator.prepare()?"
+                "Backward pass not properly called on LOMO optimizers. Are you sure you passed a LOMO optimizer in accelerator.prepare()?"
             )
         for fused in known:
             fused(loss, learning_rate)
@@ -207,9 +203,7 @@ class Accelerator(SavingFace):
         inner = [one.optimizer for one in self._prepared.optimizers]
         return [one.fused_backward for one in inner if hasattr(one, "fused_backward")]
 
-    has_lomo_optimizer = shown(
-        lambda self: bool(self._fused_backwards()), "Whether an optimizer updates inside of backward."
-    )
+    has_lomo_optimizer = shown(lambda self: bool(self._fused_backwards()), "Whether an optimizer updates in backward.")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block that computes in this run's precision."""
@@ -295,7 +289,6 @@ class Accelerator(SavingFace):
         """Finish saves in flight and close the trackers. Ranks: every rank."""
         for tracker in self._trackers:
             tracker.finish()
-        self._trackers = []
         super().end_training()
 
     # -- models and memory ----------------------------------------------------------------------------------------

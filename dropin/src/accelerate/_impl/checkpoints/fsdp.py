@@ -73,8 +73,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     known = [[mapping.get(_address(one)) for one in group["params"]] for group in optimizer.param_groups]
     if any(one is None for group in known for one in group):
         raise KeyError(
-            "a parameter of the optimizer has no entry in `mapping`, and training would go on without updating it. "
-            "Give an entry for the address (`parameter.data_ptr()`) of every parameter."
+            "a parameter of the optimizer has no entry in `mapping`, and training would go on without updating it. Give an entry for the address (`parameter.data_ptr()`) of every parameter."
         )
     for group, parameters in zip(optimizer.param_groups, known, strict=True):
         group["params"] = parameters

@@ -38,8 +38,7 @@ def _shards_in(source: str) -> Path:
     places = [one for one in (folder, inner) if is_torch_folder(one) or (one / "manifest.json").is_file()]
     if not places:
         raise ValueError(
-            f"{source} holds no sharded model: neither a checkpoint of hasten nor one of torch.distributed.checkpoint, and "
-            f"no {inner.name} inside. Give the folder of shards."
+            f"{source} holds no sharded model: neither a checkpoint of hasten nor one of torch.distributed.checkpoint, and no {inner.name} inside. Give the folder of shards."
         )
     return places[0]
 

@@ -122,8 +122,7 @@ def _open(files: ObjectFiles, world: Comm) -> Iterator[FoundComponent]:
         yield FoundComponent(files.file.name, files.kind, pieces, dict(content.aliases), content.data)
     else:
         raise IncompleteCheckpointError(
-            f"{files.file.parent} has neither {files.folder.name} nor {files.file.name}, so there is no {files.kind} to load. "
-            f"Give the folder that the {files.kind} was saved to."
+            f"{files.file.parent} has neither {files.folder.name} nor {files.file.name}, so there is no {files.kind} to load. Give the folder that the {files.kind} was saved to."
         )
 
 
@@ -131,8 +130,7 @@ def _check_names(report: LoadReport, names: set[str] | None, where: str) -> None
     missing = sorted((names or set()) & {*report.missing, *report.skipped})
     if names is not None and (missing or report.unexpected):
         raise CheckpointError(
-            f"{where}: the checkpoint lacks {missing[:3]}, or has others {report.unexpected[:3]}. Nothing was loaded. "
-            "Build the model (with its adapter) as it was when it was saved."
+            f"{where}: the checkpoint lacks {missing[:3]}, or has others {report.unexpected[:3]}. Nothing was loaded. Build the model (with its adapter) as it was when it was saved."
         )
 
 
@@ -146,7 +144,6 @@ def _fill_model(module: nn.Module, folder: Path, names: set[str] | None) -> None
     unexpected = sorted(stored - {prefix + key for key in state})
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was "
-            "loaded. Build the model as it was when it was saved."
+            f"{folder}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was loaded. Build the model as it was when it was saved."
         )
     fill({prefix + key: value for key, value in state.items()}, folder)

@@ -19,13 +19,8 @@ from hasten.errors import CheckpointError, HookError
 
 # Any in this file: the user's objects, hooks and keywords.
 logger = get_logger("accelerate.accelerator")
-_NO_FOLDER = (
-    "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
-    "ProjectConfiguration(automatic_checkpoint_naming=True)"
-)
-_LAYOUT = FileLayout(
-    hidden=frozenset({"loader", "object", "progress", "random"})
-)  # files that the original does not write
+_NO_FOLDER = "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+_LAYOUT = FileLayout(hidden=frozenset({"loader", "object", "progress", "random"}))  # not among the original's files
 
 
 @contextmanager
@@ -43,11 +38,20 @@ def _errors_of_hooks_as_raised() -> Iterator[None]:
 class SavingFace(Composed):
     """save_state, load_state and what takes part in them."""
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:  # type: ignore[override]  # the established keywords
+    def save_state(  # type: ignore[override]  # the established keywords
+        self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Path:
         """Save everything the run needs to go on; where it lies. Ranks: every rank."""
-        automatic = self.project_configuration.automatic_checkpoint_naming
-        if output_dir is None and not automatic:  # quirk: AUTOMATIC_NAMING_OPT_IN
+        automatic, number = self.project_configuration.automatic_checkpoint_naming, self.project_configuration.iteration
+        if automatic:
+            self._saving.iteration = number
+            output_dir = Path(self.project_dir or "", "checkpoints", f"checkpoint_{number}")
+        if output_dir is None:  # quirk: AUTOMATIC_NAMING_OPT_IN
             raise TypeError(_NO_FOLDER)
+        if automatic and output_dir.exists():
+            raise ValueError(
+                f"Checkpoint directory {output_dir} ({number}) already exists. Please manually override `self.save_iteration` with what iteration to start with."
+            )
         self._sharding.follow_form()
         if safe_serialization:
             for model in self._prepared.models:
@@ -57,7 +61,7 @@ class SavingFace(Composed):
         with _errors_of_hooks_as_raised():
             place = super().save_state(None if automatic else output_dir, safe_serialization)
         self.project_configuration.iteration = self._saving.iteration
-        return place
+        return output_dir.with_name(Path(place).name) if automatic else Path(output_dir).expanduser()
 
     def _write_for_original(self, folder: Path) -> None:
         each_node = self.project_configuration.save_on_each_node
@@ -119,8 +123,7 @@ class SavingFace(Composed):
         if wrong:
             lines = "".join(f"\n\t- Item at index {at}, `{type(objects[at]).__name__}`" for at in wrong)
             raise ValueError(
-                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. "
-                f"The following inputs are invalid:{lines}"
+                f"All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The following inputs are invalid:{lines}"
             )
         super().register_for_checkpointing(*objects)
 

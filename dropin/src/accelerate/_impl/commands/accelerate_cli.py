@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from accelerate._impl.checkpoints import merge
-from accelerate._impl.commands import answered, config, launch, to_fsdp2, tpu
+from accelerate._impl.commands import answered, config, estimate, launch, to_fsdp2, tpu
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config.run, "write a settings file, by questions or for this machine"),
-    "estimate-memory": (answered.run_estimate, "the memory a model on the Hub needs"),
+    "estimate-memory": (estimate.run, "the memory a model on the Hub needs"),
     "env": (answered.run_env, "a report of this machine for an issue"),
     "launch": (launch.run, "start a script on all devices and machines"),
     "merge-weights": (merge.run, "one model out of a sharded checkpoint"),

@@ -1,4 +1,4 @@
-"""Commands that hasten answers: `accelerate env`, `accelerate test` and `accelerate estimate-memory`."""
+"""Commands that hasten answers: `accelerate env` and `accelerate test`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's namespaces.
 _HEADING: Final = "\nCopy-and-paste the text below in your GitHub issue\n"
-_DTYPES: Final = ["float32", "float16", "int8", "int4"]
 CONFIG_FILE: Final[Flags] = {"--config_file": {"default": None}}
-_MODEL: Final[Flags] = {
-    "model_name": {"help": "a name on the Hub, or a folder of weights"},
-    "--library_name": {"choices": ["timm", "transformers"], "help": "taken from the model"},
-    "--dtypes": {"nargs": "+", "default": _DTYPES, "choices": _DTYPES},
-    "--trust_remote_code": {"action": "store_true"},
-}
 
 
 def chosen_file(args: Any) -> list[str]:
@@ -37,15 +30,16 @@ def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
     report, saved = _report(), _saved(args.config_file)
     lines = [f"- {name}: {value}" for name, value in report.items()]
-    shown = [f"\t- {name}: {value}" for name, value in saved.items() if value not in (None, {})] or ["\tNot found"]
-    text = "\n".join([_HEADING, *lines, "- `Accelerate` default config:", *shown])
+    shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
+    whose = "config passed" if args.config_file else "default config"
+    text = "\n".join([_HEADING, *lines, f"- `Accelerate` {whose}:", *shown])
     print(text)  # noqa: T201  the command answers on the terminal
     return {**report, "`Accelerate` configs": saved or "Not found"}
 
 
 def _saved(file: str | None) -> dict[str, Any]:
     """What the settings file says, if there is one."""
-    return vars(load_config_from_file(file)) if file or Path(default_config_file).is_file() else {}
+    return load_config_from_file(file).to_dict() if file or Path(default_config_file).is_file() else {}
 
 
 def _report() -> dict[str, Any]:
@@ -73,15 +67,7 @@ def test_command(args: Any) -> int:
     return hasten(["test", *chosen_file(args)])
 
 
-def estimate_command(args: Any) -> int:
-    """Print the memory a model needs."""
-    words = ["estimate-memory", args.model_name, "--dtypes", *args.dtypes]
-    return hasten([*words, "--trust_remote_code"] if args.trust_remote_code else words)
-
-
 env_command_parser = parser_of("env", env_command, CONFIG_FILE)
 test_command_parser = parser_of("test", test_command, CONFIG_FILE)
-estimate_command_parser = parser_of("estimate-memory", estimate_command, _MODEL)
 run_env, run_test = runner("env", env_command_parser), runner("test", test_command_parser)
-run_estimate = runner("estimate-memory", estimate_command_parser)
-main_env, main_test, main_estimate = main_of(run_env), main_of(run_test), main_of(run_estimate)
+main_env, main_test = main_of(run_env), main_of(run_test)

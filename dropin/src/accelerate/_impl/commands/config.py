@@ -12,18 +12,11 @@ import torch
 from accelerate._impl.commands.answered import CONFIG_FILE, chosen_file
 from accelerate._impl.environment.parsers import main_of, parser_of, runner
 from accelerate._impl.environment.variables import get_current_device_type
-from accelerate._impl.settings.config_file import (
-    ClusterConfig,
-    default_config_file,
-    load_config_from_file,
-)
+from accelerate._impl.settings.config_file import ClusterConfig, default_config_file, load_config_from_file
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's subparsers and namespaces.
-_EXISTS = (
-    "Configuration already exists at {}, will not override. Run `accelerate config` manually or pass a different "
-    "`save_location`."
-)
+_EXISTS = "Configuration already exists at {}, will not override. Run `accelerate config` manually or pass a different `save_location`."
 
 
 def config_command(args: Any) -> None:

@@ -121,6 +121,5 @@ tpu_pod_launcher = _launcher("Run the script on every machine of a TPU pod.", "t
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> NoReturn:
     """Refuse: a job there is started by Amazon's own package."""
     raise ImportError(
-        f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the "
-        "estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
+        f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
     )

@@ -84,7 +84,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
     for name, how in _FLAGS.items():
         value = getattr(args, _ATTRIBUTES.get(name, name), None)
         given = name in getattr(args, "nondefault", ()) or value != DEFAULTS.get(name)
-        if given and value is not None and value is not False:
+        if given and value is not None and value is not False and (name, value) != ("num_processes", 0):
             each = value if isinstance(value, list) else [value]
             words += [f"--{name}=true" if how is _SWITCH else f"--{name}={one}" for one in each]
     return [*words, args.training_script, *args.training_script_args]

@@ -63,8 +63,7 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(
-            "To launch a multi-device training from your notebook, the `Accelerator` should only be initialized "
-            "inside your training function. Restart your notebook and make sure no cells initializes an `Accelerator`."
+            "To launch a multi-device training from your notebook, the `Accelerator` should only be initialized inside your training function. Restart your notebook and make sure no cells initializes an `Accelerator`."
         )
     here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
     nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}

@@ -53,9 +53,7 @@ def _reshard(value: Any, said: list[str]) -> Any:
         raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
     found, _ = fsdp_from_fsdp1({"sharding_strategy": value})
     if found.hybrid_shard:
-        said.append(
-            f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
-        )
+        said.append(f"replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config")
     return found.reshard_after_forward
 
 

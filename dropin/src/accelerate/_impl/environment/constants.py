@@ -51,10 +51,7 @@ STR_OPERATION_TO_FUNC: dict[str, Any] = {
     "<=": operator.le,
     "<": operator.lt,
 }
-_LAUNCH_PARAMS = (
-    "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval "
-    "start_method role module m no_python run_path log_dir r redirects t tee node_rank master_addr master_port"
-)
+_LAUNCH_PARAMS = "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval start_method role module m no_python run_path log_dir r redirects t tee node_rank master_addr master_port"
 TORCH_LAUNCH_PARAMS = _LAUNCH_PARAMS.split()
 
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]

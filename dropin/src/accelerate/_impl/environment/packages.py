@@ -48,12 +48,10 @@ is_peft_available = _probe("peft")
 is_pynvml_available = _probe("pynvml", "pynvml", "nvidia-ml-py")
 is_torchao_available = _probe("torchao")
 is_rich_available = _probe("rich")
+is_timm_available = _probe("timm")
 is_transformers_available = _probe("transformers")
 is_wandb_available = _probe("wandb")
-_PACKAGES = (
-    "aim boto3 clearml comet_ml dvclive import_timer matplotlib pandas pytest sagemaker "
-    "schedulefree swanlab timm torchdata torchvision tqdm trackio triton "
-)
+_PACKAGES = "aim boto3 clearml comet_ml dvclive import_timer matplotlib pandas pytest sagemaker schedulefree swanlab torchdata torchvision tqdm trackio triton "
 for _name in _PACKAGES.split():
     globals()[f"is_{_name}_available"] = _probe(_name)
 

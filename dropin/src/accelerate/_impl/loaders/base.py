@@ -58,9 +58,7 @@ class DataLoaderStateMixin:
 @lru_cache
 def stateful(kind: Any) -> Any:
     """The kind of loader as one of torchdata's, which other libraries look for."""
-    torchdata = need(
-        "torchdata.stateful_dataloader", ">=0.8", why="DataLoaderConfiguration(use_stateful_dataloader=True)"
-    )
+    torchdata = need("torchdata.stateful_dataloader", ">=0.8", why="use_stateful_dataloader=True")
     reduced = {"__reduce_ex__": lambda self, protocol: (_blank, (kind,), self.__getstate__())}
     return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__, **reduced})
 

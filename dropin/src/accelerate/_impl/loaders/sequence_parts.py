@@ -37,15 +37,13 @@ class SequenceSplitter:
         """
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"sp_size needs batches that are dicts of tensors, but the loader returned a {type(batch).__name__}. "
-                "Return a dict with input_ids and labels from collate_fn."
+                f"sp_size needs batches that are dicts of tensors, but the loader returned a {type(batch).__name__}. Return a dict with input_ids and labels from collate_fn."
             )
         found = dict(batch)
         name = next((name for name in _TOKENS if isinstance(found.get(name), Tensor)), None)
         if name is None:
             raise DataError(
-                f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are unknown. Return input_ids from "
-                "collate_fn."
+                f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are unknown. Return input_ids from collate_fn."
             )
         length = self._checked_length(found[name], name)
         if found.get("position_ids") is None:
@@ -68,22 +66,18 @@ class SequenceSplitter:
         size, length = self.comm.size, tokens.shape[1] if tokens.ndim > 1 else 0
         if length % size or length < 2 * size:
             raise DataError(
-                f"{name} of shape {tuple(tokens.shape)} cannot be split into {size} equal parts of at least 2 tokens "
-                f"(sp_size={size}). Pad sequences, with labels of {IGNORED}: pad_to_multiple_of={size} in a collator of "
-                "transformers."
+                f"{name} of shape {tuple(tokens.shape)} cannot be split into {size} equal parts of at least 2 tokens (sp_size={size}). Pad sequences, with labels of {IGNORED}: pad_to_multiple_of={size} in a collator of transformers."
             )
         if self.length is not None and length != self.length:
             raise DataError(
-                f"a batch has sequences of {length} tokens, but sp_seq_length={self.length} and sp_seq_length_is_variable=False require "
-                "that length. Pad the sequences, or set sp_seq_length_is_variable=True."
+                f"a batch has sequences of {length} tokens, but sp_seq_length={self.length} and sp_seq_length_is_variable=False require that length. Pad the sequences, or set sp_seq_length_is_variable=True."
             )
         return length
 
     def _chunks(self, key: str, value: Tensor, length: int) -> list[Tensor]:
         if value.ndim < 2 or value.shape[1] != length:
             raise DataError(
-                f"{key} of shape {tuple(value.shape)} has no dimension 1 of {length} tokens, so it is unclear how to split it. Remove "
-                "it from the batch, or add that dimension."
+                f"{key} of shape {tuple(value.shape)} has no dimension 1 of {length} tokens, so it is unclear how to split it. Remove it from the batch, or add that dimension."
             )
         return [part.contiguous() for part in value.chunk(self.comm.size, 1)]
 
@@ -97,8 +91,7 @@ def _check_padding(mask: Any) -> None:
         return
     if mask.ndim != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise DataError(
-            f"attention_mask of shape {tuple(mask.shape)} masks tokens before unmasked ones, but with sp_size > 1 attention uses no "
-            "mask. Pad on the right (tokenizer.padding_side = 'right')."
+            f"attention_mask of shape {tuple(mask.shape)} masks tokens before unmasked ones, but with sp_size > 1 attention uses no mask. Pad on the right (tokenizer.padding_side = 'right')."
         )
 
 
@@ -144,8 +137,7 @@ class SequenceShardSource(OuterSource):
                 (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, gathered, strict=True) if words), None
             ):
                 raise DataError(
-                    f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops "
-                    "here; fix that error first."
+                    f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops here; fix that error first."
                 )
             given = [parts[comm.rank] for parts, _ in gathered if parts is not None]
             if not given:

@@ -25,10 +25,7 @@ from hasten.runtime.mesh import readers_of
 
 logger = get_logger("accelerate.data_loader")
 # Any in this file: batches, datasets and samplers are the user's own.
-_KEPT: Final = (
-    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
-    "persistent_workers pin_memory_device in_order"
-)
+_KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers pin_memory_device in_order"
 
 
 def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
@@ -82,9 +79,7 @@ class Share:
             batch = self.plain.batch_size
             check_split("a `DataLoader`", batch or getattr(self.plain.batch_sampler, "batch_size", None), self.size)
 
-    stream = shown(
-        lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is read in its own order."
-    )
+    stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
 
     def order(self, data_seed: int | None, seedable: bool) -> tuple[Any, Any]:
         """The sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from accelerate._impl.models.hooks import mirror, mirrored, remove_hook_from_module, show
+from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, show
 from accelerate._impl.models.modeling import fill_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch
-from hasten.bigmodel import dispatch as turns
 from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import owner_in
-from hasten.bigmodel.dispatch import UserCpuOffloadHook
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 
@@ -34,12 +31,11 @@ def cpu_offload(model: nn.Module, execution_device: Any = None, *args: Any, **kw
     return _shown(dispatch.cpu_offload(model, device, *args, **kwargs), device)
 
 
-@like(turns.cpu_offload_with_hook)
+@like(dispatch.cpu_offload_with_hook)
 def cpu_offload_with_hook(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, UserCpuOffloadHook]:
-    model, hook = turns.cpu_offload_with_hook(model, *args, **kwargs)
+    model, hook = dispatch.cpu_offload_with_hook(model, *args, **kwargs)
     mirror(model)
-    hook.remove = partial(remove_hook_from_module, model)  # type: ignore[assignment, method-assign]  # with what is shown
-    return model, hook
+    return model, UserCpuOffloadHook(model, hook.hook)
 
 
 @like(dispatch.disk_offload)
@@ -85,8 +81,7 @@ def _refuse_disk_without_folder(
     away = [name for name, place in device_map.items() if str(place) == "disk"]
     if away and offload_dir is None and offload_index is None:
         raise ValueError(
-            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need "
-            f"to be offloaded: {', '.join(away)}."
+            f"We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to be offloaded: {', '.join(away)}."
         )
 
 

@@ -133,8 +133,7 @@ def _one_device(device_map: Any) -> torch.device:
     places = dict.fromkeys(device_map.values()) if isinstance(device_map, dict) else {device_map: None}
     if len(places) > 1 or "disk" in places:
         raise ValueError(
-            f"device_map places quantized weights on {', '.join(map(str, places))}; hasten's stand-in keeps weights of "
-            "bitsandbytes on one device, because they cannot be offloaded. Give one device, or leave device_map out."
+            f"device_map places quantized weights on {', '.join(map(str, places))}; hasten's stand-in keeps weights of bitsandbytes on one device, because they cannot be offloaded. Give one device, or leave device_map out."
         )
     place = next(iter(places))
     return torch.device(here.type, place) if isinstance(place, int) else torch.device(place)

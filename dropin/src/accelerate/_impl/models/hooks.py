@@ -10,11 +10,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import align
+from hasten.bigmodel import align, dispatch
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
 from hasten.modules import forwarding, hooks
-from hasten.modules.hooks import ModelHook, hook_of
+from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 
 # Any in this file: a module's arguments and outputs.
 
@@ -69,9 +69,10 @@ def _show_streaming(part: nn.Module, device: Any) -> None:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """The module with a hook around its forward, instead of or after the one it has."""
-    module = hooks.add_hook_to_module(module, hook, append)
-    return show(module, hook_of(module) or hook)
+    """The module with a hook around its forward: instead of the one it has, or in a sequence of both."""
+    if append and (earlier := hook_of(module)) is not None:
+        module, hook = hooks.remove_hook_from_module(module), SequentialHook(earlier, hook)
+    return show(hooks.add_hook_to_module(module, hook), hook)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -83,6 +84,14 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         for name in ("_hf_hook", "_old_forward"):
             part.__dict__.pop(name, None)
     return module
+
+
+class UserCpuOffloadHook(dispatch.UserCpuOffloadHook):
+    """Handle of a model that comes to its device when it is called."""
+
+    def remove(self) -> None:
+        """Take off the hook, and what libraries see of it."""
+        remove_hook_from_module(self.model)
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

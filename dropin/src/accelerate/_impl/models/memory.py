@@ -48,8 +48,7 @@ def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Calla
         if len(names) < len(args) + 1:
             given = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
             raise TypeError(
-                f"Batch size was passed into `{function.__name__}` as the first argument when called."
-                f"Remove this as the decorator already does so: `{function.__name__}({given})`"
+                f"Batch size was passed into `{function.__name__}` as the first argument when called.Remove this as the decorator already does so: `{function.__name__}({given})`"
             )
         try:
             return search(*args, **kwargs)

@@ -23,7 +23,7 @@ from hasten.bigmodel.dispatch import device_of
 from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight, save_offload_index
 from hasten.bigmodel.tensors import align_module_device
-from hasten.checkpoint.export import read_model
+from hasten.checkpoint.export import read_model, weight_files
 from hasten.errors import CheckpointError
 from hasten.optional import need
 
@@ -82,11 +82,9 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put one tensor of a module on a device; caches are never filled by it, so there is nothing to clear."""
     if fp16_statistics is not None:
-        raise NotImplementedError(
-            "fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported yet"
-        )
+        raise NotImplementedError("fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported")
     now = _checked(module, tensor_name, device, value)
-    if value is None:
+    if value is None or (dtype is not None and not value.dtype.is_floating_point and not value.is_complex()):
         dtype = None
     elif dtype is None and type(now) in (Tensor, nn.Parameter):
         dtype = now.dtype
@@ -153,10 +151,12 @@ def fill_model(
     homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
     if homeless:
         raise ValueError(f"{homeless[0]} doesn't have any device set.")
-    dtype = None if device_map is None else dtype
+    located, dtype = _located(Path(checkpoint)), None if device_map is None else dtype
     options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
     try:
-        loaded = load.load_checkpoint_in_model(model, _located(Path(checkpoint)), *options)
+        for file in weight_files(located):
+            _check_format(file)
+        loaded = load.load_checkpoint_in_model(model, located, *options)
     except CheckpointError as error:
         raise (RuntimeError if device_map is None else ValueError)(str(error)) from error
     _tell_unexpected(model, loaded, checkpoint, strict)
@@ -167,8 +167,7 @@ def _located(checkpoint: Path) -> Path:
     """Return the file or folder to read: a folder may have one index under any name."""
     if not checkpoint.exists():
         raise ValueError(
-            "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded checkpoint, or a "
-            f"folder containing a sharded checkpoint or the whole state dict, but got {checkpoint}."
+            f"`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got {checkpoint}."
         )
     if checkpoint.is_file() or any((checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)):
         return checkpoint
@@ -189,9 +188,7 @@ def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: 
         raise RuntimeError(f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. ")
     if names:
         logging.getLogger("accelerate.utils.modeling").warning(
-            f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: {set(names)}. "
-            "This may or may not be an issue - make sure that the checkpoint does not have unnecessary parameters, or that the "
-            "model definition correctly corresponds to the checkpoint."
+            f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: {set(names)}. This may or may not be an issue - make sure that the checkpoint does not have unnecessary parameters, or that the model definition correctly corresponds to the checkpoint."
         )
 
 
@@ -250,8 +247,7 @@ def _check_format(file: Path) -> None:
         metadata = opened.metadata()
     if metadata is None:
         logging.getLogger("accelerate.utils.modeling").warning(
-            f"The safetensors archive passed at {file} does not contain metadata. Make sure to save your model with the "
-            "`save_pretrained` method. Defaulting to 'pt' metadata."
+            f"The safetensors archive passed at {file} does not contain metadata. Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
         )
     elif (kind := metadata.get("format", "pt")) != "pt":
         raise ValueError(f"The checkpoint passed was saved with {kind}, we need a the pt format.")
@@ -259,9 +255,7 @@ def _check_format(file: Path) -> None:
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
     """The entries that belong to some modules, module by module."""
-    return {
-        key: value for name in submodule_names for key, value in state_dict.items() if f"{key}.".startswith(f"{name}.")
-    }
+    return {key: one for name in submodule_names for key, one in state_dict.items() if f"{key}.".startswith(f"{name}.")}
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -26,10 +26,7 @@ from hasten.precision.autocast import AutocastForward
 from hasten.strategies.blocks import repeated_blocks
 
 logger = get_logger("accelerate.utils.other")
-_REMOVED = (
-    "Removed shared tensor {} while saving. This should be OK, but check by verifying that you don't receive any warning "
-    "while reloading"
-)
+_REMOVED = "Removed shared tensor {} while saving. This should be OK, but check by verifying that you don't receive any warning while reloading"
 TORCH_SAFE_GLOBALS: list[Any] = []
 # Any in this file: the caller's objects.
 
@@ -202,8 +199,7 @@ def check_os_kernel() -> None:
     found = re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release) if machine.system == "Linux" else None
     if found and (int(found[1]), int(found[2])) < (5, 5):
         logger.warning(
-            f"Detected kernel version {found[0]}, which is below the recommended minimum of 5.5.0; this can cause the process to "
-            "hang. It is recommended to upgrade the kernel to the minimum version or higher.",
+            f"Detected kernel version {found[0]}, which is below the recommended minimum of 5.5.0; this can cause the process to hang. It is recommended to upgrade the kernel to the minimum version or higher.",
             main_process_only=True,
         )
 

@@ -26,15 +26,8 @@ _SPECIAL = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2,
 _OFFLOAD = ("cpu", "disk")
 _NAMED = ("mps", "cpu", "disk")
 _STRANGE = "Device {} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'"
-_UNUSED = (
-    "Based on the current allocation process, no modules could be assigned to the following devices due to insufficient "
-    "memory:\n%s\nThese minimum requirements are specific to this allocation attempt and may vary. Consider increasing the "
-    "available memory for these devices to at least the specified minimum, or adjusting the model config."
-)
-_BUFFERS = (
-    "Current model requires {} bytes of buffer for offloaded layers, which seems does not fit any GPU's remaining memory. "
-    "If you are experiencing a OOM later, please consider using offload_buffers=True."
-)
+_UNUSED = "Based on the current allocation process, no modules could be assigned to the following devices due to insufficient memory:\n%s\nThese minimum requirements are specific to this allocation attempt and may vary. Consider increasing the available memory for these devices to at least the specified minimum, or adjusting the model config."
+_BUFFERS = "Current model requires {} bytes of buffer for offloaded layers, which seems does not fit any GPU's remaining memory. If you are experiencing a OOM later, please consider using offload_buffers=True."
 
 
 def convert_file_size_to_int(size: float | str) -> Any:
@@ -177,7 +170,7 @@ def _whole_model(model: nn.Module) -> list[_Part]:
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names that refer to the same parameter."""
-    return [sorted(group) for group in tied_groups(model)]
+    return sorted(sorted(group) for group in tied_groups(model))
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
@@ -204,8 +197,7 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
         places = {name: _place_of(name, device_map) for name in group}
         if len(set(places.values())) > 1:
             _log.warning(
-                f"Tied parameters are on different devices: {places}. Please modify your custom device map or set "
-                "`device_map='auto'`. "
+                f"Tied parameters are on different devices: {places}. Please modify your custom device map or set `device_map='auto'`. "
             )
 
 
@@ -260,6 +252,10 @@ class _Packing:
             name, part = self.waiting.pop(0)
             self._say(f"\nTreating module {name}.")
             tied = _tied_outside(name, self.ties)
+            if tied:
+                groups = [group for group in self.ties if not set(group).isdisjoint(tied)]
+                self._say(f"  Found the relevant tied param groups {groups}")
+                self._say(f"  So those parameters need to be taken into account {tied}")
             together, names, parts = get_module_size_with_ties(tied, self.sizes[name], self.sizes, self.waiting)
             owners = list(zip(names, parts, strict=True))
             device, reserve = self.devices[self.at], self._reserve(name)
@@ -268,8 +264,9 @@ class _Packing:
                 self._put([(name, part), *owners], together, room)
                 continue
             small = self.sizes[name] <= room
-            what, size = (f"{name} and {names}", together) if small else (name, self.sizes[name])
-            self._say(f"Not enough space on {device} to put {what} (space available {room}, module size {size}).")
+            what = f"{name} and {names}" if small else name
+            size = f"needed size {together}" if small else f"module size {self.sizes[name]}"
+            self._say(f"Not enough space on {device} to put {what} (space available {room}, {size}).")
             candidates = [*(owners if small else ()), *([] if self.sizes[name] < room else [(name, part)])]
             self._split((name, part), candidates, together + reserve, room)
 
@@ -327,9 +324,7 @@ class _Packing:
 
     def report(self) -> None:
         """Log the devices that got nothing, with the bytes that would have been needed."""
-        empty = [
-            f"  - {device}: {wanted} bytes required" for device, wanted in self.least.items() if not self.used[device]
-        ]
+        empty = [f"  - {device}: {size} bytes required" for device, size in self.least.items() if not self.used[device]]
         if empty:
             _log.info(_UNUSED, "\n".join(empty))
 

@@ -48,9 +48,7 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     """The plugin in use. Raises: ValueError without DeepSpeed."""
     if state.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(
-            "Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled. Please make sure that either "
-            "`Accelerator` is configured for `deepspeed` or make sure that the desired `DeepSpeedPlugin` has been enabled "
-            "(`AcceleratorState().select_deepspeed_plugin(name)`) before calling this function."
+            "Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled. Please make sure that either `Accelerator` is configured for `deepspeed` or make sure that the desired `DeepSpeedPlugin` has been enabled (`AcceleratorState().select_deepspeed_plugin(name)`) before calling this function."
         )
     return active_plugin(state.deepspeed_plugins)
 

@@ -52,6 +52,7 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
     )
     gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
     accelerator_state = shown(lambda self: AcceleratorState(), "The view on the process.")
+    __repr__ = torch.optim.Optimizer.__repr__
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless a window that is still open needs them."""

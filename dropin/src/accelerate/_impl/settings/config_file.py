@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from accelerate._impl.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate._impl.environment import constants
 from accelerate._impl.environment.variables import environment
 from hasten.config.files import accelerate_paths, contents
 
@@ -16,10 +17,7 @@ from hasten.config.files import accelerate_paths, contents
 default_yaml_config_file = str(accelerate_paths(environment())[0])
 default_json_config_file = str(accelerate_paths(environment())[2])
 default_config_file = default_yaml_config_file
-_NO_FILE = (
-    "The passed configuration file `{}` does not exist. Please pass an existing file to `accelerate launch`, or use the "
-    "default one created through `accelerate config` and run `accelerate launch` without the `--config_file` argument."
-)
+_NO_FILE = "The passed configuration file `{}` does not exist. Please pass an existing file to `accelerate launch`, or use the default one created through `accelerate config` and run `accelerate launch` without the `--config_file` argument."
 cache_dir = str(Path(default_config_file).parent)
 hf_cache_home = str(Path(cache_dir).parent)
 
@@ -42,12 +40,12 @@ def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
     known, values = {one.name for one in fields(kind)}, dict(values)
     if backend := values.pop("dynamo_backend", None):  # in files of older versions
         values["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
+    precision = "fp16" if values.pop("fp16", False) else "no"  # there, too
     if unknown := sorted(set(values) - known):
         raise ValueError(
-            f"The config file at {place} had unknown keys ({unknown}), please try upgrading your `accelerate` version or "
-            "fix (and potentially remove) these keys from your config file."
+            f"The config file at {place} had unknown keys ({unknown}), please try upgrading your `accelerate` version or fix (and potentially remove) these keys from your config file."
         )
-    return kind(**BaseConfig.process_config({"mixed_precision": "no", "use_cpu": False, **values}))
+    return kind(**BaseConfig.process_config({"mixed_precision": precision, "use_cpu": False, **values}))
 
 
 @dataclass
@@ -62,18 +60,15 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         self.compute_environment = ComputeEnvironment(self.compute_environment)
-        kind = (
-            SageMakerDistributedType
-            if self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
-            else DistributedType
-        )
+        cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
+        kind: Any = SageMakerDistributedType if cloud else DistributedType
         self.distributed_type = kind("XLA" if self.distributed_type == "TPU" else self.distributed_type)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that hold something, as plain values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         plain = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
-        return {name: value for name, value in sorted(plain.items()) if value is not None and value != {}}
+        return {name: value for name, value in plain.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -148,10 +143,10 @@ class SageMakerConfig(BaseConfig):
     region: str = "us-east-1"
     num_machines: int = 1
     gpu_ids: str = "all"
-    base_job_name: str = ""
-    pytorch_version: str = ""
-    transformers_version: str = ""
-    py_version: str = ""
+    base_job_name: str = "accelerate-sagemaker-1"
+    pytorch_version: str = constants.SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = constants.SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = constants.SAGEMAKER_PYTHON_VERSION
     sagemaker_inputs_file: str | None = None
     sagemaker_metrics_file: str | None = None
     additional_args: dict[str, Any] | None = None

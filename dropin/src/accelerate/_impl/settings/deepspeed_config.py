@@ -79,7 +79,6 @@ def _read(given: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
-            f"Received: {given}"
+            f"Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. Received: {given}"
         ) from error
     return found

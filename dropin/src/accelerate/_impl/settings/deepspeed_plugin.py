@@ -24,15 +24,9 @@ from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 AUTO = "auto"
 _MISMATCH = "Please correct the following DeepSpeed config values that mismatch kwargs values:"
 _REMEDY = "The easiest method is to set these DeepSpeed config values to 'auto'."
-_NOT_GIVEN = (
-    "`{0}` not found in kwargs. Please specify `{0}` without `auto` (set to correct value) in the DeepSpeed config file or "
-    "pass it in kwargs."
-)
+_NOT_GIVEN = "`{0}` not found in kwargs. Please specify `{0}` without `auto` (set to correct value) in the DeepSpeed config file or pass it in kwargs."
 _ZERO = "zero_optimization"
-_NO_MSAMP = (
-    "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in its place. "
-    "Leave it out, or use mixed_precision='bf16'."
-)
+_NO_MSAMP = "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in its place. Leave it out, or use mixed_precision='bf16'."
 _OPTIONS: dict[str, tuple[str, Any]] = {
     # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
     "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
@@ -241,8 +235,7 @@ class DeepSpeedPlugin:
         """Make this plugin the one in use. Raises: ValueError when called by hand."""
         if not _from_accelerator_state:
             raise ValueError(
-                "A `DeepSpeedPlugin` object must be enabled manually by calling "
-                "`AcceleratorState().select_deepspeed_plugin(name)`."
+                "A `DeepSpeedPlugin` object must be enabled manually by calling `AcceleratorState().select_deepspeed_plugin(name)`."
             )
         self._selected = True
 

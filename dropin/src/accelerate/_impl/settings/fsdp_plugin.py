@@ -112,9 +112,7 @@ class FullyShardedDataParallelPlugin:
             return
         dtype = _DTYPES.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"mixed_precision={mixed_precision!r} is not one of {', '.join(_DTYPES)} or a torch.dtype."
-            )
+            raise ValueError(f"mixed_precision={mixed_precision!r}: give one of {', '.join(_DTYPES)} or a dtype.")
         self.mixed_precision_policy = fsdp.MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype
         )
@@ -187,9 +185,7 @@ def _state_dict_type(word: str) -> fsdp.StateDictType:
     name = word.upper().removeprefix("STATEDICTTYPE.")
     known = {kind.name: kind for kind in fsdp.StateDictType} | {str(kind.value): kind for kind in fsdp.StateDictType}
     if name not in known:
-        raise ValueError(
-            f"state_dict_type={word!r} is unknown; give one of {', '.join(fsdp.StateDictType.__members__)}."
-        )
+        raise ValueError(f"state_dict_type={word!r}: give one of {', '.join(fsdp.StateDictType.__members__)}.")
     return known[name]
 
 

@@ -75,10 +75,8 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         fill(self, "PARALLELISM_CONFIG_", cp_comm_strategy=(str, "allgather"))
-        if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ValueError(
-                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Must be one of ['allgather', 'alltoall']"
-            )
+        if (given := self.cp_comm_strategy) not in ("allgather", "alltoall"):
+            raise ValueError(f"Invalid cp_comm_strategy: {given}. Must be one of 'allgather' or 'alltoall'.")
 
 
 @dataclass
@@ -97,13 +95,11 @@ class DeepSpeedSequenceParallelConfig:
     def _check(self) -> None:
         if self.sp_attn_implementation in ("eager", "flex_attention"):
             raise ValueError(
-                f"Invalid sp_attn_implementation: {self.sp_attn_implementation}. 'eager' and 'flex_attention' are not supported "
-                "with sequence parallelism."
+                f"Invalid sp_attn_implementation: {self.sp_attn_implementation}. 'eager' and 'flex_attention' are not supported with sequence parallelism."
             )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ValueError(
-                "sp_seq_length_is_variable=False says that all sequences have one length; give it as sp_seq_length, or in the "
-                "variable PARALLELISM_CONFIG_SP_SEQ_LENGTH."
+                "sp_seq_length_is_variable=False says that all sequences have one length; give it as sp_seq_length, or in the variable PARALLELISM_CONFIG_SP_SEQ_LENGTH."
             )
 
 

@@ -3,17 +3,17 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
 import hasten
-from accelerate._impl import ambient
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate._impl.settings.filled import fill, yes
 from accelerate._impl.surface import left_out
-from hasten.accelerator.step import profile as profile_block
 
 # Any in this file: the values of settings, and foreign configuration objects.
 
@@ -123,9 +123,20 @@ class ProfileKwargs(KwargsHandler):
     def _values(self) -> dict[str, Any]:
         return {**self.__dict__, "activities": None if self.activities is None else tuple(self.activities)}
 
-    def build(self) -> AbstractContextManager[Any]:
-        """The profiler."""
-        return profile_block(self.to_hasten(), ambient.start())
+    def _get_profiler_activity(self, activity: str) -> ProfilerActivity:
+        there = [one for one in ("xpu", "mtia", "hpu") if hasattr(torch, one) and getattr(torch, one).is_available()]
+        known = ["cpu", *there, "cuda"]
+        if activity not in known:
+            raise ValueError(f"Invalid profiler activity: {activity}. Must be one of {known}.")
+        found: ProfilerActivity = getattr(ProfilerActivity, activity.upper())
+        return found
+
+    def build(self) -> profile:
+        """torch's profiler with these options; `Accelerator.profile` also writes the traces."""
+        rest = {name: one for name, one in vars(self).items() if name.startswith(("on", "record", "profile", "with"))}
+        wanted = None if self.activities is None else [self._get_profiler_activity(one) for one in self.activities]
+        when = None if self.schedule_option is None else schedule(**self.schedule_option)
+        return profile(activities=wanted, schedule=when, **rest)
 
 
 @dataclass
@@ -185,12 +196,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
-        warnings.warn(
-            "FP8RecipeKwargs is deprecated and will be removed in Accelerate v2.0.0. "
-            "Please use one of the proper FP8 recipe kwargs classes such as TERecipeKwargs or MSAMPRecipeKwargs instead.",
-            FutureWarning,
-            stacklevel=3,
-        )
+        said = "FP8RecipeKwargs is deprecated and will be removed in Accelerate v2.0.0. Please use one of the proper FP8 recipe kwargs classes such as TERecipeKwargs or MSAMPRecipeKwargs instead."
+        warnings.warn(said, FutureWarning, stacklevel=3)
         self.backend = "MSAMP" if (self.backend or "TE").upper() == "MSAMP" else "TE"
 
     def to_hasten(self) -> Any:

@@ -32,9 +32,7 @@ class _Options:
 
 
 MegatronLMPlugin = make_dataclass(
-    "MegatronLMPlugin",
-    [(name, Any, field(default=default)) for name, default in _DEFAULTS.items()],
-    bases=(_Options,),
+    "MegatronLMPlugin", [(name, Any, field(default=default)) for name, default in _DEFAULTS.items()], bases=(_Options,)
 )
 MegatronLMPlugin.__module__ = "accelerate.utils.dataclasses"
 MegatronLMPlugin.__doc__ = "Options of Megatron-LM; None means as hasten does by itself."

@@ -60,18 +60,14 @@ class ParallelismConfig:
             raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
-                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. "
-                f"Got cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
+                f"Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
             )
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} must be one of ['{only}'], but got {getattr(self, name)}")
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
-                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
-                "(dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1 and dp_replicate_size == 1 to "
-                "compose FSDP + TP/CP for 2D parallel, or set dp_replicate_size == 1 and dp_shard_size > 1 to compose HSDP + "
-                "TP/CP for 3D parallel."
+                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism (dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1 and dp_replicate_size == 1 to compose FSDP + TP/CP for 2D parallel, or set dp_replicate_size == 1 and dp_shard_size > 1 to compose HSDP + TP/CP for 3D parallel."
             )
 
     _sizes = shown(lambda self: {axis: self._size(axis) for axis in _AXES}, "Sizes by axis.")
@@ -110,12 +106,8 @@ class ParallelismConfig:
     non_dp_dim_names = shown(lambda self: self._enabled("tp", "cp", "sp"), "The other axes.")
     dp_shard_cp_dim_names = shown(lambda self: self._enabled("dp_shard", "cp"), "Axes parameters are sharded over.")
     dp_cp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard", "cp"), "Axes of gradient averages.")
-    fsdp_dim_names = shown(
-        lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"], "FSDP's axes, as its mesh has them."
-    )
-    active_mesh_dims = shown(
-        lambda self: [*self.dp_dim_names, *self.non_dp_dim_names], "Axes of more than one process."
-    )
+    fsdp_dim_names = shown(lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"], "The axes of FSDP's mesh.")
+    active_mesh_dims = shown(lambda self: [*self.dp_dim_names, *self.non_dp_dim_names], "Axes of several processes.")
 
     def _get_mesh(self) -> Any:
         names = self._enabled(*_AXES)
@@ -143,8 +135,7 @@ class ParallelismConfig:
     def _validate_accelerator(self, accelerator: Any) -> None:
         if self.total_size > 1 and self.total_size != accelerator.num_processes:
             raise ValueError(
-                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes "
-                f"({accelerator.num_processes}). Please adjust dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size."
+                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({accelerator.num_processes}). Please adjust dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size."
             )
 
     def to_hasten(self) -> hasten.ParallelismConfig:

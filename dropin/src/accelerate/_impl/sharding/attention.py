@@ -43,15 +43,11 @@ class SpannedAttention:
         inner: Any = model
         if not getattr(inner, "_supports_attention_backend", False):
             raise PrepareError(
-                f"{type(model).__name__} does not use transformers' AttentionInterface, so it would not attend to the other parts of a "
-                f"sequence (sp_size={self._ranks}). Use a transformers model that does, or hasten's context_parallel(), which splits "
-                "sequences for any module."
+                f"{type(model).__name__} does not use transformers' AttentionInterface, so it would not attend to the other parts of a sequence (sp_size={self._ranks}). Use a transformers model that does, or hasten's context_parallel(), which splits sequences for any module."
             )
         if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", SPANNING_ATTENTION):
             raise PrepareError(
-                f"attention by {kind!r} was asked for with sp_size={self._ranks}, which uses torch's scaled_dot_product_attention "
-                "(including its flash kernels). Set attn_implementation='sdpa' when loading the model, or sp_attn_implementation='sdpa' "
-                "together with sp_size."
+                f"attention by {kind!r} was asked for with sp_size={self._ranks}, which uses torch's scaled_dot_product_attention (including its flash kernels). Set attn_implementation='sdpa' when loading the model, or sp_attn_implementation='sdpa' together with sp_size."
             )
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
         transformers.AttentionInterface.register(SPANNING_ATTENTION, self)
@@ -86,13 +82,10 @@ class SpannedAttention:
     def _check(self, length: int, window: int | None) -> None:
         if length not in self._lengths:
             raise StepError(
-                f"the model received sequences of {length} tokens, but no loader has returned parts of that length "
-                f"(sp_size={self._ranks}): whole sequences of different processes would be joined. Pass the loader and the model to the "
-                "same prepare() call."
+                f"the model received sequences of {length} tokens, but no loader has returned parts of that length (sp_size={self._ranks}): whole sequences of different processes would be joined. Pass the loader and the model to the same prepare() call."
             )
         if window is not None and window < length * self._ranks:
             raise StepError(
-                f"this attention has a window of {window} tokens, but sequences of {length * self._ranks} tokens that are split over "
-                f"{self._ranks} processes are attended to without a window. Use shorter sequences, or sp_size=1."
+                f"this attention has a window of {window} tokens, but sequences of {length * self._ranks} tokens that are split over {self._ranks} processes are attended to without a window. Use shorter sequences, or sp_size=1."
             )
         self._attention.lengths = frozenset(self._lengths)

@@ -41,8 +41,7 @@ class FollowedPlugin:
         changed = {name: getattr(now, name) for name in names if getattr(self._taken, name) != getattr(now, name)}
         if "hybrid_shard" in changed:
             raise ValueError(
-                "sharding_strategy of the FSDP plugin changed between HYBRID and another after Accelerator() had laid the "
-                "processes out. Give the plugin its strategy when it is made."
+                "sharding_strategy of the FSDP plugin changed between HYBRID and another after Accelerator() had laid the processes out. Give the plugin its strategy when it is made."
             )
         if changed:
             what = f"{', '.join(changed)} of the FSDP plugin"
@@ -73,8 +72,7 @@ class FollowedEngine:
 def _reconfigure(accelerator: Composed, what: str, **section: Any) -> None:
     if components(accelerator).prepared.models:
         raise ValueError(
-            f"{what} changed after a model was prepared, which keeps what it was prepared with. Change it before the first "
-            "prepare(), or make another Accelerator for it."
+            f"{what} changed after a model was prepared, which keeps what it was prepared with. Change it before the first prepare(), or make another Accelerator for it."
         )
     accelerator._reconfigure(**section)
 

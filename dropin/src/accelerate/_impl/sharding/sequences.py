@@ -58,8 +58,7 @@ class SplitSequences:
         """The loader, handing out parts from its next iteration on."""
         if not isinstance(loader, PreparedLoader):
             raise ValueError(
-                f"a {type(loader).__name__} that was not prepared does not read a share of its own on every process, so "
-                "parts of its sequences cannot be handed out. Pass accelerator.prepare(loader)."
+                f"a {type(loader).__name__} that was not prepared does not read a share of its own on every process, so parts of its sequences cannot be handed out. Pass accelerator.prepare(loader)."
             )
         loader.cut = self._cut
         return loader

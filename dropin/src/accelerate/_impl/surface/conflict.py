@@ -13,7 +13,5 @@ def refuse_other_package() -> None:
     for one in metadata.distributions(name="accelerate"):
         if not one.version.endswith("+hasten"):
             raise ImportError(
-                f"accelerate {one.version} is installed in {one.locate_file('')} beside hasten's stand-in for it; both bring "
-                "a package named `accelerate`, and their modules would be mixed. Run `pip uninstall accelerate` until it "
-                "says that it is not installed, then install the one you want."
+                f"accelerate {one.version} is installed in {one.locate_file('')} beside hasten's stand-in for it; both bring a package named `accelerate`, and their modules would be mixed. Run `pip uninstall accelerate` until it says that it is not installed, then install the one you want."
             )

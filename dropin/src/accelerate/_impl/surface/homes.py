@@ -13,6 +13,7 @@ _ROOMS: Final = MappingProxyType(
     {
         "accelerate.accelerator": "accelerator.facade",
         "accelerate.commands.config.config_args": "settings.config_file",
+        "accelerate.commands.estimate": "commands.estimate",
         "accelerate.commands.launch": "commands.validating",
         "accelerate.commands.utils": "environment.parsers",
         "accelerate.data_loader": "loaders.base loaders.kinds loaders.samplers loaders.share",
@@ -41,8 +42,7 @@ _ROOMS: Final = MappingProxyType(
         "accelerate.test_utils.training": "testing.training",
         "accelerate.tracking": "trackers",
         "accelerate.utils.dataclasses": (
-            "enums settings.bnb_config settings.deepspeed_plugin settings.fsdp_plugin settings.general "
-            "settings.kwargs_handlers"
+            "enums settings.bnb_config settings.deepspeed_plugin settings.fsdp_plugin settings.general settings.kwargs_handlers"
         ),
         "accelerate.utils.deepspeed": "optim.deepspeed settings.deepspeed_config",
         "accelerate.utils.environment": "environment.variables",

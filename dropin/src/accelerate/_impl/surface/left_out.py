@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn
 
-MEGATRON_STEPS: Final = (
-    "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2, Llama, Mixtral, BERT and T5 models of "
-    "transformers as they are"
-)
+MEGATRON_STEPS: Final = "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2, Llama, Mixtral, BERT and T5 models of transformers as they are"
 MARK: Final = "__left_out__"
 
 

@@ -88,9 +88,7 @@ require_tp = _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
     lambda: imports.is_transformers_available() and imports.is_datasets_available(), "transformers and datasets"
 )
-require_trackers = _needs(
-    lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "wandb and tensorboard"
-)
+require_trackers = _needs(lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "two trackers")
 for _name, _probe in vars(imports).items():
     if _name.startswith("is_") and _name.endswith("_available"):
         _what = _name.removeprefix("is_").removesuffix("_available")

@@ -12,7 +12,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # A
     """tqdm's bar, shown on the local main process only unless asked otherwise."""
     if len(args) > 0 and isinstance(args[0], bool):
         raise ValueError(
-            "Passing `True` or `False` as the first argument to Accelerate's `tqdm` wrapper is unsupported. "
-            "Please use the `main_process_only` keyword argument instead."
+            "Passing `True` or `False` as the first argument to Accelerate's `tqdm` wrapper is unsupported. Please use the `main_process_only` keyword argument instead."
         )
     return tqdm_bar.tqdm(*args, main_process_only=main_process_only, topology=ambient.start().topology, **kwargs)

@@ -22,8 +22,7 @@ class MultiProcessAdapter(RankLogger):
         """Log on the main process, or as `main_process_only` and `in_order` say."""
         if not AMBIENT.partial:  # quirk: LOGGER_NEEDS_STATE
             raise RuntimeError(
-                "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
-                "using the logging utility."
+                "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before using the logging utility."
             )
         everywhere = kwargs.get("main_process_only", True) is False and AMBIENT.partial.get("num_processes", 1) > 1
         named = msg if everywhere else _named(msg)  # said there already

@@ -99,8 +99,7 @@ class _Shared:
         kind = type(self).__name__
         if name in self._known_attrs:
             raise AttributeError(
-                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an "
-                "`Accelerator` or `PartialState` was not reinitialized."
+                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
 
@@ -126,13 +125,7 @@ class PartialState(_Shared):
         fill_partial(cpu, _group_settings(kwargs))
 
     def __repr__(self) -> str:
-        return (
-            f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\n"
-            f"Num processes: {self.num_processes}\n"
-            f"Process index: {self.process_index}\n"
-            f"Local process index: {self.local_process_index}\n"
-            f"Device: {self.device}\n"
-        )
+        return f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\nNum processes: {self.num_processes}\nProcess index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
 
     @staticmethod
     def _reset_state() -> None:
@@ -143,9 +136,7 @@ class PartialState(_Shared):
         "Whether there are other processes.",
     )
 
-    default_device = shown(
-        lambda self: torch.device(choose_device(0).type), "The device a process would get by default."
-    )
+    default_device = shown(lambda self: torch.device(choose_device(0).type), "The device a process gets by default.")
 
     def set_device(self) -> None:
         """Make this process's device the current one."""
@@ -199,10 +190,7 @@ def _precision(asked: str | None) -> str:
     return str(PrecisionType(str(chosen).lower()).value)
 
 
-_NOT_YET_MADE = (
-    "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
-    "before using any functionality from the `accelerate` library."
-)
+_NOT_YET_MADE = "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before using any functionality from the `accelerate` library."
 
 
 class AcceleratorState(_Shared):

@@ -49,7 +49,5 @@ def main() -> None:
     kinds, cuda = DDPCommunicationHookType, torch.cuda.is_available()
     hooks = [kinds.NO, kinds.FP16, *([kinds.BF16, kinds.POWER_SGD, kinds.BATCHED_POWER_SGD] if cuda else [])]
     for hook in hooks:
-        for wrapper in (
-            (kinds.NO, kinds.FP16) if "power" in hook.value else (kinds.NO,)
-        ):  # a wrapper casts around PowerSGD
+        for wrapper in (kinds.NO, kinds.FP16) if "power" in hook.value else (kinds.NO,):  # a wrapper casts around it
             test_ddp_comm_hook(hook, wrapper, {})

@@ -68,9 +68,7 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
     handler = ListHandler()
     logger = logging.getLogger("accelerate")
     logger.addHandler(handler)
-    loader = accelerator.prepare(
-        DataLoader(DummyIterableDataset([torch.tensor(one) for one in range(30)]), batch_size=10)
-    )
+    loader = accelerator.prepare(DataLoader(DummyIterableDataset([torch.tensor(n) for n in range(30)]), batch_size=10))
     found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     logger.removeHandler(handler)
     assert found.tolist() == list(range(30)), found

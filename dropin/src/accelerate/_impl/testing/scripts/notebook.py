@@ -57,9 +57,7 @@ test_can_initialize = _check("Check that processes start.", basic_function)
 test_static_rdzv_backend = _check("Check the rendezvous without a server.", basic_function, rdzv_backend="static")
 test_c10d_rdzv_backend = _check("Check the rendezvous of torch.", basic_function, rdzv_backend="c10d")
 test_clean_cuda_fork = _check("Check that processes begin without CUDA.", assert_clean_cuda_fork_function)
-test_problematic_imports = _check(
-    "Check that imports of the notebook do not matter: nothing is forked.", basic_function
-)
+test_problematic_imports = _check("Check that a notebook's imports do not matter: nothing is forked.", basic_function)
 
 
 def test_fault_tolerant(max_restarts: int = 3) -> None:

@@ -163,9 +163,7 @@ def test_gradient_accumulation_with_opt_and_scheduler(
 def test_dataloader_break() -> None:
     """Check that a loop inside of a loop, and one that is left early, leave the active loader as it was."""
     accelerator = Accelerator()
-    first, second = accelerator.prepare(
-        *(DataLoader(RegressionDataset(length=length), batch_size=16) for length in (80, 96))
-    )
+    first, second = accelerator.prepare(*(DataLoader(RegressionDataset(length=n), batch_size=16) for n in (80, 96)))
     assert not accelerator.gradient_state.in_dataloader
     for iteration, _ in enumerate(first):
         assert accelerator.gradient_state.active_dataloader is first

@@ -1,0 +1,147 @@
+"""`accelerate estimate-memory`: the sizes of a model on the Hub in the established table; local models are hasten's answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from accelerate._impl.environment.packages import is_timm_available, is_transformers_available
+from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.models.other import convert_bytes
+from accelerate._impl.models.planning import calculate_maximum_sizes
+from hasten.bigmodel.meta import init_empty_weights
+from hasten.cli.main import main as hasten
+from hasten.optional import need
+
+# Any in this file: argparse's namespaces, models and what the Hub says of them.
+_PARTS: Final = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}
+_MODEL: Final[Flags] = {
+    "model_name": {"help": "a name on the Hub, or a folder of weights"},
+    "--library_name": {"choices": ["timm", "transformers"], "help": "taken from the model"},
+    "--dtypes": {"nargs": "+", "default": [*_PARTS], "choices": [*_PARTS]},
+    "--trust_remote_code": {"action": "store_true"},
+}
+_LOGIN: Final = "`huggingface-cli login`"
+_REFUSED: Final = {
+    "gated": f"is gated. You must be authenticated to access it. Please run {_LOGIN}.",
+    "repo": f"does not exist on the Hub. If you are trying to access a private repo, make sure you are authenticated via {_LOGIN} and have access.",
+}
+_UNKNOWN: Final = "is not supported yet, please open an issue on GitHub for us to add support."
+_NO_LIBRARY: Final = "does not have any library metadata on the Hub, please manually pass in a `--library_name` to use (such as `transformers`)"
+
+
+def verify_on_hub(repo: str, token: str | None = None) -> Any:
+    """Return what the Hub says of a model, "gated" if it does not let us in, "repo" if it has none of that name."""
+    hub = need("huggingface_hub")
+    try:
+        return hub.model_info(repo, token=token)
+    except (hub.errors.OfflineModeIsEnabled, hub.errors.GatedRepoError):
+        return "gated"
+    except hub.errors.RepositoryNotFoundError:
+        return "repo"
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Return the name under which timm loads a model of the Hub."""
+    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
+
+
+def check_has_model(error: Exception) -> str:
+    """Return the library that found no model in a repository, or "unknown" for another error."""
+    if is_timm_available() and isinstance(error, RuntimeError) and "Unknown model" in str(error):
+        return "timm"
+    missing = isinstance(error, OSError) and "does not appear to have a file named" in str(error)
+    return "transformers" if is_transformers_available() and missing else "unknown"
+
+
+def create_empty_model(
+    model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
+) -> Any:
+    """Return a model of the Hub on the meta device."""
+    info = verify_on_hub(model_name, access_token)
+    if isinstance(info, str):
+        raise OSError(f"Repo for model `{model_name}` {_REFUSED[info]}")
+    library = _checked(model_name, library_name or info.library_name)
+    print(f"Loading pretrained config for `{model_name}` from `{library}`...")  # noqa: T201  the command's answer
+    if library == "transformers":
+        return _of_transformers(model_name, info.config, trust_remote_code)
+    with init_empty_weights():
+        return need("timm").create_model(add_timm_hub_prefix(model_name), pretrained=False)
+
+
+def _checked(name: str, library: str | None) -> str:
+    if not library:
+        raise ValueError(f"Model `{name}` {_NO_LIBRARY}")
+    if library not in ("timm", "transformers"):
+        raise ValueError(f"Library `{library}` {_UNKNOWN}")
+    if not (is_timm_available() if library == "timm" else is_transformers_available()):
+        raise ImportError(
+            f"To check `{name}`, `{library}` must be installed. Please install it via `pip install {library}`"
+        )
+    return library
+
+
+def _of_transformers(name: str, known: Any, trust: bool) -> Any:
+    if known is None:
+        raise RuntimeError(f"Tried to load `{name}` with `transformers` but it does not have any metadata.")
+    kinds = [kind for kind in known.get("auto_map") or () if kind.startswith("AutoModel")]
+    config = need("transformers").AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    with init_empty_weights():
+        kind = getattr(need("transformers"), [*kinds, "AutoModel"][0])
+        return kind.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+
+
+def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
+    """Return the bytes of training with Adam by their use; -1 where it is not possible in that dtype."""
+    half, full = mixed_precision in ("float16", "bfloat16"), mixed_precision == "float32"
+    sizes = [bytes, 2 * bytes, bytes + half * bytes // 2, (2 if half else 4) * bytes] if half or full else [-1] * 4
+    return dict(zip(("model", "optimizer", "gradients", "step"), sizes, strict=True))
+
+
+def gather_data(args: Any) -> list[list[Any]]:
+    """Return the rows of the table in bytes: dtype, largest layer, whole model, training."""
+    try:
+        model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    except (RuntimeError, OSError) as error:
+        if (library := check_has_model(error)) == "unknown":
+            raise
+        what = f"Tried to load `{args.model_name}` with `{library}`"
+        raise RuntimeError(f"{what} but a possible model to load was not found inside the repo.") from error
+    total, (largest, _) = calculate_maximum_sizes(model)
+    sizes = {dtype: [size / part if part > 1 else size for size in (largest, total)] for dtype, part in _PARTS.items()}
+    return [[dtype, *sizes[dtype], estimate_training_usage(total, dtype)] for dtype in args.dtypes]
+
+
+def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) -> str:
+    """Return a table drawn with lines, its title above."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    if len(title) > sum(widths):
+        widths[-1] += 2 * abs(len(title) - sum(widths) - len(widths) - 1)
+    top, under, between, bottom = (line.join("─" * width for width in widths) for line in "─┬┼┴")
+    head, *cells = (f"│{'│'.join(map(str.center, row, widths))}│" for row in (headers, *rows))
+    above = [f"┌{top}┐", f"│{title.center(len(top))}│", f"├{under}┤", head, f"├{between}┤"]
+    return "\n".join([*above, *cells, f"└{bottom}┘"])
+
+
+def estimate_command(args: Any) -> int | None:
+    """Print the memory a model needs."""
+    hub, name = need("huggingface_hub"), args.model_name
+    local = Path(name).exists()
+    if local or (hub.constants.HF_HUB_OFFLINE and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)):
+        trusted = ["--trust_remote_code"] if args.trust_remote_code else []
+        return hasten(["estimate-memory", name, "--dtypes", *args.dtypes, *trusted])
+    rows = [[dtype, *map(_worded, (*sizes, max(uses.values())))] for dtype, *sizes, uses in gather_data(args)]
+    headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    print(create_ascii_table(headers, rows, f"Memory Usage for loading `{name}`"))  # noqa: T201  the answer
+    return None
+
+
+def _worded(size: float) -> str:
+    return "N/A" if size < 0 else convert_bytes(size)
+
+
+estimate_command_parser = parser_of("estimate-memory", estimate_command, _MODEL)
+run = runner("estimate-memory", estimate_command_parser)
+main = main_of(run)
