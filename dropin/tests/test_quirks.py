@@ -39,6 +39,8 @@ RECORDED = {
     "FREE_MEMORY_GIVES_LIST": "free_memory",
     "SCHEDULER_TIMES_PROCESSES": "train_plain",
     "SCALE_IS_FOR_XLA": "gather_kinds",
+    "SHORT_WINDOW_FULL_DIVISOR": "short_window",
+    "FOLDER_OF_EACH_PROCESS": "checkpoint_own_folders",
 }
 
 

@@ -43,22 +43,6 @@ def test_a_break_leaves_no_loader_active() -> None:
     assert not GradientState().in_dataloader
 
 
-def test_a_short_window_is_the_mean_of_its_own_steps() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1)
-    )
-    for (x,) in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert accelerator.unwrap_model(model).weight.item() == pytest.approx(-1.0)
-
-
 def test_skipping_keeps_every_setting() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, drop_last=True))
     skipped = skip_first_batches(loader, 1)

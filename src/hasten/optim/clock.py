@@ -70,6 +70,8 @@ class StepClock:
     every: int = 1
     weights: LossWeights = field(default_factory=LossWeights)
     sync_with_dataloader: bool = True
+    full_divisor: bool = False
+    """True if a short window is divided by `every`, not by its number of micro-steps."""
     boundary: bool = True
     """True if the current micro-step ends its window: gradients are synchronised and optimizers step."""
     interrupted: bool = False
@@ -275,7 +277,8 @@ class StepClock:
         if window.weighted:
             return self.weights.correction(window)
         length = window.micro - window.missing
-        return None if window.micro == 0 or length in (0, window.every) else window.every / length
+        complete = window.micro == 0 or self.full_divisor or length in (0, window.every)
+        return None if complete else window.every / length
 
     def window_weights(self) -> list[float] | None:
         """Return the total weight of each loss of the current window on this rank; None for losses without weights."""
@@ -293,7 +296,9 @@ class StepClock:
     def correction_due(self) -> bool:
         """Return True if the current window, if it ended here, would need a correction."""
         window = self._current
-        return bool(window.weighted) or (window.micro > 0 and window.micro - window.missing != window.every)
+        if window.weighted or self.full_divisor:
+            return bool(window.weighted)
+        return window.micro > 0 and window.micro - window.missing != window.every
 
     def used(self) -> None:
         """Record that an optimizer has used the current gradients: without accumulate(), the window ends here.

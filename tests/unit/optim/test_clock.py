@@ -123,6 +123,24 @@ def test_weighted_losses_give_the_weighted_mean(every: int) -> None:
             clock.used()
 
 
+def test_a_short_window_may_be_divided_by_the_full_length() -> None:
+    """The drop-in's clock: two of four micro-steps are divided by four, and a weighted window is still a weighted mean."""
+    clock, cursor = StepClock(4, full_divisor=True), LoaderCursor()
+    with clock.watching(cursor):
+        for cursor.at_end in (False, True):
+            boundary = clock.tick((0,))
+            assert weighed(clock, torch.tensor(8.0)).item() == 2.0
+    assert boundary
+    assert not clock.pending
+    assert clock.correction() is None
+    clock.force(True)
+    assert not clock.pending
+    clock.used()
+    clock.tick()
+    weighed(clock, torch.tensor(1.0), 3)
+    assert clock.correction_due()
+
+
 def test_weights_may_be_tensors_and_stay_on_the_device() -> None:
     clock = StepClock(2)
     total = torch.tensor(0.0)

@@ -121,6 +121,7 @@ class Accelerator(SavingFace):
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
         self.process, AMBIENT.clock = ambient.process(), self._clock
+        self._clock.full_divisor = True  # quirk: SHORT_WINDOW_FULL_DIVISOR
         fill_partial(self.config.cpu, strategy=self._strategy.name)
         sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         self._sequences = SplitSequences.of(self, sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +22,7 @@ from hasten.errors import CheckpointError, HookError
 # Any in this file: the user's objects, hooks and keywords.
 logger = get_logger("accelerate.accelerator")
 _NO_FOLDER = "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-_LAYOUT = FileLayout(hidden=frozenset({"loader", "object", "progress", "random"}))  # not among the original's files
+_LAYOUT = FileLayout(hidden=frozenset({"loader", "object", "progress", "random"}))  # the original has no such files
 
 
 @contextmanager
@@ -58,8 +60,13 @@ class SavingFace(Composed):
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
         self._saving.layout, self._saving.keeps_exports = _LAYOUT, False
+        given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
         with _errors_of_hooks_as_raised():
-            place = super().save_state(None if automatic else output_dir, safe_serialization)
+            place = super().save_state(given[0], safe_serialization)
+        if len(set(given)) > 1:  # quirk: FOLDER_OF_EACH_PROCESS
+            if os.fspath(output_dir) != given[0]:
+                shutil.copytree(place, output_dir, dirs_exist_ok=True)
+            self.wait_for_everyone()
         self.project_configuration.iteration = self._saving.iteration
         return output_dir.with_name(Path(place).name) if automatic else Path(output_dir).expanduser()
 

@@ -172,15 +172,15 @@ def _batches(loader: Any) -> list[Any]:
 
 def _test_stateful_dataloader_save_state_resume(accelerator: Any, iterable: bool) -> None:
     """Check the same through `save_state` and `load_state`."""
+    accelerator.free_memory()
     loader = _stateful(accelerator, iterable)
-    folder = accelerator.gather_for_metrics([tempfile.mkdtemp()], use_gather_object=True)[0]
+    folder = tempfile.mkdtemp()  # another one on each process
     for number, _ in enumerate(loader):
         if number == 0:
             accelerator.save_state(folder)
     everything = _batches(loader)
     accelerator.load_state(folder)
     assert _batches(loader) == everything[1:], "the loader did not go on behind its first batch"
-    accelerator.free_memory()
 
 
 def test_stateful_dataloader(accelerator: Any) -> None:
@@ -191,7 +191,6 @@ def test_stateful_dataloader(accelerator: Any) -> None:
 
 def test_stateful_dataloader_save_state(accelerator: Any) -> None:
     """Check that a checkpoint has the loaders' positions."""
-    accelerator.free_memory()
     for iterable in (False, True):
         _test_stateful_dataloader_save_state_resume(accelerator, iterable)
 
@@ -207,7 +206,6 @@ def main() -> None:
     test_join_raises_warning_for_iterable_when_overriding_even_batches()
     test_pickle_accelerator()
     AcceleratorState._reset_state()
-    config = DataLoaderConfiguration(use_stateful_dataloader=True)
-    stateful = Accelerator(dataloader_config=config)
+    stateful = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     test_stateful_dataloader(stateful)
     test_stateful_dataloader_save_state(stateful)

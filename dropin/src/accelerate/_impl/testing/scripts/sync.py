@@ -120,11 +120,10 @@ def test_gradient_accumulation(
         step_model(model, inputs, targets, accelerator, False)
         with accelerator.accumulate(prepared):
             step_model(prepared, batch["x"], batch["y"], accelerator)
-        last = iteration + 1 == len(loader)
-        ended = (iteration + 1) % _EVERY == 0
-        if ended or sync_each_batch:  # a last, shorter window is the mean of its own steps
+        ended = (iteration + 1) % _EVERY == 0 or iteration + 1 == len(loader)
+        if ended or sync_each_batch:
             check_model_parameters(model, prepared, True, iteration, rtol=1e-4)
-        if ended or last:
+        if ended:
             model.zero_grad()
             prepared.zero_grad()
     GradientState._reset_state()
@@ -138,10 +137,8 @@ def test_gradient_accumulation_with_opt_and_scheduler(
     model, optimizer, scheduler, loader, prepared, own, its = get_training_setup(accelerator, True)
     for iteration, batch in enumerate(loader):
         inputs, targets = accelerator.gather((batch["x"], batch["y"]))
-        last = iteration + 1 == len(loader)
-        ended = (iteration + 1) % _EVERY == 0 or last
-        alone = last and (iteration + 1) % _EVERY  # a window of one step
-        loss: Any = functional.mse_loss(model(inputs), targets) / (1 if alone else _EVERY)
+        ended = (iteration + 1) % _EVERY == 0 or iteration + 1 == len(loader)
+        loss: Any = functional.mse_loss(model(inputs), targets) / _EVERY
         loss.backward()
         if ended:
             optimizer.step()
