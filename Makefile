@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity parity-newest dist bench bench-cuda bench-survive bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity newest-ready parity-newest parity-suites dist bench bench-cuda bench-survive bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,18 +128,28 @@ parity: $(READY) ## record scripts, clients, tutorials under the original packag
 
 # The newest releases of the clients on the pinned torch, in two environments that differ in the accelerate package only.
 NEWEST := .parity-newest
-parity-newest: ## the same with the newest releases of the clients, which dropin/CLIENTS.md shows in a column: CLIENTS="trainer lora"
+newest-ready:
 	@mkdir -p $(NEWEST)
 	@grep -E '^(torch|torchao|torchdata|torchvision|bitsandbytes|numpy|setuptools)==' constraints.txt > $(NEWEST)/constraints.txt
 	@for side in original dropin; do test -x $(NEWEST)/$$side/bin/python || $(PYTHON) -m venv $(NEWEST)/$$side; done
-	@rm -rf $(NEWEST)/clients
 	@$(NEWEST)/original/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
 		$(PARITY_PACKAGES) accelerate==1.15.0
 	@$(NEWEST)/dropin/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
 		$(PARITY_PACKAGES) --editable . --editable ./dropin
+
+parity-newest: newest-ready ## the same with the newest releases of the clients, which dropin/CLIENTS.md shows in a column: CLIENTS="trainer lora"
+	@rm -rf $(NEWEST)/clients
 	$(NEWEST)/dropin/bin/python dropin/tests/record.py runs/parity-newest --original $(NEWEST)/original/bin/python \
 		--dropin $(NEWEST)/dropin/bin/python --apart $(NEWEST)/clients --constraint $(NEWEST)/constraints.txt \
 		--page dropin/CLIENTS.md $(if $(CLIENTS),--only $(CLIENTS))
+
+# pip would replace the drop-in by the original for clients that want its extras, so these come without dependencies.
+parity-suites: newest-ready ## run the clients' own tests and the original's scripts under both packages: SUITES="peft setfit", an hour
+	@for side in original dropin; do $(NEWEST)/$$side/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
+		pytest pytest-timeout parameterized scipy && $(NEWEST)/$$side/bin/python -m pip install --quiet --upgrade --no-deps \
+		setfit pytorch-accelerated || exit 1; done
+	$(NEWEST)/dropin/bin/python dropin/tests/run_suites.py runs/parity-suites --original $(NEWEST)/original/bin/python \
+		--dropin $(NEWEST)/dropin/bin/python --page dropin/CLIENTS.md $(if $(SUITES),--only $(SUITES))
 
 # The suite against another torch, in an environment of its own. OLDEST is the lower bound in pyproject.toml.
 OLDEST := 2.11.0
