@@ -22,6 +22,7 @@ from hasten.errors import CheckpointError, HookError
 # Any in this file: the user's objects, hooks and keywords.
 logger = get_logger("accelerate.accelerator")
 _NO_FOLDER = "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+_TAKEN = "Checkpoint directory {} ({}) already exists. Please manually override `self.save_iteration` with what iteration to start with."
 _LAYOUT = FileLayout(hidden=frozenset({"loader", "object", "progress", "random"}))  # the original has no such files
 
 
@@ -51,9 +52,7 @@ class SavingFace(Composed):
         if output_dir is None:  # quirk: AUTOMATIC_NAMING_OPT_IN
             raise TypeError(_NO_FOLDER)
         if automatic and output_dir.exists():
-            raise ValueError(
-                f"Checkpoint directory {output_dir} ({number}) already exists. Please manually override `self.save_iteration` with what iteration to start with."
-            )
+            raise ValueError(_TAKEN.format(output_dir, number))
         self._sharding.follow_form()
         if safe_serialization:
             for model in self._prepared.models:

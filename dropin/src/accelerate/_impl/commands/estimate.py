@@ -23,10 +23,9 @@ _MODEL: Final[Flags] = {
     "--dtypes": {"nargs": "+", "default": [*_PARTS], "choices": [*_PARTS]},
     "--trust_remote_code": {"action": "store_true"},
 }
-_LOGIN: Final = "`huggingface-cli login`"
 _REFUSED: Final = {
-    "gated": f"is gated. You must be authenticated to access it. Please run {_LOGIN}.",
-    "repo": f"does not exist on the Hub. If you are trying to access a private repo, make sure you are authenticated via {_LOGIN} and have access.",
+    "gated": "is gated. You must be authenticated to access it. Please run `huggingface-cli login`.",
+    "repo": "does not exist on the Hub. If you are trying to access a private repo, make sure you are authenticated via `huggingface-cli login` and have access.",
 }
 _UNKNOWN: Final = "is not supported yet, please open an issue on GitHub for us to add support."
 _NO_LIBRARY: Final = "does not have any library metadata on the Hub, please manually pass in a `--library_name` to use (such as `transformers`)"
