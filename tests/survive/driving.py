@@ -24,6 +24,8 @@ DEFAULTS: Final = {
     "every": 1,
     "workers": 0,
     "weighted": False,
+    "preemptible": False,
+    "open": False,
     "ranks": 1,
     "strategy": "auto",
     "clip": True,
@@ -100,6 +102,16 @@ def wait_for(run: subprocess.Popen[str], folder: Path, number: int, timeout_s: f
             return found
         time.sleep(0.02)
     return {}
+
+
+def close(folder: Path) -> int:
+    """Let a run with the option `open` end after the epoch that follows the current one; return its number of epochs."""
+    lines = [line for path in folder.glob("replica-*.jsonl") for line in path.read_text().splitlines()]
+    epochs = 2 + int(max(json.loads(line)["epoch"] for line in lines if line.endswith("}")))
+    draft = folder / "last.draft"
+    draft.write_text(str(epochs))
+    draft.rename(folder / "last")
+    return epochs
 
 
 def disturb(run: subprocess.Popen[str], folder: Path, number: int, replicas: int, rng: random.Random) -> Disturbance:

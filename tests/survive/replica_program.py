@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from hasten import Accelerator
+from hasten import PREEMPTED_EXIT_CODE, Accelerator
 from hasten.accelerator.components import components
 from hasten.survive.ledger_plan import part
 from tests.survive.group_faults import Faults
@@ -46,17 +45,6 @@ def model_of(seed: int = 5) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def epochs_of(folder: Path, number: int | None) -> Iterator[int]:
-    """Yield this many epochs; for None as many as the folder's file `last` says, when it is there."""
-    last = folder / "last"
-    for epoch in count():
-        if number is None and last.exists():
-            number = int(last.read_text())
-        if number is not None and epoch >= number:
-            return
-        yield epoch
-
-
 def whole(parameter: Any) -> Tensor:  # Any: a sharded tensor has more methods
     """Return a parameter whose shards lie on the ranks of a replica."""
     found: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -69,13 +57,23 @@ def evaluated() -> DataLoader[tuple[Tensor, Tensor, int]]:
     return DataLoader(Subset(data, range(_EVALUATED, _EVALUATED + 24)), batch_size=4)
 
 
+def last_epoch(folder: Path, options: dict[str, Any]) -> float:
+    """Return the number of epochs; with the option `open`, or without a number, the run continues until the folder's file `last` has it."""
+    last = folder / "last"
+    if not options["open"] and options["epochs"] is not None:
+        return float(options["epochs"])
+    return float(last.read_text()) if last.exists() else math.inf
+
+
 def main() -> None:
     """Train with the options of the command line, as JSON."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     options = json.loads(sys.argv[2])
     folder = Path(sys.argv[1])
     name = os.environ["HASTEN_SURVIVE_REPLICA"]
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options["every"])
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=options["every"], project_dir=str(folder / "project")
+    )
     model = model_of(5 + int(name))  # replicas start with different weights: the first one's are taken
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
@@ -83,6 +81,8 @@ def main() -> None:
         Numbered(options["size"]), batch_size=options["batch"], shuffle=True, num_workers=options["workers"]
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if options["preemptible"]:
+        accelerator.load_state(must_exist=False)
     rank = accelerator.process_index
     own = name if options["ranks"] == 1 else f"{name}.{rank}"
     log = (folder / f"replica-{own}-{os.getpid()}.jsonl").open("a", buffering=1)
@@ -93,7 +93,7 @@ def main() -> None:
         faults.watch(model, optimizer.optimizer)
     window: list[list[int]] = []
     first = ""
-    for _ in epochs_of(folder, options["epochs"]):
+    while loader.epoch < last_epoch(folder, options):
         for x, y, index in loader:
             with accelerator.accumulate(model):
                 if replica.ledger.rounds and not part(replica.ledger.rounds[-1][name], rank, options["ranks"]):
@@ -117,6 +117,10 @@ def main() -> None:
                     window = []
                 scheduler.step()
                 optimizer.zero_grad()
+            if options["preemptible"] and accelerator.preempted:
+                place = accelerator.save_state()
+                (folder / f"left-{name}-{os.getpid()}.json").write_text(json.dumps([replica.ledger.step, place]))
+                sys.exit(PREEMPTED_EXIT_CODE)
     accelerator.end_training()
     report = accelerator.survival
     assert report is not None

@@ -7,11 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.survive.driving import HERE, finish, wait_for
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.store.locate import open_store
+from hasten.errors import CheckpointError
+from tests.survive.driving import HERE, finish, recent, wait_for
 from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again
@@ -47,3 +52,36 @@ def test_evaluations_trackers_and_checkpoints_continue_when_a_replica_is_lost(tm
     logged = [json.loads(line) for line in metrics.read_text().splitlines() if "evaluation" in line]
     assert [row["values"]["evaluation"] for row in logged] == [value for _, value in first["evaluations"]]
     assert all((tmp_path / f"epoch-{number}").is_dir() for number in (1, 2, 3))
+
+
+def manifest_of(store: CheckpointStore, name: str) -> Manifest | None:
+    """Return the manifest of a checkpoint; None before it is complete."""
+    try:
+        return store.manifest(name)
+    except (CheckpointError, OSError):
+        return None
+
+
+def test_a_returning_leader_replaces_no_checkpoint_of_a_completed_epoch(tmp_path: Path) -> None:
+    """It runs the script from its beginning, with calls of save_state and log for epochs that the run has completed."""
+    run = start(tmp_path, 4)
+    found = wait_for(run, tmp_path, 2)
+    store = open_store(str(tmp_path))
+    while (before := manifest_of(store, "epoch-1")) is None and run.poll() is None:
+        time.sleep(0.02)
+    (tmp_path / "slow").touch()
+    os.kill(found["0"], signal.SIGKILL)
+    while recent(tmp_path, 2.0).get("0", found["0"]) == found["0"] and run.poll() is None:
+        time.sleep(0.05)
+    (tmp_path / "slow").unlink()
+    finish(run, tmp_path, LIMIT_S)
+    assert store.manifest("epoch-1") == before
+    steps = [store.manifest(f"epoch-{number}").step or 0 for number in (1, 2, 3, 4)]
+    assert steps == sorted(set(steps))
+    both = results(tmp_path)
+    assert both["0"]["weights"] == both["1"]["weights"]
+    assert both["0"]["leads"]  # again, after its first update
+    values = [value for _, value in both["1"]["evaluations"]]
+    for path in tmp_path.glob("project/**/metrics.jsonl"):
+        for row in map(json.loads, filter(lambda line: "evaluation" in line, path.read_text().splitlines())):
+            assert row["values"]["evaluation"] == values[row["step"] - 1]

@@ -35,7 +35,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             log.write("{}\n")
-            time.sleep(0.03)
+            time.sleep(0.8 if (folder / "slow").exists() else 0.03)  # until a lost replica is back
         rows: list[int] = []
         losses: list[float] = []
         for x, y, index in test:

@@ -296,6 +296,7 @@ class Accelerator:
         if self._run_log is not None:
             replica.note = self._run_log.event
         self.process.leads = lambda: replica.leads
+        replica.duties.received = lambda: self._saving.preemption.received
         self._preparer.wrap_source = partial(
             source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas
         )
@@ -926,6 +927,8 @@ class Accelerator:
 
         After `track_throughput()`, `tokens_per_second` and `mfu` are added.
         """
+        if self._replica is not None and self._replica.duties.behind:
+            return  # this replica was healed, and its loop is in an epoch that the run has completed
         if self._clock.rates is not None and isinstance(values, Mapping):
             values = {**self._clock.rates(), **values}
         if self._status is not None and isinstance(values, Mapping):
@@ -1127,7 +1130,13 @@ class Accelerator:
 
     @property
     def preempted(self) -> bool:
-        """True if any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
+        """True if any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step.
+
+        With `survive`, a signal to the launcher ends all replicas after the same update; one to a single replica, that replica alone.
+        """
+        if self._replica is not None:
+            self._saving.preemption.listen()
+            return self._replica.leaves
         return self._saving.preempted
 
     def save_model(

@@ -101,10 +101,11 @@ def prepare(
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     if not in_image:
         _check_script(target)
+    request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
     if starts_replicas(resolved.config):
         replicas.check(resolved.config)
-        resolved = effective(env, config_file, [*settings, *replicas.one_replica(resolved.config)])
-    request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
+        of_one = handoff.pack(effective(env, config_file, [*settings, *replicas.one_replica(resolved.config)]))
+        return Job(request, resolved, host, complete(replicas.make_plan(request, host, of_one), host.env))
     plan = make_plan(
         request,
         host,

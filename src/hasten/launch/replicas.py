@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -11,8 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -20,32 +19,49 @@ from typing import Final
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
-from hasten.launch.base import Host, LaunchPlan, Proc
-from hasten.launch.failure import PREEMPTED, Failure, end_words, read_failure, render_failure
-from hasten.launch.guard import STOPPING, kill_groups
-from hasten.launch.network import interface_of
+from hasten.launch import torchrun
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.checkin import make_report
+from hasten.launch.failure import PREEMPTED, Failure, end_words, render_failure
+from hasten.launch.guard import SAVING, STOPPING, kill_groups
+from hasten.launch.network import owns_address
+from hasten.launch.replica_machines import (
+    MachineClient,
+    MachineNetwork,
+    MachineNotes,
+    MachineServer,
+    RunNotes,
+    own_replicas,
+)
+from hasten.launch.replica_processes import ReplicaProcesses, start
+from hasten.launch.shape import decide
 from hasten.launch.worker import LAUNCHER_PID
 from hasten.optional import check_installed
 from hasten.runtime import env as environment
 from hasten.runtime import secret
-from hasten.runtime.launcher_files import ERROR_FILE
 
 _LOCAL: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
 _QUICK_S: Final = 60.0
 _QUICK_FAILURES: Final = 3
 """Errors of a replica's own program, one after the other and each soon after its start, after which it is not started again."""
+_GRACE_S: Final = 15.0
+"""Seconds that replicas have to end after Ctrl-C."""
+_TOLD_S: Final = 1.0
+"""Seconds for which a machine that was told to stop waits for the news that the whole run was."""
 _FINISHED: Final = "finished"
+_AGREED: Final = "agreed"
 _JOINED: Final = "joined-"
+_STOPPING: Final = "stopping"
 
 
 def per_replica(config: Config) -> int:
-    """Return the number of processes of each replica: `num_processes` counts those of all replicas.
+    """Return the number of processes of each replica: `num_processes` counts those of all replicas, over all machines.
 
     Raises: ConfigError if the replicas cannot have equally many.
     """
     launch, replicas = config.launch, config.survive.replicas
-    count = launch.num_processes or launch.processes_per_machine or replicas
+    count = launch.num_processes or (launch.processes_per_machine or 0) * launch.num_machines or replicas
     if count % replicas:
         raise ConfigError(
             f"num_processes={count} counts the processes of all replicas, and --replicas {replicas} cannot have equally many of them. Give a multiple of "
@@ -55,22 +71,28 @@ def per_replica(config: Config) -> int:
 
 
 def one_replica(config: Config) -> tuple[SettingEntry, ...]:
-    """Return the settings of the launch of one replica."""
+    """Return the settings of one replica, which is a run of its own on one machine."""
     source, count = SettingSource("code", "--replicas"), per_replica(config)
     return (
         SettingEntry(("launch", "num_processes"), count, source),
         SettingEntry(("launch", "processes_per_machine"), None, source),
         SettingEntry(("launch", "launcher"), "single" if count == 1 else "torchrun", source),
+        SettingEntry(("launch", "num_machines"), 1, source),
+        SettingEntry(("launch", "machine_rank"), None, source),
     )
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError unless the settings describe replicas of equally many processes on this machine."""
+    """Raise ConfigError unless the settings describe replicas of equally many processes."""
     launch, replicas = config.launch, config.survive.replicas
-    if launch.num_machines > 1 or launch.nnodes is not None:
+    if launch.nnodes is not None:
         raise ConfigError(
-            f"--replicas {replicas} starts all replicas on this machine, and num_machines={launch.num_machines} asks for several. Start a lighthouse of "
-            "torchft, and on each machine `hasten launch` with --survive_lighthouse, --survive_replica and --replicas."
+            f"--replicas {replicas} divides the replicas over a fixed number of machines, and nnodes={launch.nnodes} asks for a changing one. Give "
+            "--num_machines: machines may be lost and return, and --min_replicas says how many replicas the run needs."
+        )
+    if launch.num_machines > replicas:
+        raise ConfigError(
+            f"--replicas {replicas} leaves some of the {launch.num_machines} machines without a replica. Give at least as many replicas as machines."
         )
     if launch.submit is not None or launch.launcher not in ("auto", "single"):
         raise ConfigError(
@@ -88,40 +110,115 @@ def check(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def make_plan(request: LaunchRequest, host: Host, handoff: str) -> LaunchPlan:
+    """Return the plan of one replica, with the rendezvous of the machines; `handoff` are the settings of a replica."""
+    shape = decide(request, host)
+    if shape.allocation.rank is not None:
+        raise ConfigError(
+            f"{shape.allocation.source} has started several tasks on this machine, and with --replicas one launcher for each machine starts the replicas. "
+            "Start one task for each machine, such as srun --ntasks-per-node=1."
+        )
+    notes = list(shape.notes)
+    meeting = torchrun.make_meeting(request, host, shape, notes)
+    if meeting.machine_rank is None and owns_address(meeting.address):
+        meeting = replace(meeting, machine_rank=0)
+    rank = meeting.machine_rank
+    here = (
+        "as machine 0 says"
+        if rank is None
+        else _names(own_replicas(request.config.survive.replicas, meeting.max_machines, rank))
+    )
+    notes.append(f"replicas of this machine: {here} of {request.config.survive.replicas}")
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if shape.allocation.source else {}
+    one = replace(shape, num_processes=1, notes=tuple(notes))
+    plan = torchrun.plan_single(replace(request, handoff=handoff), host, one)
+    count = per_replica(request.config)
+    procs = tuple(
+        replace(proc, env={**proc.env, environment.CONFIG: handoff, **variables}, count=count) for proc in plan.procs
+    )
+    return replace(plan, procs=procs, meeting=meeting)
+
+
+def _names(numbers: range) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
 def run(plan: LaunchPlan, config: Config, host: Host) -> int:
-    """Run the replicas until the run is over; return 0 if one of them has finished it."""
-    with tempfile.TemporaryDirectory(prefix="hasten-replicas-") as folder, _lighthouse(config) as address:
+    """Run the replicas of this machine until the run is over; return 0 if a replica, of any machine, has finished it."""
+    meeting = plan.meeting
+    assert meeting is not None, "a plan of replicas has the rendezvous of its machines"
+    with tempfile.TemporaryDirectory(prefix="hasten-replicas-") as folder, _network(plan, config, host) as network:
         (proc,) = plan.procs
         common = {
             **environment.snapshot(),
             **proc.env,
-            **secret.job_token(host.env),
-            "HASTEN_SURVIVE_LIGHTHOUSE": address,
+            **(secret.job_token(host.env) if meeting.alone else {}),
+            "HASTEN_SURVIVE_LIGHTHOUSE": network.lighthouse,
             "HASTEN_SURVIVE_FOLDER": folder,
             "HASTEN_REPLICAS": str(config.survive.replicas),
             LAUNCHER_PID: str(os.getpid()),
         }
-        if name := interface_of(_LOCAL):
-            common.setdefault("GLOO_SOCKET_IFNAME", name)
         devices = 0 if config.cpu else host.num_devices
         if 0 < devices < proc.count:
             raise ConfigError(
                 f"each replica has {proc.count} processes, and this machine has {devices} device(s), so two processes of a replica would share one. Give "
                 f"--num_processes at most {devices} for each replica, or --cpu."
             )
-        crew = Crew(proc, common, Path(folder), config, devices)
+        numbers = own_replicas(config.survive.replicas, meeting.max_machines, network.rank)
+        crew = Crew(proc, common, Path(folder), config, numbers, network)
+        crew.num_devices = devices
+        crew.patience_s = meeting.join_timeout_s
         with crew.stopping():
-            return crew.run()
+            code = crew.run()
+        network.close(code)
+        return code
 
 
 @contextmanager
-def _lighthouse(config: Config) -> Iterator[str]:
-    """Start torchft's lighthouse for the block; yields its address."""
+def _network(plan: LaunchPlan, config: Config, host: Host) -> Iterator[MachineNetwork]:
+    """Connect this machine to the others for the block; machine 0 also starts the lighthouse."""
+    meeting = plan.meeting
+    assert meeting is not None, "a plan of replicas has the rendezvous of its machines"
+    if meeting.alone:
+        with _lighthouse(config, _LOCAL) as address:
+            yield OneMachine(address)
+        return
+    report = make_report(plan, config, host, alone=False)
+    token = secret.given_token(host.env) or secret.user_secret(host.env)
+    if meeting.machine_rank != 0:
+        yield MachineClient(meeting, report, token, _say)
+        return
+    server = MachineServer(meeting, report, config.launch.check_in, token, _say)
+    with _lighthouse(config, str(socket.getaddrinfo(meeting.address, None)[0][4][0])) as address:
+        server.lighthouse = address
+        yield server
+
+
+class OneMachine:
+    """The network of a run on one machine."""
+
+    rank = 0
+    broken_s = 0.0
+
+    def __init__(self, lighthouse: str) -> None:
+        self.lighthouse = lighthouse
+
+    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
+        """Return this machine's facts."""
+        return RunNotes(notes.joined, notes.agreed, notes.finished, notes.running, stop)
+
+    def close(self, code: int) -> None:
+        """Do nothing: there is no other machine."""
+
+
+@contextmanager
+def _lighthouse(config: Config, host: str) -> Iterator[str]:
+    """Start torchft's lighthouse at an address of this machine for the block; yields host and port."""
     survive = config.survive
     if survive.lighthouse is not None:
         yield survive.lighthouse
         return
-    options = (_LOCAL, str(survive.min_replicas), str(survive.timeout_s), str(survive.heartbeat_timeout_s))
+    options = (host, str(survive.min_replicas), str(survive.timeout_s), str(survive.heartbeat_timeout_s))
     child = subprocess.Popen(
         [sys.executable, "-m", "hasten.survive.lighthouse", *options],
         stdin=subprocess.PIPE,
@@ -138,7 +235,7 @@ def _lighthouse(config: Config) -> Iterator[str]:
                 f"torchft's lighthouse did not start (it printed {line!r}), so the replicas could not find each other. Run the command again with "
                 "--debug to see its messages."
             )
-        yield f"{_LOCAL}:{line}"
+        yield f"[{host}]:{line}" if ":" in host else f"{host}:{line}"
     finally:
         child.stdin.close()  # it ends when this closes
         try:
@@ -150,92 +247,72 @@ def _lighthouse(config: Config) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class ReplicaProcesses:
-    """The present processes of one replica, one for each rank."""
-
-    processes: list[subprocess.Popen[bytes]]
-    error_files: list[str]
-    began: float
-    quick: int
-    """Errors of the replica's own program so far, one soon after the other."""
-
-    @property
-    def groups(self) -> list[int]:
-        """The process groups, which include the loaders' workers."""
-        return [process.pid for process in self.processes]
-
-    def look(self) -> tuple[int, int] | None:
-        """Return the rank that ended the replica, and its exit code; None while the replica runs.
-
-        A rank that was killed ends it rather than one that has met an error, which may be due to the former; of several errors, the
-        one that was recorded first.
-        """
-        codes = [process.poll() for process in self.processes]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code]
-        if failed:
-            return min(failed, key=lambda one: (one[1] > 0, _time_of(self.error_files[one[0]]), one[0]))
-        return None if None in codes else (0, 0)
-
-    def end(self) -> None:
-        """Kill all processes, and those that they have started."""
-        kill_groups(self.groups)
-        for process in self.processes:
-            process.wait()
-
-
-@dataclass(slots=True)
 class Crew:
-    """The processes of all replicas."""
+    """The processes of this machine's replicas."""
 
     proc: Proc
     common: Mapping[str, str]
     folder: Path
     config: Config
-    num_devices: int
+    numbers: range
+    network: MachineNetwork
+    num_devices: int = 0
+    patience_s: float = 120.0
+    """Seconds for which a machine waits for machine 0 when that does not respond."""
     workers: dict[int, ReplicaProcesses] = field(default_factory=dict)
     stopped_by: int | None = None
     _since: float = 0.0
+    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Replicas to be started: the number of their errors, and the earliest time."""
+    _broken_at: float = -_QUICK_S
     _restarts: int = 0
     _finished: float | None = None
-    _code: int = 0
+    _codes: list[int] = field(default_factory=list)
+    """Exit codes of replicas that ended after the signal to stop, or were preempted alone."""
     _last: Failure | None = None
+    _run: RunNotes = field(default_factory=RunNotes)
 
     def run(self) -> int:
-        """Start all replicas, and lost ones again, until none is left to run."""
-        for number in range(self.config.survive.replicas):
-            self._start(number)
+        """Start this machine's replicas, and lost ones again, until the run is over."""
+        self._waiting = dict.fromkeys(self.numbers, (0, 0.0))
         try:
-            while self.workers:
+            while self._goes_on():
                 self._look()
+                self._tell()
+                self._pass_on()
                 self._hurry()
                 time.sleep(_POLL_S)
         finally:
             kill_groups([group for worker in self.workers.values() for group in worker.groups])
         return self._result()
 
+    def _goes_on(self) -> bool:
+        """Return False when the run is over for this machine."""
+        if self._run.code is not None:
+            return False
+        if self.network.broken_s > self.patience_s:
+            return False
+        if self.workers or self._waiting:
+            return True
+        if self.network.rank == 0:  # the lighthouse is here: replicas of other machines need it
+            return self._run.running > 0
+        return self.stopped_by is None  # machine 0 tells when the run is over
+
     def _start(self, number: int, quick: int = 0) -> None:
         count = self.proc.count
         common = {**self.common, "HASTEN_SURVIVE_REPLICA": str(number)}
         if self.num_devices:
-            devices = [(number * count + rank) % self.num_devices for rank in range(count)]
+            first = (number - self.numbers[0]) * count
+            devices = [(first + rank) % self.num_devices for rank in range(count)]
             common["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        if count > 1:
-            common |= {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(_free_port())}
-            common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        processes, error_files = [], []
-        for rank in range(count):
-            error_files.append(str(self.folder / f"error-{number}-{rank}-{self._restarts}.json"))
-            variables = {**common, ERROR_FILE: error_files[rank]}
-            if count > 1:
-                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(self.proc.argv, env=variables, start_new_session=True))
-        self.workers[number] = ReplicaProcesses(processes, error_files, time.monotonic(), quick)
+        error_file = str(self.folder / f"error-{number}-{self._restarts}")
+        self.workers[number] = start(self.proc, common, error_file, quick)
 
     def _look(self) -> None:
         for number, worker in list(self.workers.items()):
             found = worker.look()
-            stopping = self.stopped_by is not None and any(one.poll() is None for one in worker.processes)
-            if found is None or stopping:  # after a signal, ranks may save as long as the grace lasts
+            saves = self.stopped_by is not None or (found is not None and found[1] == PREEMPTED)
+            if found is None or (saves and worker.running):  # after a signal, ranks may save as long as the grace lasts
                 continue
             rank, code = found
             worker.end()  # a replica trains with all of its ranks, or not at all
@@ -245,13 +322,21 @@ class Crew:
                 self._finished = self._finished or time.monotonic()
                 (self.folder / _FINISHED).touch()
             elif self.stopped_by is not None:
-                self._code = code
+                self._codes.append(code)
+                self._last = worker.failure(rank, code)
             elif self._finished is None:
                 self._lost(number, worker, rank, code)
+        if self._finished is not None or self.stopped_by is not None:
+            self._waiting = {}
+        for number, (quick, due) in list(self._waiting.items()):
+            if time.monotonic() >= due and not self.network.broken_s:
+                self._start(number, quick)
+                del self._waiting[number]
 
     def _lost(self, number: int, worker: ReplicaProcesses, rank: int, code: int) -> None:
-        self._code, self._last = code, _failure(worker, rank, code)
-        quick = worker.quick + 1 if code > 0 and time.monotonic() - worker.began < _QUICK_S else 0
+        self._last = worker.failure(rank, code)
+        blamed = code > 0 and code != PREEMPTED and time.monotonic() - self._broken_at > _QUICK_S
+        quick = worker.quick + 1 if blamed and time.monotonic() - worker.began < _QUICK_S else 0
         if error := self._last.traceback.rstrip():
             _say(f"the error of replica {number}:\n{error}")
         which = f"replica {number}" if len(worker.processes) == 1 else f"rank {rank} of replica {number}"
@@ -261,37 +346,113 @@ class Crew:
         self._restarts += 1
         again = "it is" if len(worker.processes) == 1 else "the replica is"
         _say(f"{which} ended with {end_words(code)}; {again} started again, {len(self.workers)} continue")
-        self._start(number, quick)
+        due = 0.0
+        if code == PREEMPTED:  # the signal may have been for the whole run, and this launcher learns it a moment later
+            self._codes.append(code)
+            due = time.monotonic() + _TOLD_S
+        self._waiting[number] = (quick, due)
+
+    # -- other machines --------------------------------------------------------------------------------------------
+    def _tell(self) -> None:
+        """Tell the other machines what the replicas of this one have noted in the folder, and note what the others have told."""
+        if self.network.broken_s:
+            self._broken_at = time.monotonic()
+        run = self._run = self.network.exchange(self._notes(), self.stopped_by)
+        agreed = self.folder / _AGREED
+        if run.agreed and run.agreed != _text(agreed):
+            draft = self.folder / f"{_AGREED}.launcher"
+            draft.write_text(run.agreed)
+            draft.replace(agreed)
+        if run.finished and self._finished is None:
+            self._finished = time.monotonic()
+            (self.folder / _FINISHED).touch()
+        noted = {path.name.removeprefix(_JOINED) for path in self.folder.glob(f"{_JOINED}*")}
+        own = set(map(str, self.numbers))
+        for name in set(run.joined) - noted - own:
+            (self.folder / f"{_JOINED}{name}").touch()
+        for name in noted - set(run.joined) - own:
+            (self.folder / f"{_JOINED}{name}").unlink(missing_ok=True)
+
+    def _notes(self) -> MachineNotes:
+        return MachineNotes(
+            running=len(self.workers) + len(self._waiting),
+            joined=[str(number) for number in self.workers if (self.folder / f"{_JOINED}{number}").exists()],
+            agreed=_text(self.folder / _AGREED),
+            finished=self._finished is not None,
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+    def _pass_on(self) -> None:
+        """Send the signal to stop to the replicas that have not received it; they end together if the whole run was told to stop."""
+        if self.stopped_by is None and self._run.stop is not None:
+            self.stopped_by, self._since = self._run.stop, time.monotonic()
+        if self.stopped_by is None:
+            return
+        whole = self.network.rank == 0 or self._run.stop is not None
+        if not whole and time.monotonic() - self._since < _TOLD_S:
+            return
+        if whole:
+            (self.folder / _STOPPING).touch()
+        for worker in self.workers.values():
+            if not worker.signalled:
+                worker.signalled = True
+                worker.send(self.stopped_by)
 
     def _hurry(self) -> None:
         """End replicas that are still there long after the run was finished, or after a signal."""
         now, survive = time.monotonic(), self.config.survive
         late = self._finished is not None and now - self._finished > survive.heal_timeout_s
-        if late or (self.stopped_by is not None and now - self._since > self.config.launch.stop_grace_s):
+        grace_s = self.config.launch.stop_grace_s if self.stopped_by in SAVING else _GRACE_S
+        if late or (self.stopped_by is not None and now - self._since > grace_s):
             kill_groups([group for worker in self.workers.values() for group in worker.groups])
 
     def _result(self) -> int:
+        if self._run.code is not None:
+            return self._run.code
         if self._finished is not None:
             return 0
         if self.stopped_by is not None:
-            return PREEMPTED if self._code == PREEMPTED else 128 + self.stopped_by
+            return self._stopped(self.stopped_by)
+        if self.network.broken_s:
+            _say(
+                f"machine 0 does not respond for {self.network.broken_s:.0f} s, and the lighthouse is there: the run has ended. Start it again from a "
+                "checkpoint."
+            )
+            return 1
+        if self._last is None:
+            return 1
         failure = self._last
-        assert failure is not None, "a run that was not finished has lost a replica"
         _say(render_failure([failure], python=sys.executable))
         return failure.exit_code or 1
 
+    def _stopped(self, number: int) -> int:
+        """Return the exit code after a signal: that of a saved run if the replicas have saved, and none of them has failed.
+
+        A replica that the signal ends is one that had no handler yet: it was being started, and the others save without it.
+        """
+        name = signal.Signals(number).name
+        if failed := [code for code in self._codes if code not in (PREEMPTED, -number)]:
+            if self._last is not None and self._last.code in failed and self._last.code > 0:
+                _say(render_failure([self._last], python=sys.executable))
+            return failed[0] if failed[0] > 0 else 128 + number
+        if PREEMPTED in self._codes:
+            _say(f"{name}: the run was saved, and its replicas have ended; start it again to continue")
+            return PREEMPTED
+        return 128 + number
+
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Context manager that forwards signals to all replicas; a second signal kills them."""
+        """Context manager in which signals end all replicas; a second signal kills them, unless schedulers repeat it."""
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            again = self.stopped_by is not None
+        def receive(number: int, frame: FrameType | None) -> None:
+            if self.stopped_by in SAVING and number in SAVING:
+                return  # a repeated signal must not interrupt a save
+            if self.stopped_by is not None:
+                kill_groups([group for worker in self.workers.values() for group in worker.groups])
+                return
             self.stopped_by, self._since = number, time.monotonic()
-            for group in [group for worker in self.workers.values() for group in worker.groups]:
-                with suppress(ProcessLookupError):  # a rank that has ended before the others of its replica
-                    os.killpg(group, signal.SIGKILL if again else number)
 
-        old = {number: signal.signal(number, forward) for number in STOPPING}
+        old = {number: signal.signal(number, receive) for number in STOPPING}
         try:
             yield
         finally:
@@ -299,24 +460,9 @@ class Crew:
                 signal.signal(number, handler)
 
 
-def _failure(worker: ReplicaProcesses, rank: int, code: int) -> Failure:
-    """Return the end of a replica's rank, with the error that it has recorded."""
-    pid, error_file = worker.processes[rank].pid, worker.error_files[rank]
-    return read_failure(rank, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
-
-
-def _time_of(path: str) -> float:
-    """Return the time at which a file was written; infinity if there is none."""
-    try:
-        return Path(path).stat().st_mtime
-    except OSError:  # the process was killed, or has ended without an error
-        return math.inf
-
-
-def _free_port() -> int:
-    """Return a port that is free now, for the meeting of a replica's ranks."""
-    with socket.create_server((_LOCAL, 0)) as probe:
-        return int(probe.getsockname()[1])
+def _text(path: Path) -> str:
+    """Return the text of a file, empty for none."""
+    return path.read_text() if path.exists() else ""
 
 
 def _say(text: str) -> None:

@@ -22,7 +22,7 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     argv = worker_argv(request.target, host)
     notes = list(shape.notes)
     check_tee(request.config.launch.tee, shape.num_processes)
-    meeting = _meeting(request, host, shape, notes)
+    meeting = make_meeting(request, host, shape, notes)
     env = dict(shape.env)
     if meeting.kind == "c10d":
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the shared store would give restarted workers stale addresses
@@ -64,7 +64,8 @@ def supervision(request: LaunchRequest, shape: JobShape) -> Supervision:
     )
 
 
-def _meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: list[str]) -> Meeting:
+def make_meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: list[str]) -> Meeting:
+    """Return the rendezvous of the machines; notes are added to `notes`."""
     launch = request.config.launch
     options = parse_options(launch.rdzv_conf)
     timeout_s = _seconds(options.pop("join_timeout", None) or options.pop("timeout", None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -33,8 +33,8 @@ class Received(NamedTuple):
     """Factor of each replica's gradients in the mean."""
     wanted: list[bool]
     """Parameters of which some replica has a gradient, in the order of the buckets."""
-    asks: bool
-    """True if a replica wants to ask for the members of the next update; equal on all replicas."""
+    asks: int
+    """1 if a replica wants to ask for the members of the next update, 2 to end the run as well; equal on all replicas."""
 
     def write(self) -> None:
         """Set the gradients to their mean; it cannot fail."""
@@ -91,7 +91,7 @@ class ReplicaGroup:
         share: float,
         facts: Sequence[float],
         window: Hashable = None,
-        asks: bool = False,
+        asks: int = 0,
     ) -> Received:
         """Return the gradients of all replicas, of which `write` makes the weighted mean; it stays None if no replica has one.
 
@@ -99,7 +99,7 @@ class ReplicaGroup:
         bit by bit, on all replicas. Buckets of this window that were sent before are not sent again, unless a replica has changed
         its gradients since. Of sharded parameters, the shards of this rank are exchanged.
 
-        Returns: with `asks` True if `asks` is True on a replica; all of them return the same.
+        Returns: with the largest `asks` of all replicas: 1 to ask for the members of the next update, 2 to end the run as well.
         Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ. The gradients are then unchanged.
         """
         buckets = self.buckets(parameters)
@@ -121,7 +121,7 @@ class ReplicaGroup:
         factors = [one / total if total and part else 0.0 for one, part in headers[:, :2].tolist()]
         self._receive(buckets, factors)
         wanted: list[bool] = headers[:, 4 + len(facts) :].any(0).tolist()
-        return Received(buckets, factors, wanted, bool(headers[:, 3].any()))
+        return Received(buckets, factors, wanted, int(headers[:, 3].max()))
 
     def _receive(self, buckets: Sequence[Bucket], factors: list[float]) -> None:
         """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
@@ -260,6 +260,16 @@ def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float], out: Tensor 
         torch.add(first, part, out=out)
         first = out
     return out if common == 1.0 else out.mul_(common)
+
+
+@torch.no_grad()
+def alone(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients of the only replica; the common factor is one."""
+    if factor == 1.0:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def _state(parameter: Tensor) -> tuple[Tensor | None, int]:

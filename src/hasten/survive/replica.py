@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from hasten.config.sections.launch import SurviveSettings
 from hasten.data.batch_plan import derive_seed
@@ -20,8 +19,9 @@ from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.survive import healing
 from hasten.survive.coordination import Answer, Coordinator, Quorum, local_address
+from hasten.survive.duties import Duties
 from hasten.survive.early import EarlySender
-from hasten.survive.exchange import LostReplicaError, Received, ReplicaGroup
+from hasten.survive.exchange import LostReplicaError, Received, ReplicaGroup, alone
 from hasten.survive.healing import HealingPort, NotHealedError, State
 from hasten.survive.inside import Inside, joined, of_rank
 from hasten.survive.ledger_plan import Ledger, Range
@@ -43,8 +43,6 @@ _LONG_WAIT_S: Final = 5.0
 """Seconds of waiting for the members of an update after which the run's report shows it."""
 _STANDING_S: Final = 0.5
 """Seconds for which updates are made by the same members without asking the lighthouse, so that a returning replica waits no longer."""
-FIRST: Final = "0"
-"""Name of the replica that leads before the members are known."""
 
 
 class Replica:
@@ -75,6 +73,7 @@ class Replica:
         self._clock = clock
         self._token = token
         self._fresh = True
+        self.duties = Duties(self.name, settings.folder)
         host = local_address(settings.lighthouse)
         self._port = HealingPort(host, token)
         self._inside = inside = Inside(ctx.world, host, settings, token)
@@ -83,8 +82,8 @@ class Replica:
         self._asked: Answer | None = None
         self._standing: tuple[Quorum, Roles] | None = None
         """Members of the previous update who make the next one without asking the lighthouse; None to ask."""
-        self._asks = True
-        """True if this replica wants to ask for the members of the next update."""
+        self._asks = 1
+        """1 if this replica wants to ask for the members of the next update, 2 to end the run as well; decided by its first rank."""
         self._met_at = self._updated_at = time.monotonic()
         self._patience_s = settings.heartbeat_timeout_s
         """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
@@ -108,9 +107,13 @@ class Replica:
 
     @property
     def leads(self) -> bool:
-        """True on exactly one of the present replicas: the one that prints, saves and logs."""
-        members = self.ledger.members
-        return self.name == (members[0] if members else FIRST)
+        """True on exactly one of the replicas that made the latest update: the one that prints, saves and logs."""
+        return self.duties.leads
+
+    @property
+    def leaves(self) -> bool:
+        """True if this replica has to leave the run after a signal. Ranks: every rank of the replica."""
+        return not self._inside.vote(not self.duties.leaves)
 
     # -- samples ---------------------------------------------------------------------------------------------------
     def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
@@ -151,13 +154,15 @@ class Replica:
 
         Returns: False when this replica was healed.
         """
+        healed: list[str] = []
         while True:
             _, roles = self._met()
             if not roles.is_active(self.name):
                 if self._heal(roles):
                     return False
                 continue
-            self._note_joined(roles)
+            self.duties.met(roles.contributors, healed)
+            healed += self._note_joined(roles)
             self.ledger.members = roles.names
             self._to_heal = roles.healed_by(self.name)
             self._send_state()
@@ -217,7 +222,7 @@ class Replica:
             found = (self._takes_standing() if standing else None) or self._asked_for(self._coordinator)
             now = time.monotonic()
             late = now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
-            self._asks = bool(found[1].healing) or late
+            self._asks = 2 if self.duties.asks_to_stop else int(bool(found[1].healing) or late)
             self._inside.tell({"asks": self._asks, "quorum": None if found is kept else found[0].encoded()})
         self._standing = None
         self._key = found[0].key
@@ -225,7 +230,7 @@ class Replica:
 
     def _followed(self, kept: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]) -> tuple[Quorum, Roles]:
         """Return the members that the first rank of this replica has decided on."""
-        self._asks = bool(decision["asks"])
+        self._asks = int(decision["asks"])
         if (told := decision["quorum"]) is None:
             assert kept is not None, "all ranks of a replica keep the same members"
             return kept
@@ -303,12 +308,13 @@ class Replica:
         if len(roles.active) > 1 and not self._inside.vote(failed is None):
             raise failed or LostReplicaError("another rank of this replica has lost a member")
         if received is None:
-            _alone(parameters, weight / share if share else 0.0)
+            alone(parameters, weight / share if share else 0.0)
         else:
             received.write()
         if self._group is not None and self._inside.size == 1:  # else DDP or FSDP2 reduces the gradients after backward
             self._sender.watch(self._group, parameters)
         asks = self._asks if received is None else received.asks
+        self.duties.updated(roles.contributors, asks > 1)
         self._standing = None if asks else (quorum, roles)
         self._updated_at = time.monotonic()
 
@@ -371,12 +377,13 @@ class Replica:
         )
         return True
 
-    def _note_joined(self, roles: Roles) -> None:
+    def _note_joined(self, roles: Roles) -> list[str]:
         joined = [one.name for one, _ in roles.healing]
         self.report.joined += [(self.ledger.step, name) for name in joined]
         self.report.num_present = len(roles.names)
         if joined:
             self.note("replicas joined", step=self.ledger.step, replicas=", ".join(joined), present=len(roles.names))
+        return joined
 
     def _ungroup(self) -> None:
         self._standing = None
@@ -398,6 +405,7 @@ class Replica:
             if roles.is_active(self.name):
                 self._fresh = False
                 self._mark_as_joined()
+                self.duties.updated([self.name])
                 self.ledger.members = roles.names
                 self._to_heal = roles.healed_by(self.name)
                 self._send_state()
@@ -456,6 +464,7 @@ class Replica:
         self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
         self._fresh = False
         self._mark_as_joined()
+        self.duties.healed()
         self.report.healed.append(self.ledger.step)
         rank = [256 + self._inside.rank] if self._inside.rank else []
         torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank))
@@ -473,7 +482,7 @@ class Replica:
 
     def finish(self) -> None:
         """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
-        if not self._fresh and self._agreed_at != self.ledger.step:
+        if not self._fresh and self._agreed_at != self.ledger.step and not self.leaves:
             self._agreed()
         self._inside.vote(True)  # the first rank serves the others' store until they have come here
         self.close()
@@ -485,13 +494,3 @@ class Replica:
         self._ungroup()
         self._port.close()
         self._inside.close()
-
-
-@torch.no_grad()
-def _alone(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply the gradients of the only replica; the common factor is one."""
-    if factor == 1.0:
-        return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)

@@ -43,6 +43,12 @@ class TrainingLoop:
         )
         self._began_s = time.perf_counter()
         self._began_at = trainer.state.global_step
+        epochs = trainer.args.num_train_epochs
+        self._by_epochs = (
+            trainer.accelerator.survival is not None and trainer.args.max_steps <= 0 and float(epochs).is_integer()
+        )
+        """True if the training ends after its epochs, not after its planned updates: an epoch of fewer replicas has more of them."""
+        self._num_healed = 0
 
     def run(self) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
@@ -51,23 +57,44 @@ class TrainingLoop:
         if state.evaluation_due or (trainer.args.eval_on_start and state.global_step == 0):
             state.evaluation_due = False
             self._evaluate()
-        while state.global_step < self._plan.max_steps and not control.should_training_stop:
+        while not self._complete() and not control.should_training_stop:
             control.should_epoch_stop = False
             trainer.callbacks.call("on_epoch_begin")
             whole = self._epoch()
-            if self._gone_back():
+            self._was_healed()
+            if self._gone_back() or (whole and self._counted()):
                 continue
             if control.should_epoch_stop and not whole:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
             self._end_epoch(whole or control.should_epoch_stop)
         return self._finish()
 
+    def _complete(self) -> bool:
+        """Return whether all updates were made."""
+        state, plan = self._trainer.state, self._plan
+        return state.epochs_done >= plan.num_epochs if self._by_epochs else state.global_step >= plan.max_steps
+
+    def _counted(self) -> bool:
+        """Return whether the state counts this epoch already, as that of a replica does which was healed and runs completed epochs."""
+        trainer = self._trainer
+        return trainer.accelerator.survival is not None and trainer.state.epochs_done >= trainer.train_loader.epoch
+
+    def _was_healed(self) -> bool:
+        """Return whether this replica has received the run's state from another since the last call, and continue from there."""
+        survival = self._trainer.accelerator.survival
+        if survival is None or len(survival.healed) == self._num_healed:
+            return False
+        self._num_healed = len(survival.healed)
+        self._forget()
+        self._trainer.callbacks.restore_states()
+        return True
+
     def _leaves(self) -> bool:
         """Return whether to leave the epoch now; after its last batch it ends by itself."""
         state, control, per_epoch = self._trainer.state, self._trainer.control, self._plan.batches_per_epoch
         if per_epoch is not None and state.batches_in_epoch >= per_epoch:
             return False
-        return control.should_training_stop or control.should_epoch_stop or state.global_step >= self._plan.max_steps
+        return control.should_training_stop or control.should_epoch_stop or (not self._by_epochs and self._complete())
 
     def _epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
@@ -77,6 +104,7 @@ class TrainingLoop:
         fresh = accelerator.sync_gradients or state.global_step == 0
         model.train()
         for batch in trainer.train_loader:
+            self._was_healed()
             if fresh:
                 call("on_step_begin")
             with accelerator.accumulate(model):
@@ -95,6 +123,8 @@ class TrainingLoop:
             if parts.rolling_back:
                 return False
             fresh = accelerator.sync_gradients
+            if self._was_healed():
+                continue  # the update was skipped, and the state that was received counts it
             state.batches_in_epoch += 1
             if fresh:
                 self._end_step()
@@ -109,10 +139,14 @@ class TrainingLoop:
         """Load the newest checkpoint if a bad update requires it; return whether it was loaded. Ranks: every rank."""
         if not self._trainer.accelerator.roll_back():
             return False
-        self._losses.clear()  # losses since the checkpoint; earlier ones are in its state
-        self._sums.clear()
+        self._forget()
         self._trainer.callbacks.restore_states()
         return True
+
+    def _forget(self) -> None:
+        """Drop the losses that were not added to the state, which was replaced by one that holds those of its own updates."""
+        self._losses.clear()
+        self._sums.clear()
 
     def _add(self, loss: Tensor, weight: Tensor | None) -> None:
         """Store a batch's loss for the next log; losses are summed in groups, since each sum costs time."""
@@ -137,7 +171,7 @@ class TrainingLoop:
         state.global_step += 1
         self._set_epoch()
         step = state.global_step
-        last = step >= plan.max_steps
+        last = step >= plan.max_steps and not self._by_epochs
         if plan.due(args.logging_strategy, plan.logging_steps, step) or (args.logging_first_step and step == 1):
             control.should_log = True
         if plan.due(args.eval_strategy, plan.eval_steps, step) and step >= args.eval_delay:
@@ -162,13 +196,16 @@ class TrainingLoop:
             self._set_epoch()
         control.should_log |= args.logging_strategy == "epoch"
         control.should_evaluate |= args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
-        control.should_save |= args.save_strategy == "epoch"
+        ends = self._by_epochs and self._complete() and args.save_strategy == "steps"
+        saved = self._plan.due(args.save_strategy, self._plan.save_steps, state.global_step)
+        control.should_save |= args.save_strategy == "epoch" or (ends and not saved)
         trainer.callbacks.call("on_epoch_end")
         self._act()
 
     def _set_epoch(self) -> None:
         state, per_epoch = self._trainer.state, self._plan.batches_per_epoch
-        state.epoch = state.epochs_done + (state.batches_in_epoch / per_epoch if per_epoch else 0.0)
+        within = min(1.0, state.batches_in_epoch / per_epoch) if per_epoch else 0.0
+        state.epoch = state.epochs_done + within
 
     def _act(self, stopping: bool = False) -> None:
         """Log, evaluate and save, as the control requests."""
@@ -191,6 +228,7 @@ class TrainingLoop:
     def _evaluate(self) -> dict[str, float]:
         trainer = self._trainer
         metrics = trainer.evaluate()
+        trainer.callbacks.keep_states()  # for checkpoints, and for replicas that are healed
         if trainer.note_best(metrics) and trainer.args.save_strategy == "best":
             trainer.control.should_save = True
         return metrics

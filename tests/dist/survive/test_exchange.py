@@ -26,8 +26,8 @@ class Meeting:
         self.group = ReplicaGroup(f"127.0.0.1:{port}", "test", ctx.rank, ctx.world.size, 5.0)
         self._ctx = ctx
 
-    def average(self, parameters: Sequence[Tensor], *given: Any, **named: Any) -> bool:  # Any: those of `receive`
-        """Set the gradients to their mean; return True if a replica asks for the members of the next update."""
+    def average(self, parameters: Sequence[Tensor], *given: Any, **named: Any) -> int:  # Any: those of `receive`
+        """Set the gradients to their mean; return what the replicas ask for."""
         received = self.group.receive(parameters, *given, **named)
         received.write()
         return received.asks

@@ -13,7 +13,8 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig, SurviveSettings
 from hasten.errors import ConfigError
-from hasten.launch.replicas import ReplicaProcesses, one_replica, per_replica
+from hasten.launch.replica_processes import ReplicaProcesses
+from hasten.launch.replicas import one_replica, per_replica
 
 WAITS = "import time; time.sleep(60)"
 

@@ -78,7 +78,8 @@ def test_a_replica_needs_a_name() -> None:
             "num_processes=5 counts the processes of all replicas.*Give a multiple of 2, such as 4",
         ),
         (("--replicas", "2", "--submit", "slurm"), "submit=slurm.*Leave both out"),
-        (("--replicas", "2", "--num_machines", "2"), "num_machines=2 asks for several.*--survive_lighthouse"),
+        (("--replicas", "2", "--num_machines", "3"), "some of the 3 machines without.*at least as many replicas"),
+        (("--replicas", "2", "--nnodes", "1:2"), "nnodes=1:2 asks for a changing one.*Give --num_machines"),
         (("--replicas", "2", "--min_replicas", "3"), "more than --replicas 2.*Give at most 2"),
     ],
 )

@@ -29,7 +29,7 @@ class SurviveSettings(Section):
 
     replicas: int = setting(
         0,
-        "replicas of the model that may be lost (0: none); num_processes counts the processes of all of them (default: one each)",
+        "replicas of the model over all machines, which may be lost (0: none); num_processes counts the processes of all (default: one each)",
         minimum=0,
         flag="replicas",
     )

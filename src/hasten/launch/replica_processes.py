@@ -1,0 +1,102 @@
+"""The processes of one replica that may be lost: their start, and the rank that ended them."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hasten.launch.base import Proc
+from hasten.launch.failure import Failure, read_failure
+from hasten.launch.guard import kill_groups
+from hasten.runtime.launcher_files import ERROR_FILE
+
+_LOCAL: Final = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class ReplicaProcesses:
+    """The present processes of one replica, one for each rank."""
+
+    processes: list[subprocess.Popen[bytes]]
+    error_files: list[str]
+    began: float
+    quick: int
+    """Errors of the replica's own program so far, one soon after the other."""
+    signalled: bool = False
+    """True if the signal to stop was sent to the processes."""
+
+    @property
+    def groups(self) -> list[int]:
+        """The process groups, which include the loaders' workers."""
+        return [process.pid for process in self.processes]
+
+    def look(self) -> tuple[int, int] | None:
+        """Return the rank that ended the replica, and its exit code; None while the replica runs.
+
+        A rank that was killed ends it rather than one that has met an error, which may be due to the former; of several errors, the
+        one that was recorded first.
+        """
+        codes = [process.poll() for process in self.processes]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        if failed:
+            return min(failed, key=lambda one: (one[1] > 0, _time_of(self.error_files[one[0]]), one[0]))
+        return None if None in codes else (0, 0)
+
+    @property
+    def running(self) -> bool:
+        """True if a process has not ended."""
+        return any(process.poll() is None for process in self.processes)
+
+    def failure(self, rank: int, code: int) -> Failure:
+        """Return the end of a rank, with the error that it has recorded."""
+        pid, error_file = self.processes[rank].pid, self.error_files[rank]
+        return read_failure(rank, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
+
+    def send(self, number: int) -> None:
+        """Send a signal to all processes."""
+        for group in self.groups:
+            with suppress(ProcessLookupError):  # a rank that has ended before the others
+                os.killpg(group, number)
+
+    def end(self) -> None:
+        """Kill all processes, and those that they have started."""
+        kill_groups(self.groups)
+        for process in self.processes:
+            process.wait()
+
+
+def start(proc: Proc, common: Mapping[str, str], error_file: str, quick: int) -> ReplicaProcesses:
+    """Start the processes of a replica with these variables; `error_file` begins the names of their error files."""
+    count, variables = proc.count, dict(common)
+    if count > 1:
+        variables |= {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(_free_port())}
+        variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    processes, error_files = [], []
+    for rank in range(count):
+        error_files.append(f"{error_file}-{rank}.json")
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+        env = {**variables, **own, ERROR_FILE: error_files[rank]}
+        processes.append(subprocess.Popen(proc.argv, env=env, start_new_session=True))
+    return ReplicaProcesses(processes, error_files, time.monotonic(), quick)
+
+
+def _time_of(path: str) -> float:
+    """Return the time at which a file was written; infinity if there is none."""
+    try:
+        return Path(path).stat().st_mtime
+    except OSError:  # the process was killed, or has ended without an error
+        return math.inf
+
+
+def _free_port() -> int:
+    """Return a port that is free now, for the meeting of a replica's ranks."""
+    with socket.create_server((_LOCAL, 0)) as probe:
+        return int(probe.getsockname()[1])
