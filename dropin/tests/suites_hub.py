@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-import transformers
-from sentence_transformers import SentenceTransformer, models
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+# Any in this file: classes of other libraries, which are untyped.
+transformers: Any = import_module("transformers")
+sentences: Any = import_module("sentence_transformers")
+models: Any = import_module("sentence_transformers.models")
 HERE: Final = Path(__file__).parent
 REVISION: Final = "0123456789abcdef0123456789abcdef01234567"
 SPECIAL: Final = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
@@ -147,7 +150,9 @@ def main(home: Path) -> None:
         transformers.BertModel(config).save_pretrained(inner)
         words.save_pretrained(inner)
         encoder = models.Transformer(str(inner), max_seq_length=100)
-        SentenceTransformer(modules=[encoder, models.Pooling(width)], device="cpu").save(str(snapshot(home, name)))
+        sentences.SentenceTransformer(modules=[encoder, models.Pooling(width)], device="cpu").save(
+            str(snapshot(home, name))
+        )
     metric = home / "modules" / "evaluate_modules" / "metrics" / "evaluate-metric--accuracy" / ("a" * 64)
     metric.mkdir(parents=True)
     (metric / "accuracy.py").write_text(METRIC)

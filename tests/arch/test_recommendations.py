@@ -32,7 +32,7 @@ SAYING: Final = frozenset({"debug", "info", "warning", "warn", "error", "say", "
 _CALL: Final = re.compile(r"(?<![\w.'\"\]])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\((?!s\)|es\))")
 _FLAG: Final = re.compile(r"(?<![\w-])--([a-z][a-z_-]+)")
 FOREIGN_FLAGS: Final = frozenset(
-    {"help", "version", "kill-on-bad-exit", "wait", "exclude", "include"}
+    {"help", "version", "kill-on-bad-exit", "ntasks-per-node", "wait", "exclude", "include"}
 )  # of srun and DeepSpeed
 WORDS: Final = frozenset(
     {

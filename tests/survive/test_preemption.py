@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.survive.checking import check_run, rows
+from tests.survive.checking import check_run
 from tests.survive.driving import close, finish, options_of, recent, start, wait_for
+from tests.survive.reading import rows
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again
 LIMIT_S = 400.0

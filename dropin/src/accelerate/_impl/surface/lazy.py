@@ -8,8 +8,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from accelerate._impl.surface.left_out import MARK
-
 
 def lazy(face: str, homes: Mapping[str, str], whole: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a face; `homes` are its names by module, and under the empty one its modules.
@@ -33,7 +31,7 @@ def lazy(face: str, homes: Mapping[str, str], whole: str = "") -> tuple[Callable
         if name in modules:
             return import_module(f"{face}.{name}")
         if name == "__all__":
-            return [one for one in names() if one in table and not hasattr(get(one), MARK)]
+            return [one for one in names() if one in table]
         if not name.startswith("_"):
             read_until(name)
         if name not in table:
