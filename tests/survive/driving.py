@@ -47,14 +47,22 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **given}
 
 
+def search_path() -> str:
+    """Return the module search path of this process for children that import tests."""
+    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+
+
 def start(folder: Path, replicas: int, options: Mapping[str, Any], *flags: str) -> subprocess.Popen[str]:
     """Start the launcher with this many replicas."""
     command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", str(replicas), *flags]
     if options["ranks"] > 1:
         command += ["--num_processes", str(replicas * options["ranks"]), "--strategy", options["strategy"]]
     command += [str(HERE / "replica_program.py"), str(folder), json.dumps(options)]
+    env = {**os.environ, "PYTHONPATH": search_path()}
     with (folder / "out.txt").open("w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env
+        )
 
 
 def finish(run: subprocess.Popen[str], folder: Path, timeout_s: float) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.support.machines import NamespaceHost, hosts, ip
-from tests.survive.driving import DEFAULTS, HERE, finish
+from tests.survive.driving import DEFAULTS, HERE, finish, search_path
 from tests.survive.fault_program import PHASES, read_phase
 
 SUPPORT: Final = HERE.parent / "support"
@@ -137,11 +137,6 @@ def warm_ranks(path: Path, modules: Sequence[str]) -> Iterator[None]:
             yield
         finally:
             server.kill()
-
-
-def search_path() -> str:
-    """Return the module search path of this process for children that import tests."""
-    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
 
 
 def rank_command(path: Path) -> list[str]:

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.machines import NamespaceHost, hosts, why_impossible
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, close, options_of, recent
-from tests.survive.faults import rank_command, search_path, warm_ranks
+from tests.survive.driving import HERE, close, options_of, recent, search_path
+from tests.survive.faults import rank_command, warm_ranks
 from tests.survive.test_preemption import PREEMPTED, left
 
 pytestmark = [

@@ -14,8 +14,7 @@ import pytest
 
 from hasten.checkpoint.store.locate import newest_step, open_store
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, finish, options_of, recent, wait_for
-from tests.survive.faults import search_path
+from tests.survive.driving import HERE, finish, options_of, recent, search_path, wait_for
 from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again
