@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import socket
@@ -24,6 +25,8 @@ _BEATS: Final = 8
 """Heartbeats in the time after which a silent replica counts as lost."""
 _SLICE_S: Final = 30.0
 """Seconds after which a wait for other replicas is reported and continued."""
+_LEAVE_S: Final = 2.0
+"""Seconds for which a replica that leaves waits for its latest messages to the lighthouse."""
 
 
 class Quorum:
@@ -96,6 +99,7 @@ class Coordinator:
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.close)
 
     def _connected(self, torchft: Any) -> Any:  # Any: torchft's client
         try:
@@ -115,8 +119,11 @@ class Coordinator:
 
     def close(self) -> None:
         """Leave the run: stop the heartbeats, so that the others do not wait for this replica."""
+        atexit.unregister(self.close)
         self._closed.set()
         self._requests.put(None)
+        for thread in self._threads:
+            thread.join(_LEAVE_S)  # Python that ends while a thread is inside torchft's client aborts the process
 
     def _beat(self) -> None:
         client = self._connected(self._torchft)  # a client serves one call at a time
