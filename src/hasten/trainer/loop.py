@@ -228,7 +228,8 @@ class TrainingLoop:
     def _evaluate(self) -> dict[str, float]:
         trainer = self._trainer
         metrics = trainer.evaluate()
-        trainer.callbacks.keep_states()  # for checkpoints, and for replicas that are healed
+        if trainer.accelerator.survival is not None:
+            trainer.callbacks.keep_states()  # replicas that are healed receive them
         if trainer.note_best(metrics) and trainer.args.save_strategy == "best":
             trainer.control.should_save = True
         return metrics
