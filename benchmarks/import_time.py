@@ -62,7 +62,8 @@ def one(module: str, original: str) -> dict[str, float] | None:
     found = os.pathsep.join([*paths, *sys.path[1:]])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, module],
-        env={**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"},
+        # An empty value counts as unset: without compiled files the import would compile hasten anew in every process.
+        env={**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
         check=False,
