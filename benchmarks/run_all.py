@@ -51,6 +51,7 @@ PLANS = (
     Plan("metrics_overhead.py", ("--rounds", "11")),
     Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", "{results}")),
     Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",)),
+    Plan("cold_loading.py", ("--gigabytes", "0.2", "--rounds", "2"), ("--device", "cpu")),
     Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu")),
     Plan("fp8.py"),
     Plan("chunked_loss.py"),

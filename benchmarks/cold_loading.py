@@ -1,0 +1,372 @@
+"""Loading of safetensors from the disk, and again from the page cache: hasten beside Accelerate and bare safetensors.
+
+    python benchmarks/cold_loading.py --device cuda      # one GPU: 6.5 GB, at most 85 seconds
+    python benchmarks/cold_loading.py --device cpu       # 1 GB into host memory
+    python benchmarks/cold_loading.py --ways             # the disk alone: plain and direct reads by threads and block size
+
+Every contender of every round loads files of its own, which are written, synced and dropped from the page cache before, since a disk (or
+the host of a virtual one) may answer a second read from a cache of its own. The share that the page cache still holds is measured before
+each cold load. The same files are then read once and loaded again, warm. Models are built on the meta device outside of the clock, each
+contender loads a small model first, and the loaded weights are compared with the saved ones bit for bit. A new round begins only if it
+fits into --seconds. A peer that is missing is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import mmap
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loading import versions
+from offload import Stack, original_accelerate
+from recording import record
+from torch import nn
+
+from hasten.bigmodel.load import load_checkpoint_in_model
+from hasten.checkpoint.export import save_model
+
+GB = 1e9
+MIB = 2**20
+Load = Callable[[nn.Module, Path], object]
+WAYS = (
+    *(("plain", threads, block) for threads, block in ((1, 16), (2, 16), (4, 16), (8, 16), (16, 16))),
+    *(("plain, told ahead", threads, block) for threads, block in ((2, 16), (8, 16), (16, 16))),
+    *(("direct", threads, block) for threads, block in ((1, 16), (2, 16), (4, 4), (4, 16), (8, 16), (16, 4), (16, 16))),
+)
+"""Kind of read, threads, MiB of a block."""
+
+
+# -- the page cache ---------------------------------------------------------------------------------------------------
+def cached_share(path: Path) -> float:
+    """The share of a file's pages that the page cache holds; nan where the system does not tell."""
+    size = path.stat().st_size
+    with path.open("rb") as file, contextlib.closing(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) as view:
+        there = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        data = np.frombuffer(view, np.uint8)
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(there.ctypes.data)
+        )
+        del data
+        return float("nan") if failed else float((there & 1).mean())
+
+
+def drop(paths: list[Path]) -> float:
+    """Sync files and drop them from the page cache; the largest share that stayed."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    left = max(map(cached_share, paths))
+    if not left < 0.01:  # some systems take the advice as none
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+        left = max(map(cached_share, paths))
+    return left
+
+
+def read_once(paths: list[Path]) -> None:
+    """Read the files, so that the page cache holds them."""
+    with ThreadPoolExecutor(16) as pool:
+        for path in paths:
+            spans = range(0, path.stat().st_size, 64 * MIB)
+            list(pool.map(lambda at, path=path: _read_span(path, at), spans))
+
+
+def _read_span(path: Path, at: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        file.seek(at)
+        memory = bytearray(16 * MIB)
+        for _ in range(4):
+            file.readinto(memory)
+
+
+# -- the contenders ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Sizes:
+    """A model of about so many bytes, and its device."""
+
+    width: int
+    depth: int
+    device: torch.device
+
+    def empty(self, depth: int | None = None) -> Stack:
+        with torch.device("meta"):
+            return Stack(self.width, depth or self.depth).to(torch.bfloat16)
+
+    def filled(self, depth: int | None = None) -> Stack:
+        torch.manual_seed(0)
+        with self.device:
+            return Stack(self.width, depth or self.depth).to(torch.bfloat16).requires_grad_(False)
+
+    def sync(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def sizes(device: torch.device, gigabytes: float) -> Sizes:
+    width = 1024 if device.type == "cpu" else 5120
+    return Sizes(width, max(1, round(gigabytes * GB / (24 * width**2))), device)
+
+
+def contenders(device: torch.device) -> dict[str, Load]:
+    """Those that are installed."""
+    place: Any = "cpu" if device.type == "cpu" else device.index or 0
+
+    def hasten(model: nn.Module, folder: Path) -> object:
+        return load_checkpoint_in_model(model, folder, {"": place}, strict=True)
+
+    known: dict[str, Load] = {"hasten": hasten}
+    try:
+        accelerate = original_accelerate()
+        known["Accelerate"] = lambda model, folder: accelerate.load_checkpoint_in_model(model, str(folder), {"": place})
+    except ImportError as error:
+        print(f"  Accelerate left out: {error}", file=sys.stderr)
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        print(f"  safetensors left out: {error}", file=sys.stderr)
+        return known
+
+    def bare(model: nn.Module, folder: Path) -> object:
+        for path in sorted(folder.glob("*.safetensors")):
+            found = load_file(path, device=str(device))
+            if device.type == "cpu":  # they are mapped, and read when they are used
+                found = {name: tensor.clone() for name, tensor in found.items()}
+            model.load_state_dict(found, strict=False, assign=True)
+        return model
+
+    known["safetensors"] = bare
+    return known
+
+
+def timed(size: Sizes, load: Load, folder: Path, depth: int | None = None) -> tuple[float, float, nn.Module]:
+    """Seconds by the clock and of the process's processors, and the loaded model."""
+    model = size.empty(depth)
+    gc.collect()
+    size.sync()
+    begun, used = time.perf_counter(), processor_s()
+    load(model, folder)
+    size.sync()
+    return time.perf_counter() - begun, processor_s() - used, model
+
+
+def processor_s() -> float:
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    return spent.ru_utime + spent.ru_stime
+
+
+def same(model: nn.Module, source: nn.Module) -> bool:
+    wanted = dict(source.named_parameters())
+    return all(torch.equal(found, wanted[name]) for name, found in model.named_parameters())
+
+
+def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, Any]:
+    """A cold and a warm load of fresh files."""
+    try:
+        save_model(source.state_dict(), folder, max_shard_size="2GB")
+        files = sorted(folder.glob("*.safetensors"))
+        left = drop(files)
+        cold, cold_cpu, model = timed(size, load, folder)
+        equal = same(model, source)
+        kept = statistics.mean(map(cached_share, files))
+        del model
+        read_once(files)
+        warm, warm_cpu, model = timed(size, load, folder)
+        return {
+            "cold_s": round(cold, 3),
+            "cold_processor_s": round(cold_cpu, 3),
+            "warm_s": round(warm, 3),
+            "warm_processor_s": round(warm_cpu, 3),
+            "cached_before": round(left, 3),
+            "cached_after": round(kept, 3),
+            "bit_equal": equal and same(model, source),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rounds(size: Sizes, folder: Path, seconds: float, most: int) -> list[dict[str, Any]]:
+    """Turns of all contenders, in changing order, while another round fits."""
+    begun = time.perf_counter()
+    source, found, rows = size.filled(), contenders(size.device), list[dict[str, Any]]()
+    with warm_up(size, folder) as small:
+        for load in found.values():
+            timed(size, load, small, 1)
+    longest, names = 0.0, list(found)
+    for number in range(most):
+        started = time.perf_counter()
+        if number and started - begun + longest > seconds:
+            break
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            rows.append({"round": number, "contender": name, **one_turn(size, found[name], source, folder / "files")})
+            print(json.dumps(rows[-1]), flush=True)
+        longest = max(longest, time.perf_counter() - started)
+    return rows
+
+
+@contextlib.contextmanager
+def warm_up(size: Sizes, folder: Path) -> Iterator[Path]:
+    """A folder with a small model, for what a first load does once for the process."""
+    small = folder / "small"
+    save_model(size.filled(1).state_dict(), small, max_shard_size="2GB")
+    try:
+        yield small
+    finally:
+        shutil.rmtree(small)
+
+
+# -- the disk alone ---------------------------------------------------------------------------------------------------
+def read_file(path: Path, kind: str, threads: int, block: int) -> float:
+    """Seconds to read a file with several threads into page-aligned memory of their own."""
+    size = path.stat().st_size
+    flags = os.O_RDONLY | (os.O_DIRECT if kind == "direct" else 0)
+    fd = os.open(path, flags)
+    rooms = [mmap.mmap(-1, block) for _ in range(threads)]
+    for room in rooms:
+        room.write(b"\1" * block)
+
+    def told(at: int) -> None:
+        for start in range(at, min(at + block, size), MIB):
+            os.posix_fadvise(fd, start, MIB, os.POSIX_FADV_WILLNEED)
+
+    def read(number: int) -> None:
+        starts = list(range(number * block, size, threads * block))
+        if kind == "plain, told ahead" and starts:
+            told(starts[0])
+        for this, at in enumerate(starts):
+            if kind == "plain, told ahead" and this + 1 < len(starts):
+                told(starts[this + 1])
+            os.preadv(fd, [rooms[number]], at)
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
+    seconds = time.perf_counter() - begun
+    os.close(fd)
+    return seconds
+
+
+def ways(folder: Path, gigabytes: float, turns: int) -> list[dict[str, Any]]:
+    """GB/s of every way to read, cold; a file for each."""
+    content = np.random.default_rng(0).bytes(64 * MIB)
+    count = max(1, round(gigabytes * GB / len(content)))
+    paths = [folder / f"{number}.bin" for number in range(len(WAYS))]
+    for path in paths:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(count):
+                file.write(content)
+    size = count * len(content)
+    times: dict[tuple[str, int, int], list[float]] = {way: [] for way in WAYS}
+    left = 0.0
+    for turn in range(turns):
+        left = max(left, drop(paths))
+        pairs = list(zip(WAYS, paths, strict=True))
+        for way, path in pairs[:: -1 if turn % 2 else 1]:
+            kind, threads, block = way
+            try:
+                times[way].append(read_file(path, kind, threads, block * MIB))
+            except OSError as error:  # direct reads are not supported everywhere
+                print(f"  {way}: {error}", file=sys.stderr)
+    rows = []
+    for (kind, threads, block), seconds in times.items():
+        speeds = [round(size / GB / one, 2) for one in seconds]
+        row = {"reads": kind, "threads": threads, "block MiB": block, "GB/s": max(speeds, default=None), "all": speeds}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    print(f"  cached before: {left:.3f}")
+    return rows
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median seconds of each contender, cold and warm, and how often each is as fast as Accelerate."""
+    table: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        mine = [row for row in rows if row["contender"] == name]
+        table[name] = {key: statistics.median(row[key] for row in mine) for key in ("cold_s", "warm_s")}
+    if peer := table.get("Accelerate"):
+        for one in table.values():
+            one |= {f"{kind} × Accelerate": round(peer[f"{kind}_s"] / one[f"{kind}_s"], 2) for kind in ("cold", "warm")}
+    return table
+
+
+def page(found: dict[str, Any], known: dict[str, str]) -> str:
+    lines = [
+        "# Cold and warm loads of safetensors",
+        "",
+        ", ".join(f"{key} {value}" for key, value in known.items()),
+        "",
+    ]
+    if found.get("rows"):
+        lines += [
+            f"{found['gigabytes']:.2f} GB to {found['device']}, {found['rounds']} rounds in turns, medians by the clock; at most "
+            f"{max(row['cached_before'] for row in found['rows']):.0%} of a file in the page cache before a cold load; weights "
+            f"{'equal' if all(row['bit_equal'] for row in found['rows']) else 'NOT EQUAL'} to the saved ones, bit for bit.",
+            "",
+            "| | cold (s) | warm (s) | cold, × as fast as Accelerate | warm |",
+            "|---|---|---|---|---|",
+        ]
+        for name, row in found["medians"].items():
+            faster = [row.get(f"{kind} × Accelerate") for kind in ("cold", "warm")]
+            cells = [f"{row['cold_s']:.2f}", f"{row['warm_s']:.2f}", *("" if x is None else f"{x:.2f}" for x in faster)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    if found.get("ways"):
+        lines += ["", "| reads of the disk alone, cold | threads | block (MiB) | GB/s |", "|---|---|---|---|"]
+        lines += [f"| {row['reads']} | {row['threads']} | {row['block MiB']} | {row['all']} |" for row in found["ways"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--gigabytes", type=float, help="size of the model (6.5, on the CPU 1), or of each file of --ways (1)"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=70, help="no new round that would end later")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure, instead of the temporary one")
+    parser.add_argument("--ways", action="store_true", help="only the disk, without a model")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device("cpu") if args.device == "cpu" else torch.device(args.device, 0)
+    folder = Path(tempfile.mkdtemp(prefix="hasten-loads-", dir=args.folder))
+    found: dict[str, Any] = {"device": device.type}
+    try:
+        if args.ways:
+            found["ways"] = ways(folder, args.gigabytes or 1.0, min(args.rounds, 2))
+        else:
+            size = sizes(device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5))
+            found["gigabytes"] = size.depth * 24 * size.width**2 / GB
+            found["rows"] = rounds(size, folder, args.seconds, args.rounds)
+            found["rounds"] = found["rows"][-1]["round"] + 1
+            found["medians"] = medians(found["rows"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    known = versions(device.type)
+    print(page(found, known))
+    setting = ", ".join([*(["ways"] if args.ways else []), device.type])
+    record("cold_loading", setting, found, page(found, known), known, args.out)
+
+
+if __name__ == "__main__":
+    main()
