@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.runtime.streams import on_stream
+
 _BUFFERS = 2  # one is filled while the other one is copied from
 
 
@@ -83,14 +85,10 @@ class CopyStreams:
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], ready: Mark) -> None:
         """Queue copies of sources to targets, and record `ready` after them."""
-        before = self._computing()
-        torch.accelerator.set_stream(self.copies)
-        try:
+        with on_stream(self.copies):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             ready.record(self.copies)
-        finally:
-            torch.accelerator.set_stream(before)
 
     def set_after_computing(self, done: Mark) -> None:
         """Record the event after all work queued on the compute stream so far."""

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads, 
 from hasten.checkpoint.writer import SaveOutcome
 from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
+from hasten.runtime.streams import on_stream
 
 Memory = tuple[torch.device, int, int]
 BLOCK_BYTES = 1024**3
@@ -148,7 +149,7 @@ class AsyncCopies:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         device = devices[0] if devices else None
-        self._device, self._others = device, devices[1:]
+        self._others = devices[1:]
         self._stream: torch.Stream | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -180,15 +181,8 @@ class AsyncCopies:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager that makes the copy stream current, if there is one."""
-        if self._stream is None:
+        with nullcontext() if self._stream is None else on_stream(self._stream):
             yield
-            return
-        before = torch.accelerator.current_stream(self._device)
-        torch.accelerator.set_stream(self._stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
 
 
 def chunks(flat: Tensor) -> list[Tensor]:

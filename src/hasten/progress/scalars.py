@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.runtime.devices import kind_of
+from hasten.runtime.streams import HostCopy
 
 
 def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
@@ -37,7 +38,7 @@ class LateScalars:
     def __init__(self) -> None:
         self._given: dict[str, float | str | Tensor] = {}
         self._shown: dict[str, float | str] = {}
-        self._sent: tuple[list[str], Tensor, torch.Event] | None = None
+        self._sent: tuple[list[str], HostCopy] | None = None
 
     def give(self, values: Mapping[str, float | str | Tensor]) -> None:
         """Store the newest values; tensors are neither copied nor moved."""
@@ -56,27 +57,22 @@ class LateScalars:
         return {name: self._shown[name] for name in self._given if name in self._shown}
 
     def _send(self) -> None:
-        """Start a copy to the host and record an event after it."""
+        """Start a copy to the host."""
         waiting = {n: v for n, v in self._given.items() if isinstance(v, Tensor) and _travels(v)}
         if not waiting:
             return
         device = next(iter(waiting.values())).device
         names = [name for name, value in waiting.items() if value.device == device]
         stacked = torch.stack([waiting[name].detach().float().reshape(()) for name in names])
-        host = torch.empty(len(names), pin_memory=device.type == "cuda").copy_(stacked, non_blocking=True)
-        event = torch.Event(device)
-        event.record()
-        self._sent = (names, host, event)
+        self._sent = (names, HostCopy(stacked))
 
     def _collect(self, wait: bool) -> None:
         """Read the numbers of the last copy if it is complete."""
         if self._sent is None:
             return
-        names, host, event = self._sent
-        if wait:
-            event.synchronize()
-        if wait or event.query():
-            self._shown.update(zip(names, host.tolist(), strict=True))
+        names, values = self._sent
+        if wait or values.is_ready():
+            self._shown.update(zip(names, values.wait().tolist(), strict=True))
             self._sent = None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import StepError
+from hasten.runtime.streams import HostCopy
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 IGNORED: Final = -100
@@ -159,17 +160,8 @@ def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
     seen = torch.stack(
         [torch.stack([_restarts(t, d), _hides(t), _ignores(t), _counts(t, d)]) for (t, d), one in pairs if one]
     )
-    if seen.is_cpu:
-        return lambda: _contents(whole, seen)
-    ready = torch.Event(seen.device)
-    copied = seen.to("cpu", non_blocking=True)
-    ready.record()
-
-    def arrived() -> Contents:
-        ready.synchronize()
-        return _contents(whole, copied)
-
-    return arrived
+    copied = HostCopy(seen)
+    return lambda: _contents(whole, copied.wait())
 
 
 def _contents(whole: list[bool], seen: Tensor) -> Contents:

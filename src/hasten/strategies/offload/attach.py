@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from weakref import WeakMethod
 
 from torch import nn
 from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
@@ -15,6 +14,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.offload.lanes import lanes_for, memory_use
+from hasten.strategies.offload.pieces import weakly
 from hasten.strategies.offload.update import StreamedUpdate
 from hasten.strategies.offload.weights import StreamedParameters, is_streamed
 from hasten.strategies.sharded_updates import ELEMENTWISE
@@ -127,12 +127,6 @@ def drain_in_forward(update: StreamedUpdate, models: Iterable[nn.Module]) -> Non
     """
     blocks = [block for model in models for _, block in repeated_blocks(model)]
     update.drains_in_forward = bool(blocks)
-    call = WeakMethod(update.before_block)
+    call = weakly(update.before_block)
     for block in blocks:
-        block.register_forward_pre_hook(lambda module, inputs: _call(call))
-
-
-def _call(method: WeakMethod[Callable[[], None]]) -> None:
-    function = method()
-    if function is not None:
-        function()
+        block.register_forward_pre_hook(lambda module, inputs: call())

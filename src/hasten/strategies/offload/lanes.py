@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hasten.runtime.streams import on_stream
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """Targets with their sources."""
@@ -64,11 +65,11 @@ class DeviceLanes(HostLanes):
         self._compute = torch.accelerator.current_stream(self.device)
 
     def empty(self, num_bytes: int) -> Tensor:
-        with _current(self._compute):
+        with on_stream(self._compute):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def grow(self, memory: Tensor, num_bytes: int) -> None:
-        with _current(self._compute):
+        with on_stream(self._compute):
             memory.untyped_storage().resize_(num_bytes)
 
     def fetch(self, pairs: Pairs, after: Mark = None) -> Mark:
@@ -91,22 +92,12 @@ class DeviceLanes(HostLanes):
         earlier = torch.Event(self.device)
         earlier.record(self._compute)
         stream.wait_event(earlier)
-        with _current(stream):
+        with on_stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         done = torch.Event(self.device)
         done.record(stream)
         return done
-
-
-@contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
 
 
 def lanes_for(device: torch.device) -> HostLanes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, ParamSpec, Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hasten.bigmodel.packs import aligned
 from hasten.modules.names import is_dtensor, local_tensor
@@ -17,6 +19,7 @@ MOST_PIECE_BYTES: Final = 128 * 1024**2
 """Largest parameters of a piece; its state under AdamW is twice as large."""
 _PIECES: Final = 32  # small models are divided as well, so that most of their state is in host memory
 
+Given = ParamSpec("Given")
 Key = tuple[int, str]
 """Index of a parameter in its piece, and key in its state."""
 
@@ -183,3 +186,52 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     made: Tensor = torch.empty_like(parameter, dtype=local.dtype, device=local.device, requires_grad=False)
     local_tensor(made).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
     return made
+
+
+def sort_like_groups(optimizer: Optimizer) -> None:
+    """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
+    state = optimizer.state
+    wanted = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    if len(wanted) == len(state) and any(a is not b for a, b in zip(wanted, state, strict=True)):
+        ordered = [(parameter, state[parameter]) for parameter in wanted]
+        state.clear()
+        state.update(ordered)
+
+
+class _Hidden:
+    """A tensor that `load_state_dict` passes on unchanged."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def hide_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:  # Any: the state of any optimizer
+    """Return the state of a state dict with its tensors hidden from torch, which would move all of them to the device."""
+    return {
+        name: {key: _Hidden(value) if isinstance(value, Tensor) and value.ndim else value for key, value in own.items()}
+        if isinstance(own, dict)
+        else own
+        for name, own in state.items()
+    }
+
+
+def show_tensors(optimizer: Optimizer) -> None:
+    """Put hidden tensors into the state of an optimizer, cast as torch casts them."""
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, _Hidden):
+                given = value.tensor
+                casts = parameter.is_floating_point() and given.dtype != parameter.dtype
+                values[key] = given.to(parameter.dtype) if casts else given
+
+
+def weakly(method: Callable[Given, None]) -> Callable[Given, None]:
+    """Return a function that calls a bound method as long as its object exists, and does not keep it alive."""
+    found = WeakMethod(method)
+
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        function = found()
+        if function is not None:
+            function(*args, **kwargs)
+
+    return call

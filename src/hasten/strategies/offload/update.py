@@ -8,6 +8,7 @@ forward runs. All order is by events; the host never waits, except before it rea
 from __future__ import annotations
 
 import inspect
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
@@ -28,9 +29,13 @@ from hasten.strategies.offload.pieces import (
     OffDevice,
     UpdatePiece,
     divide,
+    hide_tensors,
     lay_out,
     like_parameter,
     num_bytes,
+    show_tensors,
+    sort_like_groups,
+    weakly,
 )
 
 _AHEAD: Final = 2  # pieces fetched while one is updated
@@ -73,6 +78,8 @@ class StreamedUpdate:
         self._unsent: list[UpdatePiece] = []  # on the device, with state to be written after all parameters
         self._parameters_written: Mark = None
         self._params: list[list[Tensor]] | None = None
+        self._arrived = 0  # gradients since the last update, of those with a hook
+        self._missing = 0  # pieces that were not on the device when the first of them arrived
         self.drains_in_forward = False
         """True if `before_block` is called in the forward, so that pieces may still be written back then."""
         self._plan()
@@ -82,7 +89,7 @@ class StreamedUpdate:
         hooks.move_to_end(after.id, last=False)  # before hooks that read the parameters
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
+        optimizer.register_load_state_dict_post_hook(show_tensors)  # the next update moves them to host memory
         vars(optimizer)[SETTLE_STATE] = self.release
         vars(optimizer)["state_room"] = self._state_room
 
@@ -102,10 +109,12 @@ class StreamedUpdate:
         largest = max((piece.parameter_bytes for piece in self._pieces), default=0)
         self._budget.floor_bytes = int(_FLOOR_PIECES * largest * self._ratio)
         self._handles = []
+        # Python's collector does not follow references through hooks of a tensor, so they must not own the update
+        call = weakly(self._gradient_arrived)
         for piece in self._pieces:
             first = piece.parameters[0]
             if first.requires_grad and first.is_leaf:
-                hook = first.register_post_accumulate_grad_hook(self._gradient_arrived)  # type: ignore[no-untyped-call]  # untyped in torch
+                hook = first.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]  # untyped in torch
                 self._handles.append(hook)
 
     @property
@@ -116,17 +125,25 @@ class StreamedUpdate:
     # -- ahead of the update ------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _gradient_arrived(self, parameter: Tensor) -> None:
-        """Fetch the first pieces of the coming update while the backward runs."""
+        """Fetch the first pieces of the coming update while the backward runs.
+
+        They are spread over the backward: at once, they would delay the parameters of blocks, which are fetched over the same link.
+        """
         if not self._boundary():
             return
         self._budget.sample(self.held_bytes)
-        for piece in self._pieces:
+        missing = [piece for piece in self._pieces if piece.flight is None]
+        if not self._arrived:
+            self._missing = len(missing)
+        self._arrived += 1
+        fetched = self._missing - len(missing)
+        due = math.ceil(self._missing * self._arrived / len(self._handles))
+        for piece in missing[: max(0, due - fetched)]:
             if piece.home is None or not piece.is_current(self._optimizer.state):
                 return
-            if piece.flight is None:
-                if not self._budget.fits_ahead(self.held_bytes, self._expected_bytes(piece)):
-                    return
-                self._fetch(piece)
+            if not self._budget.fits_ahead(self.held_bytes, self._expected_bytes(piece)):
+                return
+            self._fetch(piece)
 
     def before_block(self) -> None:
         """Let go of written pieces as far as the activations of the next block need their memory."""
@@ -168,11 +185,12 @@ class StreamedUpdate:
             optimizer.param_groups = groups
             for group, members in zip(groups, params, strict=True):
                 group["params"] = members
-        _sort_like_groups(optimizer)
+        sort_like_groups(optimizer)
         self._send()
         self._lanes.host_waits(self._parameters_written)  # any code may read parameters in host memory
         self._parameters_written = None
         self._budget.end_step()
+        self._arrived = 0
         while not self.drains_in_forward and self._leaving and self.held_bytes > self._budget.floor_bytes:
             self._let_go(self._leaving[0])
         self._params = params
@@ -449,44 +467,8 @@ class StreamedUpdate:
         self.release()
         if not self._moves_state:
             return state_dict
-        hidden = {
-            name: {key: _Hidden(value) if _is_large(value) else value for key, value in values.items()}
-            if isinstance(values, dict)
-            else values
-            for name, values in state_dict["state"].items()
-        }
-        return {**state_dict, "state": hidden}
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        """Put the hidden tensors into the state, cast as torch casts them; the next update moves them to host memory."""
-        for parameter, values in optimizer.state.items():
-            for key, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, _Hidden):
-                    given = value.tensor
-                    casts = parameter.is_floating_point() and given.dtype != parameter.dtype
-                    values[key] = given.to(parameter.dtype) if casts else given
-
-
-def _sort_like_groups(optimizer: Optimizer) -> None:
-    """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
-    state = optimizer.state
-    wanted = [p for group in optimizer.param_groups for p in group["params"] if p in state]
-    if len(wanted) == len(state) and any(a is not b for a, b in zip(wanted, state, strict=True)):
-        ordered = [(parameter, state[parameter]) for parameter in wanted]
-        state.clear()
-        state.update(ordered)
-
-
-class _Hidden:
-    """A tensor that `load_state_dict` passes on unchanged."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        return {**state_dict, "state": hide_tensors(state_dict["state"])}
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:  # Any: an optimizer's group
     return bool(group.get("fused") or group.get("capturable"))
-
-
-def _is_large(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0

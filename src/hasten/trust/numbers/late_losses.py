@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten.runtime.devices import kind_of
+from hasten.runtime.streams import HostCopy
 
 Origin = TypeVar("Origin")
 
@@ -45,7 +46,7 @@ class LateLosses(Generic[Origin]):
     """True if losses matter only when one in the same copy is not finite."""
     held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = field(default_factory=list)
     """Losses with their weights, origins and update numbers."""
-    _copying: tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], Tensor, torch.Event | None] | None = None
+    _copying: tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], HostCopy] | None = None
     _copied_at: float = field(default_factory=time.monotonic)
 
     def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
@@ -78,20 +79,14 @@ class LateLosses(Generic[Origin]):
             held = [(loss.cpu(), _on_host(weight), origin, step) for loss, weight, origin, step in held]
         if held:
             joined = _joined([(loss, weight) for loss, weight, _, _ in held])
-            values = joined.to("cpu", non_blocking=True)
-            ready = None if joined.is_cpu else torch.Event(joined.device)
-            if ready is not None:
-                ready.record()
-            self._copying = held, values, ready
+            self._copying = held, HostCopy(joined)
         return arrived
 
     def _arrived(self) -> list[Update[Origin]]:
         if self._copying is None:
             return []
-        (held, values, ready), self._copying = self._copying, None
-        if ready is not None:
-            ready.synchronize()
-        numbers: list[float] = values.tolist()
+        (held, values), self._copying = self._copying, None
+        numbers: list[float] = values.wait().tolist()
         if self.odd_only and math.isfinite(sum(numbers)):
             return []
         updates, rest = _by_update(held), iter(numbers)

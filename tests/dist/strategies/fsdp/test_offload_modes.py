@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,24 @@ def test_state_and_streamed_weights_are_in_host_memory_between_steps(ctx: Proces
         v.untyped_storage().data_ptr() for values in optimizer.state.values() for v in values.values() if v.ndim
     }
     assert len(storages) <= 2  # slabs of host memory, not the memory that the update used
+
+
+@ranks(1)
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_a_training_that_is_dropped_leaves_no_memory_behind(ctx: ProcessContext, mode: str | None) -> None:
+    accelerator = Accelerator(offload=mode)
+    net = build()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    for (batch,) in tokens(3):
+        accelerator.backward(next_token_loss(model(batch), batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [weakref.ref(parameter) for parameter in net.parameters()]
+    kept += [weakref.ref(v) for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    assert kept
+    del accelerator, net, model, optimizer, batch
+    gc.collect()
+    assert not [found for found in kept if found() is not None]
 
 
 @ranks(1)

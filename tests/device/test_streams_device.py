@@ -1,0 +1,39 @@
+"""Small copies to the host on an accelerator: right values, and no wait of the compute stream behind larger copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hasten.runtime.streams import HostCopy
+
+pytestmark = pytest.mark.device
+
+
+def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() -> None:
+    device = torch.device("cuda")
+    large = torch.ones(2**28, device=device)  # a gibibyte, tens of milliseconds over the link
+    home = torch.empty_like(large, device="cpu", pin_memory=True)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(8):
+            home.copy_(large, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    found = HostCopy(torch.arange(5.0, device=device) + 1)
+    computed = torch.cuda.Event()
+    computed.record()
+    computed.synchronize()
+    assert not copied.query(), "the larger copies were over before the compute stream was"
+    assert found.wait().tolist() == [1, 2, 3, 4, 5]
+
+
+def test_memory_of_the_source_is_not_reused_before_it_was_copied() -> None:
+    device = torch.device("cuda")
+    for number in range(200):
+        copies = [HostCopy(torch.full((1024,), float(number + k), device=device)) for k in range(4)]
+        for _ in range(4):
+            torch.full((1024,), -1.0, device=device)  # would overwrite memory that was freed too early
+        assert [float(one.wait().max()) for one in copies] == [number + k for k in range(4)]
+        assert [float(one.wait().min()) for one in copies] == [number + k for k in range(4)]
