@@ -22,6 +22,7 @@ from hasten.strategies.engines.deepspeed.files import ParameterFiles
 from hasten.strategies.engines.deepspeed.nvme import SwappedState
 from hasten.strategies.engines.deepspeed.shards import (
     MASTER,
+    EngineNorm,
     GradientOrder,
     ZeroShard,
     gradients_of,
@@ -66,6 +67,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._order = (
             GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
         )
+        self._norm = EngineNorm.of(engine, self.stage)
+        """DeepSpeed's own norm; None if its step does not compute one that the loop can use."""
         self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
         """Access to master weights and moments on NVMe; None if they are in memory."""
         self._files: ParameterFiles | None = getattr(groups[0]["params"][0], "nvme_swapper", None)
@@ -174,8 +177,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self._told = True
             log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
         self._clipped = True
-        norm = self.norm(norm_type)
         wrapper = self.engine.optimizer
+        if self._norm is not None and self.num_passes and norm_type == 2.0 and max_norm != 0:
+            wrapper.clip_grad = float(max_norm)
+            return self._norm.scaled().to(self.engine.device, torch.float32) / self.loss_scale
+        norm = self.norm(norm_type)
         if max_norm == 0:
             self.multiply_gradients(0.0)
         elif norm_type != 2.0:  # DeepSpeed's clipping supports the 2-norm only
@@ -189,6 +195,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def clamp(self, limit: float) -> None:
         """Clamp each element of the window's gradients. Ranks: every rank."""
         self.finalize()
+        self._forget_norm()
         grads = gradients_of(self.engine, self.stage) if self.num_passes else []
         bound = limit * self.loss_scale
         for grad in grads:
@@ -211,6 +218,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
+        self._forget_norm()
         with torch.no_grad():
             for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
                 grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
@@ -242,8 +250,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 optimizer.reset_cpu_buffers()
         self._reset()
 
+    def _forget_norm(self) -> None:
+        if self._norm is not None:
+            self._norm.forget()
+
     def _reset(self) -> None:
         """Start a new window."""
+        self._forget_norm()
         self.num_passes = 0
         self._final = self._clipped = False
         optimizer = self.engine.optimizer

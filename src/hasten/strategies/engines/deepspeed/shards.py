@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -14,6 +14,7 @@ from torch import Tensor
 from hasten.checkpoint.base import Slice
 from hasten.comm.base import Comm
 from hasten.errors import StepError
+from hasten.optional import need
 
 MASTER: Final = "master"
 """Key of the float32 weights in the optimizer's state."""
@@ -144,6 +145,41 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     elif optimizer.cpu_offload:
         return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
     return [grad for group in optimizer.averaged_gradients.values() for grad in group or () if grad is not None]
+
+
+class EngineNorm:
+    """DeepSpeed's 2-norm of a window's gradients, computed once for the loop's clipping and for the engine's step.
+
+    The step takes the value that clipping has computed, so that the update stays bit for bit that of plain DeepSpeed.
+    """
+
+    def __init__(self, optimizer: Any, name: str) -> None:  # Any: DeepSpeed is untyped
+        self._compute: Callable[[], Any] = getattr(optimizer, name)
+        self._combine: Callable[[Any], Tensor] = need("deepspeed.runtime.utils").combine_grad_norm_groups
+        self._value: Any = None
+        setattr(optimizer, name, self._take)
+
+    @classmethod
+    def of(cls, engine: Any, stage: int) -> EngineNorm | None:
+        """Return the norm of an engine whose step computes it by a method; None for others, and where it is not that of the gradients."""
+        optimizer = engine.optimizer
+        name = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
+        differs = getattr(optimizer, "use_muon", False) or getattr(optimizer, "swap_optimizer", False)
+        return None if differs or not stage or not hasattr(optimizer, name) else cls(optimizer, name)
+
+    def _take(self) -> Any:
+        value, self._value = self._value, None
+        return self._compute() if value is None else value
+
+    def scaled(self) -> Tensor:
+        """Return the norm of the scaled gradients over all ranks; inf if one is not finite. Ranks: every rank."""
+        if self._value is None:
+            self._value = self._compute()
+        return self._combine(self._value) if isinstance(self._value, list) else self._value
+
+    def forget(self) -> None:
+        """Discard the value, because the gradients change."""
+        self._value = None
 
 
 _MODULUS: Final = (1 << 61) - 1
