@@ -62,7 +62,7 @@ CUDA_PLANS = (
     Plan("offload.py", always=("--parts", "cpu", "disk")),
     Plan("offload_tokens.py"),
     Plan("sharding.py", always=("--rounds", "8")),
-    Plan("offload_training.py", always=("--rounds", "3", "--each", "3")),
+    Plan("offload_training.py", always=("--rounds", "3", "--each", "8")),
     Plan("fp8.py", always=("--device", "cuda")),
     Plan("chunked_loss.py", always=("--device", "cuda")),
     Plan("muon.py"),

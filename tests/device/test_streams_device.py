@@ -14,6 +14,7 @@ def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() 
     device = torch.device("cuda")
     large = torch.ones(2**28, device=device)  # a gibibyte, tens of milliseconds over the link
     home = torch.empty_like(large, device="cpu", pin_memory=True)
+    HostCopy(torch.ones(5, device=device)).wait()  # the first one allocates page-locked memory, for which CUDA waits
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
