@@ -155,6 +155,17 @@ def sharding(runs: list[Run]) -> list[str]:
     return rows(["355 M parameters, bf16", "time of a step", "peak memory"], *lines)
 
 
+def offload_training(runs: list[Run]) -> list[str]:
+    found = runs[-1]["found"]
+    equal = {True: "yes", False: "no", None: "–"}
+    lines = []
+    for row in found["rows"]:
+        way = f"`{row['way']}`" if "=" in row["way"] else row["way"]
+        lines.append([way, f"{row['ratio']:.2f} ×", f"{row['peak_gib']:.1f} GiB", equal[row["equal"]]])
+    header = [f"{found['parameters'] / 1e9:.1f} billion parameters, bf16, {found['tokens']:,} tokens a step"]
+    return rows([*header, "time of a step", "peak memory", "bit for bit"], *lines)
+
+
 def language_models(runs: list[Run]) -> list[str]:
     """Return speed, memory and losses of each contender, for each model."""
     lines = []
@@ -220,6 +231,7 @@ TABLES = (
     Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
     Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
     Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
+    Table("offload training", "docs/performance.md", "offload_training", "cuda", ("strategies",), offload_training),
     Table("faults", "docs/survive.md", "survive_kills", "faults in every phase", ("survive",), faults),
     Table(
         "language models",
@@ -228,6 +240,7 @@ TABLES = (
         "deep",
         ("strategies", "precision"),
         language_models,
+        also=(("language_models", "wide"),),
     ),
     Table("fp8", "docs/performance.md", "fp8", "cuda", ("precision",), fp8),
 )
