@@ -2,6 +2,7 @@
 
     python benchmarks/cold_loading.py --device cuda      # one GPU: 6.5 GB, at most 85 seconds
     python benchmarks/cold_loading.py --device cpu       # 1 GB into host memory
+    python benchmarks/cold_loading.py --reads            # hasten with plain and with direct reads throughout, instead of the peers
     python benchmarks/cold_loading.py --ways             # the disk alone: plain and direct reads by threads and block size
 
 Every contender of every round loads files of its own, which are written, synced and dropped from the page cache before, since a disk (or
@@ -32,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ from torch import nn
 
 from hasten.bigmodel.load import load_checkpoint_in_model
 from hasten.checkpoint.export import save_model
+from hasten.checkpoint.store.cold_reads import ColdReads
 
 GB = 1e9
 MIB = 2**20
@@ -158,6 +161,22 @@ def contenders(device: torch.device) -> dict[str, Load]:
     return known
 
 
+def forced(device: torch.device) -> dict[str, Load]:
+    """hasten as it is, and with one way of reading what the page cache does not hold."""
+    load = contenders(device)["hasten"]
+
+    def by(way: Any) -> Load:
+        def loaded(model: nn.Module, folder: Path) -> object:
+            reads = ColdReads()
+            reads.chosen = way
+            with mock.patch("hasten.bigmodel.load.ColdReads", return_value=reads):
+                return load(model, folder)
+
+        return loaded
+
+    return {"hasten": load, "hasten, plain reads": by("plain"), "hasten, direct reads": by("direct")}
+
+
 def timed(size: Sizes, load: Load, folder: Path, depth: int | None = None) -> tuple[float, float, nn.Module]:
     """Seconds by the clock and of the process's processors, and the loaded model."""
     model = size.empty(depth)
@@ -204,10 +223,10 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rounds(size: Sizes, folder: Path, seconds: float, most: int) -> list[dict[str, Any]]:
+def rounds(size: Sizes, found: dict[str, Load], folder: Path, seconds: float, most: int) -> list[dict[str, Any]]:
     """Turns of all contenders, in changing order, while another round fits."""
     begun = time.perf_counter()
-    source, found, rows = size.filled(), contenders(size.device), list[dict[str, Any]]()
+    source, rows = size.filled(), list[dict[str, Any]]()
     with warm_up(size, folder) as small:
         for load in found.values():
             timed(size, load, small, 1)
@@ -344,6 +363,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=70, help="no new round that would end later")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure, instead of the temporary one")
+    parser.add_argument("--reads", action="store_true", help="hasten alone, by the way of its reads")
     parser.add_argument("--ways", action="store_true", help="only the disk, without a model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -357,14 +377,15 @@ def main() -> None:
         else:
             size = sizes(device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5))
             found["gigabytes"] = size.depth * 24 * size.width**2 / GB
-            found["rows"] = rounds(size, folder, args.seconds, args.rounds)
+            loads = forced(device) if args.reads else contenders(device)
+            found["rows"] = rounds(size, loads, folder, args.seconds, args.rounds)
             found["rounds"] = found["rows"][-1]["round"] + 1
             found["medians"] = medians(found["rows"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     known = versions(device.type)
     print(page(found, known))
-    setting = ", ".join([*(["ways"] if args.ways else []), device.type])
+    setting = ", ".join([*(name for name in ("ways", "reads") if getattr(args, name)), device.type])
     record("cold_loading", setting, found, page(found, known), known, args.out)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn
 from rich.progress import Progress as Bar
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from hasten.bigmodel.device_map import (
     DeviceKey,
@@ -33,7 +34,10 @@ from hasten.bigmodel.units import FoundBlocks, tensors_in
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import Piece, read_tensors
 from hasten.checkpoint.reshard import Copy, run_copies
-from hasten.errors import CheckpointError, ConfigError
+from hasten.checkpoint.store.cold_reads import ColdReads
+from hasten.errors import CheckpointError, ConfigError, TopologyError
+from hasten.runtime import env
+from hasten.runtime.topology import Topology
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes loaded so far and the total bytes."""
@@ -240,8 +244,18 @@ def _run(copies: Sequence[Copy], progress: Progress | None) -> int:
         if progress is not None:
             progress(min(done, total), total)
 
-    run_copies(copies, progress=advance)
+    run_copies(copies, progress=advance, cold=ColdReads() if _reads_alone() else None)
     return total
+
+
+def _reads_alone() -> bool:
+    """Return whether this is the only process of the job on its machine; others would read the same files from the page cache."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return False
+    try:
+        return Topology.from_env(env.snapshot()).local_world_size == 1
+    except TopologyError:  # a load does not need the job's topology; without it, other processes are assumed
+        return False
 
 
 def load_checkpoint_and_dispatch(

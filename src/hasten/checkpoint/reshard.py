@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.format.formats import MappedFile, Piece
 from hasten.checkpoint.format.manifest import CHUNK_BYTES
+from hasten.checkpoint.store.cold_reads import ColdReads, read_directly, room_for
 from hasten.checkpoint.store.disk import (
     HostBuffer,
     as_bytes,
@@ -131,11 +132,14 @@ class _FileRange:
 
 
 def run_copies(
-    copies: Sequence[Copy], threads: int | None = None, progress: Callable[[int], None] | None = None
+    copies: Sequence[Copy],
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    cold: ColdReads | None = None,
 ) -> None:
     """Fill live tensors on any device with several threads, about one chunk at a time.
 
-    `progress` is called with the number of bytes of every finished job.
+    `progress` is called with the number of bytes of every finished job; `cold` chooses how blocks are read that are not in the page cache.
 
     Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
     caller must undo.
@@ -145,7 +149,7 @@ def run_copies(
         targets.append(copy.target)
         sources.append(copy.source)
     devices = devices_of([*targets, *sources])
-    jobs = _jobs(copies, HostBuffer(bool(devices)))
+    jobs = _jobs(copies, HostBuffer(bool(devices)), cold)
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
@@ -157,7 +161,7 @@ def run_copies(
         increment_version(targets)  # as an in-place operation of torch does
 
 
-def _jobs(copies: Sequence[Copy], buffer: HostBuffer) -> list[Callable[[], int]]:
+def _jobs(copies: Sequence[Copy], buffer: HostBuffer, cold: ColdReads | None) -> list[Callable[[], int]]:
     """Return the copies as jobs of about one chunk: reads of byte ranges in file order, and groups of other copies."""
     jobs: list[Callable[[], int]] = []
     places: list[tuple[str, int, int, int]] = []
@@ -188,7 +192,7 @@ def _jobs(copies: Sequence[Copy], buffer: HostBuffer) -> list[Callable[[], int]]
                 or len(last.targets) >= _MOST_TENSORS
             ):
                 last = open_range = _FileRange(file, start, start)
-                jobs.append(partial(_fill, last, buffer))
+                jobs.append(partial(_fill, last, buffer, cold))
             last.targets.append((start, target, low, high))
             last.stop = at + high
     return jobs
@@ -235,7 +239,35 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
         copy_bytes(target[low : low + part.numel()], staged)
 
 
-def _fill(wanted: _FileRange, buffer: HostBuffer) -> int:
+def _fill(wanted: _FileRange, buffer: HostBuffer, cold: ColdReads | None) -> int:
+    size = wanted.stop - wanted.start
+    way = None if cold is None else cold.way(wanted.file, wanted.start, wanted.stop)
+    if cold is None or way is None:
+        return _fill_plainly(wanted, buffer)
+    with cold.timed(way, size):
+        if way == "direct" and _fill_directly(wanted, buffer):
+            return size
+        if way == "direct":
+            cold.refuse()
+        return _fill_plainly(wanted, buffer)
+
+
+def _fill_directly(wanted: _FileRange, buffer: HostBuffer) -> bool:
+    """Read a range past the page cache and copy it to its tensors; returns False where this is not supported."""
+    staged = read_directly(wanted.file, wanted.start, wanted.stop, buffer.take(room_for(wanted.stop - wanted.start)))
+    if staged is None:
+        return False
+    for at, target, low, high in wanted.targets:
+        part, into = staged[at - wanted.start :][: high - low], as_bytes(target)[low:high]
+        if into.device.type == "cpu":
+            copy_bytes(into, part)
+        else:
+            into.copy_(part, non_blocking=True)
+    finish_copies(devices_of(map(itemgetter(1), wanted.targets)))
+    return True
+
+
+def _fill_plainly(wanted: _FileRange, buffer: HostBuffer) -> int:
     devices = devices_of(map(itemgetter(1), wanted.targets))
     size = wanted.stop - wanted.start
     fd = wanted.file.open()
