@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from hasten.runtime.streams import on_stream
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """Targets with their sources."""
+_USABLE: Final = 0.95  # of the memory of a device; allocators lose a part to gaps
 Mark = Any  # an event of the device; None where copies are finished when they return
 
 
@@ -105,42 +106,57 @@ def lanes_for(device: torch.device) -> HostLanes:
     return HostLanes(device) if device.type == "cpu" else DeviceLanes(device)
 
 
-MemoryUse = Callable[[], tuple[int, int]]
-"""Returns the bytes that tensors occupy on a device now, and at most so far."""
+class MemoryUse(Protocol):
+    """Counts the memory of tensors on a device."""
+
+    def now_and_most(self) -> tuple[int, int]:
+        """Return the bytes that tensors occupy now, and at most so far."""
+        ...
+
+    def capacity(self) -> int:
+        """Return the bytes that tensors may occupy together."""
+        ...
+
+
+class _CudaMemoryUse:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now_and_most(self) -> tuple[int, int]:
+        counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        return counted["current"], counted["peak"]
+
+    def capacity(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(_USABLE * (free + torch.cuda.memory_reserved(self._device)))
 
 
 def memory_use(device: torch.device) -> MemoryUse | None:
-    """Return the function that counts the memory of tensors on the device; None where torch does not count it."""
-    if device.type != "cuda":
-        return None
-
-    def count() -> tuple[int, int]:
-        counted = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-        return counted["current"], counted["peak"]
-
-    return count
+    """Return the count of the memory of tensors on the device; None where torch does not count it."""
+    return _CudaMemoryUse(device) if device.type == "cuda" else None
 
 
 class MemoryBudget:
     """Limit of the device memory for fetched state: a fixed part, and what is free below the peak of the first step.
 
     The memory use of a step, sampled where blocks begin and gradients arrive, predicts that of the next one, so that fetched state fills what
-    activations leave free and the peak of the run does not rise.
+    activations leave free. Between the last block and the first gradient, where the loss is computed, there is no sample: what is held then
+    may raise the peak of the run, but not beyond the memory of the device.
     """
 
     def __init__(self, floor_bytes: int, use: MemoryUse | None) -> None:
         self.floor_bytes = floor_bytes
         self._use = use
         self._peak = 0
-        self._samples: list[int] = []
-        self._previous: list[int] = []
+        self._samples: list[_Sample] = []
+        self._previous: list[_Sample] = []
         self._updated = False
 
-    def sample(self, held: int) -> None:
+    def sample(self, held: int, in_forward: bool = False) -> None:
         """Record the current memory use; `held` bytes of it are fetched state."""
         if self._use is not None:
-            now, peak = self._use()
-            self._samples.append(now - held)
+            now, peak = self._use.now_and_most()
+            self._samples.append(_Sample(now - held, in_forward))
             self._peak = max(self._peak, now - held, 0 if self._updated else peak)
 
     def end_step(self) -> None:
@@ -149,7 +165,7 @@ class MemoryBudget:
 
     def fits_ahead(self, held: int, more: int) -> bool:
         """Return whether `more` bytes may be fetched during the backward, beside `held` ones."""
-        coming = self._previous[max(len(self._samples) - 1, 0) :]
+        coming = [sample.used for sample in self._previous[max(len(self._samples) - 1, 0) :]]
         return held + more <= self.floor_bytes or (bool(coming) and self._fits(held, more, max(coming)))
 
     def fits(self, held: int, more: int) -> bool:
@@ -157,9 +173,23 @@ class MemoryBudget:
         return held + more <= self.floor_bytes or self._fits(held, more, 0)
 
     def is_tight(self, held: int) -> bool:
-        """Return whether the next block may need memory of the `held` bytes beyond the fixed part."""
-        coming = self._previous[len(self._samples) :][:1] or [self._peak]
-        return held > self.floor_bytes and not self._fits(held, 0, coming[0])
+        """Return whether the next block, or the loss after it, may need memory of the `held` bytes beyond the fixed part."""
+        if self._use is None or held <= self.floor_bytes:
+            return held > self.floor_bytes
+        count = len(self._samples)
+        before, coming = self._previous[max(count - 1, 0) : count], self._previous[count:][:1]
+        unseen = not coming or not coming[0].in_forward or bool(before and coming[0].used < before[0].used)
+        if unseen and self._peak + held > self._use.capacity():
+            return True
+        return not self._fits(held, 0, coming[0].used if coming else self._peak)
 
     def _fits(self, held: int, more: int, coming: int) -> bool:
-        return self._use is not None and max(self._use()[0] - held, coming) + held + more <= self._peak
+        if self._use is None:
+            return False
+        return max(self._use.now_and_most()[0] - held, coming) + held + more <= self._peak
+
+
+class _Sample(NamedTuple):
+    used: int
+    """Bytes of tensors without fetched state."""
+    in_forward: bool

@@ -149,7 +149,7 @@ class StreamedUpdate:
         """Let go of written pieces as far as the activations of the next block need their memory."""
         self._lanes.follow_current_stream()
         held = self.held_bytes
-        self._budget.sample(held)
+        self._budget.sample(held, in_forward=True)
         while held and self._budget.is_tight(held):
             piece = self._leaving[0] if self._leaving else self._last_fetched()
             assert piece is not None, "a piece is held"

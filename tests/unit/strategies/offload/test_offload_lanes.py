@@ -61,6 +61,19 @@ class LateLanes(HostLanes):
             self.done += 1
 
 
+class Memory:
+    """Memory of a device, as a test says."""
+
+    def __init__(self, now: int, most: int, room: int = 10**9) -> None:
+        self.now, self.most, self.room = now, most, room
+
+    def now_and_most(self) -> tuple[int, int]:
+        return self.now, self.most
+
+    def capacity(self) -> int:
+        return self.room
+
+
 def model() -> nn.Module:
     torch.manual_seed(3)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(10)]
@@ -123,15 +136,14 @@ def test_an_update_in_pieces_waits_for_every_copy(name: str) -> None:
 
 
 def test_pieces_fetched_into_free_memory_give_the_same_numbers() -> None:
-    use = iter(
-        [(0, 10**6), *[(0, 0)] * 10**5]
-    )  # a large peak was seen first, so that all pieces fit ahead of the update
+    use = Memory(0, 10**6)  # a large peak was seen first, so that all pieces fit ahead of the update
     most: list[int] = []
 
     def attach(optimizer: torch.optim.Optimizer) -> None:
-        update = StreamedUpdate(optimizer, LateLanes(), use=lambda: next(use))
+        update = StreamedUpdate(optimizer, LateLanes(), use=use)
         update.drains_in_forward = True
         update.before_block()
+        use.most = 0
         optimizer.register_step_pre_hook(lambda *_: most.append(update.held_bytes))
 
     make = MAKERS["adamw"]
@@ -193,24 +205,44 @@ def test_hooks_of_the_user_run_once_for_an_update_and_see_all_parameters() -> No
 
 
 def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None:
-    now = [100]
-    budget = MemoryBudget(10, lambda: (now[0], 120))
-    for used in (20, 110, 70, 40):  # two blocks begin, two gradients arrive
-        now[0] = used
-        budget.sample(0)
+    memory = Memory(100, 120)
+    budget = MemoryBudget(10, memory)
+    step = ((20, True), (110, True), (70, False), (40, False))  # two blocks begin, two gradients arrive
+    for memory.now, in_forward in step:
+        budget.sample(0, in_forward)
     budget.end_step()
-    now[0] = 30
+    memory.now = 30
     assert budget.fits(0, 90)
     assert not budget.fits(0, 91)
-    now[0] = 20
-    budget.sample(0)
+    memory.now = 20
+    budget.sample(0, in_forward=True)
     assert budget.is_tight(11)  # the next block begins with 110 of 120
     assert not budget.is_tight(10)
-    now[0] = 110
-    budget.sample(0)
+    memory.now = 110
+    budget.sample(0, in_forward=True)
     assert not budget.is_tight(10)
-    now[0] = 70
+    memory.now = 70
     budget.sample(0)
     assert budget.fits_ahead(0, 50)
     assert not budget.fits_ahead(0, 51)
     assert not MemoryBudget(10, None).fits(8, 3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_held_while_the_loss_is_computed_fits_the_device_beside_the_peak(micro_batches: int) -> None:
+    memory = Memory(0, 120)  # the peak of 120 was the loss, which no sample saw
+    budget = MemoryBudget(10, memory)
+    forward = [(20, True), (60, True)]
+    step = [*forward * micro_batches, (50, False), (40, False)]
+    for memory.now, in_forward in step:
+        budget.sample(0, in_forward)
+    budget.end_step()
+    for number, (memory.now, in_forward) in enumerate(step[: 2 * micro_batches]):
+        budget.sample(0, in_forward)
+        if number % 2:  # the loss follows
+            for memory.room, tight in ((1000, False), (160, False), (159, True), (130, True)):
+                assert budget.is_tight(40) == tight
+                assert not budget.is_tight(10)
+        else:
+            memory.room = 130
+            assert not budget.is_tight(40)  # nothing but the next block follows
