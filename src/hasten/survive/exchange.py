@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -14,9 +14,11 @@ from hasten.errors import StepError
 from hasten.modules.names import local_tensor
 
 _BUCKET: Final = 256 * 1024
-"""Elements that are sent together, so that the first are on their way while backward computes the others."""
+"""Elements that are sent together: the first are on their way while the next are copied."""
 _SMALL: Final = 16 * 1024
 """Elements up to which all replicas send everything to all: fewer messages, more bytes."""
+_DIRECT: Final = 32 * 1024
+"""Elements from which two replicas send each other a gradient from its own memory, without a copy."""
 _HEADER: Final = 0
 """Tag of the messages with weights and facts; those of gradients have higher ones."""
 
@@ -28,7 +30,7 @@ class LostReplicaError(Exception):
 class Received(NamedTuple):
     """The gradients of all replicas, which have arrived and are not written to the parameters."""
 
-    buckets: Sequence[Bucket]
+    buckets: Sequence[Sent]
     factors: list[float]
     """Factor of each replica's gradients in the mean."""
     wanted: list[bool]
@@ -59,76 +61,56 @@ class ReplicaGroup:
             self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
         except RuntimeError as error:
             raise LostReplicaError(f"the group of {size} replicas could not be formed: {_short(error)}") from error
-        self._buckets: list[Bucket] = []
+        self._buckets: list[Sent] = []
         self._parameters: list[Tensor] = []
-        self.resent = False
-        """True if the gradients of the latest exchange were sent twice, because a replica had changed them after backward."""
 
-    # -- while backward runs -----------------------------------------------------------------------------------------
-    def buckets(self, parameters: Sequence[Tensor]) -> list[Bucket]:
-        """Return the buckets of these parameters, the last parameters first, as backward computes them."""
+    def _bucketed(self, parameters: Sequence[Tensor]) -> list[Sent]:
+        """Return the buckets of these parameters."""
         same = len(parameters) == len(self._parameters) and all(map(lambda a, b: a is b, parameters, self._parameters))
         if not same:
             self._parameters = list(parameters)
-            runs = enumerate(_runs(parameters[::-1]))
-            self._buckets = [Bucket(run, self.rank, self.size, 2 * number + 1) for number, run in runs]
+            self._buckets = []
+            for number, run in enumerate(_runs(parameters, direct=self.size == 2)):
+                made = Direct if self.size == 2 and _is_large(run[0]) else Bucket
+                self._buckets.append(made(run, self.rank, self.size, 2 * number + 1))
         return self._buckets
 
-    def send(self, bucket: Bucket, window: Hashable) -> None:
-        """Start to send the gradients of a bucket of this window. Raises: LostReplicaError when a replica is lost."""
-        bucket.fill(window)
-        if bucket.whole:
-            bucket.works = self._exchanged(bucket.tag, [bucket.rows[self.rank]] * self.size, list(bucket.rows))
-        else:
-            bucket.works = self._exchanged(bucket.tag, list(bucket.sent), list(bucket.rows))
-            bucket.rows[self.rank].copy_(bucket.sent[self.rank])
-
-    # -- when the window ends ----------------------------------------------------------------------------------------
     def receive(
-        self,
-        parameters: Sequence[Tensor],
-        weight: float,
-        share: float,
-        facts: Sequence[float],
-        window: Hashable = None,
-        asks: int = 0,
+        self, parameters: Sequence[Tensor], weight: float, share: float, facts: Sequence[float], asks: int = 0
     ) -> Received:
         """Return the gradients of all replicas, of which `write` makes the weighted mean; it stays None if no replica has one.
 
         The mean is the sum of `weight` times gradient, in the order of ranks, divided by the sum of all `share`. It is the same,
-        bit by bit, on all replicas. Buckets of this window that were sent before are not sent again, unless a replica has changed
-        its gradients since. Of sharded parameters, the shards of this rank are exchanged.
+        bit by bit, on all replicas. Of sharded parameters, the shards of this rank are exchanged.
 
         Returns: with the largest `asks` of all replicas: 1 to ask for the members of the next update, 2 to end the run as well.
         Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ. The gradients are then unchanged.
         """
-        buckets = self.buckets(parameters)
-        for bucket in buckets:
-            if bucket.works is None:
-                self.send(bucket, window)
-        present = [parameter.grad is not None for parameter in reversed(parameters)]
-        changed = any(bucket.changed(window) for bucket in buckets)
-        own = torch.tensor([weight, share, changed, asks, *facts, *present], dtype=torch.float64)
-        headers = own.repeat(self.size, 1)
-        self._wait(self._exchanged(_HEADER, [own] * self.size, list(headers)))
-        self._compare(headers[:, 4 : 4 + len(facts)].tolist())
-        self.resent = bool(headers[:, 2].any())
-        if self.resent:
-            for bucket in buckets:
-                self._wait(bucket.works)
-                self.send(bucket, window)
-        total = sum(headers[:, 1].tolist())
-        factors = [one / total if total and part else 0.0 for one, part in headers[:, :2].tolist()]
-        self._receive(buckets, factors)
-        wanted: list[bool] = headers[:, 4 + len(facts) :].any(0).tolist()
-        return Received(buckets, factors, wanted, int(headers[:, 3].max()))
+        buckets = self._bucketed(parameters)
+        works = [self._exchanged(bucket.tag, *bucket.filled()) for bucket in buckets]
+        present = [parameter.grad is not None for bucket in buckets for parameter in bucket.parameters]
+        headers = self._headers([weight, share, asks, *facts, *present])
+        self._compare([one[3 : 3 + len(facts)] for one in headers])
+        total = sum(one[1] for one in headers)
+        factors = [one[0] / total if total and one[1] else 0.0 for one in headers]
+        self._receive(buckets, works, factors)
+        wanted = [any(several) for several in zip(*(one[3 + len(facts) :] for one in headers), strict=True)]
+        return Received(buckets, factors, wanted, int(max(one[2] for one in headers)))
 
-    def _receive(self, buckets: Sequence[Bucket], factors: list[float]) -> None:
+    def _headers(self, own: Sequence[float]) -> list[list[float]]:
+        """Return these numbers of all replicas, in the order of their names."""
+        sent = torch.tensor(own, dtype=torch.float64)
+        rows = sent.repeat(self.size, 1)
+        self._wait(self._exchanged(_HEADER, [sent] * self.size, list(rows)))
+        found: list[list[float]] = rows.tolist()
+        return found
+
+    def _receive(self, buckets: Sequence[Sent], works: Sequence[Sequence[dist.Work]], factors: list[float]) -> None:
         """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
         sums: list[dist.Work] = []
-        for bucket in buckets:
-            self._wait(bucket.works)
-            if not bucket.whole:
+        for bucket, messages in zip(buckets, works, strict=True):
+            self._wait(messages)
+            if isinstance(bucket, Bucket) and not bucket.whole:
                 total = weighted_sum(list(bucket.rows), bucket.rest(factors), bucket.sent[self.rank])
                 sums += self._exchanged(bucket.tag + 1, [total] * self.size, list(bucket.sent))
         self._wait(sums)
@@ -150,10 +132,10 @@ class ReplicaGroup:
         except RuntimeError as error:  # the connection to a member is closed already
             raise LostReplicaError(_short(error)) from error
 
-    def _wait(self, works: Sequence[dist.Work] | None) -> None:
+    def _wait(self, works: Sequence[dist.Work]) -> None:
         timeout = timedelta(seconds=self.timeout_s)
         try:
-            for work in works or ():
+            for work in works:
                 work.wait(timeout)
         except RuntimeError as error:  # torch has no class for lost connections and timeouts
             raise LostReplicaError(_short(error)) from error
@@ -171,14 +153,11 @@ class Bucket:
         self.parameters = list(parameters)
         self._shapes = [local_tensor(parameter.detach()).shape for parameter in parameters]
         self.tag = tag
-        self.works: list[dist.Work] | None = None
-        """Messages of the current window; None before they are sent."""
         self._sizes = [shape.numel() for shape in self._shapes]
         self._number = sum(self._sizes)
-        self._window: Hashable = None
-        self._copied: list[tuple[Tensor | None, int]] = []
         self._scale = 1.0 / size if size & (size - 1) == 0 else 1.0
         """Factor of the gradients in this memory. A power of two changes no digit, and with equal weights it is the factor of the mean."""
+        self._rank = rank
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
         self.whole = size == 2 or self._number <= _SMALL
         """True if every replica sends all of its gradients to all; else each sums one slice and sends the sum."""
@@ -193,8 +172,11 @@ class Bucket:
         self._received = list(zip(*map(self._parts, received), strict=True))
 
     @torch.no_grad()
-    def fill(self, window: Hashable) -> None:
-        """Copy the gradients of this replica in this window into the bucket, with zeros for missing ones."""
+    def filled(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy the gradients of this replica into the bucket, with zeros for missing ones.
+
+        Returns: what is sent to each replica, and where its own is received.
+        """
         for part, parameter in zip(self._own, self.parameters, strict=True):
             if parameter.grad is None:
                 part.zero_()
@@ -202,24 +184,18 @@ class Bucket:
                 torch.mul(_dense(parameter.grad), self._scale, out=part)
             else:
                 part.copy_(_dense(parameter.grad)).mul_(self._scale)
-        self._window = window
-        self._copied = [_state(parameter) for parameter in self.parameters]
+        if self.whole:
+            return [self.rows[self._rank]] * len(self.rows), list(self.rows)
+        self.rows[self._rank].copy_(self.sent[self._rank])
+        return list(self.sent), list(self.rows)
 
     def rest(self, factors: Sequence[float]) -> list[float]:
         """Return the factors that turn the gradients in this memory into those of the mean."""
         return [factor / self._scale for factor in factors]
 
-    def changed(self, window: Hashable) -> bool:
-        """Return True if the gradients of this window are not those that were copied."""
-        if self._window != window:
-            return True
-        now = map(_state, self.parameters)
-        return any(one is not two or a != b for (one, a), (two, b) in zip(now, self._copied, strict=True))
-
     @torch.no_grad()
     def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
-        """Set the gradients to the weighted sum of the received ones, where some replica has one; the bucket can be sent again."""
-        self.works, self._copied = None, []
+        """Set the gradients to the weighted sum of the received ones, where some replica has one."""
         rest = self.rest(factors)
         for parameter, parts, has_one in zip(self.parameters, self._received, wanted, strict=True):
             if not has_one:
@@ -238,6 +214,39 @@ class Bucket:
         """Return the views of a vector that belong to the parameters."""
         split = torch.split(flat[: self._number], self._sizes)
         return [part.view(shape) for part, shape in zip(split, self._shapes, strict=True)]
+
+
+class Direct:
+    """One large gradient that two replicas send each other from its own memory; it has the methods of a bucket."""
+
+    def __init__(self, parameters: Sequence[Tensor], rank: int, size: int, tag: int) -> None:
+        assert size == 2, "with more replicas, each sums a slice"
+        (self._parameter,) = self.parameters = list(parameters)
+        self.tag = tag
+        self._rank = rank
+        self._other = torch.empty_like(local_tensor(self._parameter.detach()), memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
+    def filled(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is sent to each replica, and where its own is received: the gradient, or zeros where it is missing."""
+        grad = self._parameter.grad
+        own = torch.zeros_like(self._other) if grad is None else _dense(grad).to(self._other.dtype).contiguous()
+        return [own] * 2, [self._other] * 2
+
+    @torch.no_grad()
+    def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
+        """Set the gradient to the weighted sum of both, where some replica has one."""
+        if not wanted[0]:
+            return
+        if self._parameter.grad is None:
+            self._parameter.grad = torch.zeros_like(self._parameter)
+        own = local_tensor(self._parameter.grad)
+        parts = [own, self._other] if self._rank == 0 else [self._other, own]
+        weighted_sum(parts, factors, own)
+
+
+Sent = Bucket | Direct
+"""Gradients that are sent together."""
 
 
 def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None) -> Tensor:
@@ -272,12 +281,6 @@ def alone(parameters: Iterable[Tensor], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-def _state(parameter: Tensor) -> tuple[Tensor | None, int]:
-    """Return the gradient and the number of changes to it; the reference keeps another one from taking its identity."""
-    grad = parameter.grad
-    return grad, 0 if grad is None else grad._version
-
-
 def _dense(grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise StepError(
@@ -287,10 +290,20 @@ def _dense(grad: Tensor) -> Tensor:
     return local_tensor(grad.detach())
 
 
-def _runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many."""
+def _is_large(parameter: Tensor) -> bool:
+    """Return True for a parameter whose gradient is sent from its own memory."""
+    local = local_tensor(parameter.detach())
+    is_wide = torch.promote_types(local.dtype, torch.float32) == local.dtype
+    return local.numel() >= _DIRECT and local.device.type == "cpu" and is_wide
+
+
+def _runs(parameters: Sequence[Tensor], direct: bool) -> Iterator[list[Tensor]]:
+    """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many; with `direct`, large ones alone."""
     run: list[Tensor] = []
     for parameter in parameters:
+        if direct and _is_large(parameter):
+            yield [parameter]
+            continue
         if run and run[0].dtype != parameter.dtype:
             yield run
             run = []

@@ -20,7 +20,6 @@ from hasten.runtime.context import ProcessContext
 from hasten.survive import healing
 from hasten.survive.coordination import Answer, Coordinator, Quorum, local_address
 from hasten.survive.duties import Duties
-from hasten.survive.early import EarlySender
 from hasten.survive.exchange import LostReplicaError, Received, ReplicaGroup, alone
 from hasten.survive.healing import HealingPort, NotHealedError, State
 from hasten.survive.inside import Inside, joined, of_rank
@@ -89,7 +88,6 @@ class Replica:
         """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
         self._group: ReplicaGroup | None = None
         self._grouped = False
-        self._sender = EarlySender(self._early_group, self._window, lambda: clock.boundary)
         self.contributors: tuple[str, ...] = ()
         """The replicas whose gradients are in the latest update, in the order of the sum."""
         self._to_heal: list[Member] = []
@@ -248,7 +246,7 @@ class Replica:
             finally:
                 self.report.waiting_since = None
             if (waited := time.monotonic() - since) > _LONG_WAIT_S:
-                self.note("waited for replicas", seconds=round(waited, 1), replicas=len(quorum.members))
+                self.note("waited for replicas", seconds=round(waited, 1), words=f"{len(quorum.members)} present")
             roles = quorum.roles
             self._refuse_to_continue_a_finished_run(roles)
             starts = self._fresh and roles.active[0].fresh
@@ -302,17 +300,15 @@ class Replica:
             if self._group is not None:
                 facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
                 self._group.timeout_s = patience_s
-                received = self._group.receive(parameters, weight, share, facts, self._window(), self._asks)
+                received = self._group.receive(parameters, weight, share, facts, self._asks)
         except LostReplicaError as error:
-            failed = error
+            failed = LostReplicaError(*error.args)  # the frames of the error hold messages, and these the connections
         if len(roles.active) > 1 and not self._inside.vote(failed is None):
             raise failed or LostReplicaError("another rank of this replica has lost a member")
         if received is None:
             alone(parameters, weight / share if share else 0.0)
         else:
             received.write()
-        if self._group is not None and self._inside.size == 1:  # else DDP or FSDP2 reduces the gradients after backward
-            self._sender.watch(self._group, parameters)
         asks = self._asks if received is None else received.asks
         self.duties.updated(roles.contributors, asks > 1)
         self._standing = None if asks else (quorum, roles)
@@ -329,19 +325,6 @@ class Replica:
             store, timeout_s = roles.active[0].store, self._settings.timeout_s
             self._group = ReplicaGroup(store, key, names.index(self.name), len(names), timeout_s)
         self.contributors, self._grouped = names, True
-
-    def _window(self) -> tuple[int, int, int]:
-        """Return a value that differs between windows, in this process."""
-        ledger = self.ledger
-        return ledger.epoch, ledger.step, len(ledger.rounds)
-
-    def _early_group(self) -> ReplicaGroup | None:
-        """Return the group of the current update, if its members are known already and are those of the previous one."""
-        if self._standing is not None:
-            return self._group
-        if self._asked is None or self._group is None or not self._grouped or not self._asked.ready:
-            return None
-        return self._group if self._asked.result().roles.contributors == self.contributors else None
 
     def _weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
@@ -370,7 +353,8 @@ class Replica:
         self.report.lost += [(ledger.step, name) for name in absent]
         number = sum(end - start for start, end in returned)
         self.report.num_returned += number
-        self.note("replicas lost", step=ledger.step, replicas=", ".join(absent), left=len(present), samples=number)
+        words = f"{', '.join(absent)} in update {ledger.step}; {len(present)} left, {number} samples given out again"
+        self.note("replicas lost", words=words)
         log.warning(
             "survive: update %d was made by %d replica(s), without %s; %d samples are given out again",
             *(ledger.step, len(present), ", ".join(absent), number),
@@ -382,12 +366,12 @@ class Replica:
         self.report.joined += [(self.ledger.step, name) for name in joined]
         self.report.num_present = len(roles.names)
         if joined:
-            self.note("replicas joined", step=self.ledger.step, replicas=", ".join(joined), present=len(roles.names))
+            words = f"{', '.join(joined)} after update {self.ledger.step}; {len(roles.names)} present"
+            self.note("replicas joined", words=words)
         return joined
 
     def _ungroup(self) -> None:
         self._standing = None
-        self._sender.close()
         if self._group is not None:
             self._group.close()
         self._group, self._grouped = None, False
@@ -469,6 +453,7 @@ class Replica:
         rank = [256 + self._inside.rank] if self._inside.rank else []
         torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank))
         log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)
+        self.note("replica healed", words=f"{self.name} after update {self.ledger.step}")
 
     # -- checkpoints and end ---------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
-from hasten.survive.early import EarlySender
-from hasten.survive.exchange import Bucket, LostReplicaError, ReplicaGroup, weighted_sum
+from hasten.survive.exchange import LostReplicaError, ReplicaGroup, weighted_sum
 from hasten.testing import ranks
 
 
@@ -53,18 +52,17 @@ def gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def is_sent(bucket: Bucket) -> bool:
-    """Return True if the messages of a bucket are under way."""
-    return bucket.works is not None
-
-
 @ranks(2, 3)
 def test_the_mean_is_weighted_and_equal_bit_by_bit(ctx: ProcessContext) -> None:
     weights = [(3.0, 3.0), (5.0, 4.0), (2.0, 0.0)][: ctx.world.size]
     total = sum(share for _, share in weights)
     factors = [weight / total if share else 0.0 for weight, share in weights]
     met = Meeting(ctx)
-    for shapes in [((3, 2), (5,)), ((200, 120), (7,))]:  # sent to all, and summed in parts
+    for shapes in [
+        ((3, 2), (5,)),
+        ((200, 120), (7,)),
+        ((200, 200), (7,), (90000,)),
+    ]:  # copied, summed in slices, from their memory
         parameters = parameters_of(ctx.rank, *shapes)
         met.average(parameters, *weights[ctx.rank], (1.0,))
         everyone = [parameters_of(rank, *shapes) for rank in range(ctx.world.size)]
@@ -86,6 +84,49 @@ def test_missing_gradients_count_as_zero_and_stay_missing_if_no_replica_has_one(
     assert first.grad is None
     assert third.grad is not None
     assert torch.equal(gradient(second), gradient(parameters_of(1, (2,), (2,), (2,))[1]) * 0.5)
+    met.close()
+
+
+@ranks(2)
+def test_large_gradients_may_be_missing_or_lie_in_another_order(ctx: ProcessContext) -> None:
+    """They are sent from their own memory if they lie there in one piece."""
+
+    def made(rank: int) -> list[Tensor]:
+        parameters = parameters_of(rank, (200, 200), (200, 200), (200, 200))
+        parameters[0].grad = None
+        if rank == 0:
+            parameters[1].grad = None
+        parameters[2].grad = gradient(parameters[2]).t()
+        return parameters
+
+    parameters, both = made(ctx.rank), [made(rank) for rank in range(2)]
+    met = Meeting(ctx)
+    for _ in range(2):
+        met.average(parameters, 1.0, 1.0, (1.0,))
+        assert parameters[0].grad is None
+        assert torch.equal(gradient(parameters[1]), gradient(both[1][1]) * 0.5)
+        wanted = weighted_sum([gradient(one[2]).contiguous() for one in both], [0.5, 0.5])
+        assert torch.equal(gradient(parameters[2]), wanted)
+        for parameter, again in zip(parameters, made(ctx.rank), strict=True):
+            parameter.grad = again.grad
+    met.close()
+
+
+@ranks(2, 3)
+def test_a_change_of_the_gradients_after_backward_counts(ctx: ProcessContext) -> None:
+    """Also one that torch does not notice."""
+    shapes = (200, 200), (7,)
+    parameters, everyone = (
+        parameters_of(ctx.rank, *shapes),
+        [parameters_of(rank, *shapes) for rank in range(ctx.world.size)],
+    )
+    for parameter in parameters:
+        gradient(parameter).data.clamp_(-0.5, 0.5)
+    met = Meeting(ctx)
+    met.average(parameters, 1.0, 1.0, (1.0,))
+    for index, parameter in enumerate(parameters):
+        several = [gradient(one[index]).clamp(-0.5, 0.5) for one in everyone]
+        assert torch.equal(gradient(parameter), weighted_sum(several, [1.0 / ctx.world.size] * ctx.world.size))
     met.close()
 
 
@@ -115,62 +156,6 @@ def test_sparse_gradients_are_refused(ctx: ProcessContext) -> None:
     met = Meeting(ctx)
     with pytest.raises(StepError, match="sparse=False"):
         met.average([parameter], 1.0, 1.0, (1.0,))
-    met.close()
-
-
-@ranks(2, 3)
-def test_gradients_that_were_sent_early_and_changed_are_sent_again(ctx: ProcessContext) -> None:
-    parameters = parameters_of(ctx.rank, (200, 120), (7,))
-    met = Meeting(ctx)
-    if ctx.rank == 0:  # the other sends everything at the end
-        for bucket in met.group.buckets(parameters):
-            met.group.send(bucket, "window")
-        gradient(parameters[1]).mul_(2)
-    met.average(parameters, 1.0, 1.0, (1.0,), "window")
-    assert met.group.resent
-    everyone = [parameters_of(rank, (200, 120), (7,)) for rank in range(ctx.world.size)]
-    gradient(everyone[0][1]).mul_(2)
-    for index, parameter in enumerate(parameters):
-        wanted = weighted_sum([gradient(one[index]) for one in everyone], [1.0 / ctx.world.size] * ctx.world.size)
-        assert torch.equal(gradient(parameter), wanted)
-    met.close()
-
-
-@ranks(2)
-def test_gradients_of_a_window_without_an_update_are_not_used(ctx: ProcessContext) -> None:
-    earlier, parameters = parameters_of(7, (3, 2)), parameters_of(ctx.rank, (3, 2))
-    met = Meeting(ctx)
-    parameters[0].grad, current = earlier[0].grad, parameters[0].grad
-    for bucket in met.group.buckets(parameters):
-        met.group.send(bucket, "abandoned")
-    parameters[0].grad = current
-    met.average(parameters, 1.0, 1.0, (1.0,), "window")
-    wanted = weighted_sum([gradient(parameters_of(rank, (3, 2))[0]) for rank in range(2)], [0.5, 0.5])
-    assert torch.equal(gradient(parameters[0]), wanted)
-    met.close()
-
-
-@ranks(2)
-def test_backward_sends_buckets_and_the_mean_is_the_same(ctx: ProcessContext) -> None:
-    torch.manual_seed(ctx.rank)
-    model = torch.nn.Linear(4, 3)
-    parameters = list(model.parameters())
-    met = Meeting(ctx)
-    windows = ["first"]
-    sender = EarlySender(lambda: met.group, lambda: windows[-1], lambda: len(windows) > 1)
-    sender.watch(met.group, parameters)
-    model(torch.ones(2, 4)).sum().backward()
-    (bucket,) = met.group.buckets(parameters)
-    assert not is_sent(bucket)  # not the last micro-batch of its window
-    windows.append("second")
-    model(torch.ones(2, 4)).sum().backward()
-    assert is_sent(bucket)
-    own = [gradient(parameter).clone() for parameter in parameters]
-    met.average(parameters, 1.0, 1.0, (1.0,), windows[-1])
-    for parameter, mine in zip(parameters, own, strict=True):
-        assert torch.equal(gradient(parameter), mine)  # all ranks have the same ones
-    assert not met.group.resent
-    sender.close()
     met.close()
 
 

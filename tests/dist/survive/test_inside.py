@@ -117,7 +117,7 @@ def test_gradients_of_shards_are_sent_from_local_memory(ctx: ProcessContext) -> 
         parameter.grad = torch.full_like(parameter, float(ctx.rank + 1))
         gradients.append(parameter.grad)
     bucket = Bucket(parameters, rank=0, size=2, tag=1)
-    bucket.fill("window")
+    bucket.filled()
     bucket.rows[1] = 4.0 * bucket.rows[0]
     bucket.write([0.5, 0.5], [True] * len(parameters))
     for gradient in gradients:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hasten import Accelerator
 from hasten.data.position import Position
 from hasten.optim.clock import StepClock
-from hasten.survive.exchange import Bucket
 from hasten.survive.ledger_plan import Ledger, Range
 from hasten.survive.source import LedgerSource
 
@@ -73,20 +70,3 @@ def test_reading_starts_again_once_where_the_members_change() -> None:
     batches, reads = read(1)
     assert sorted(index for batch in batches for index in batch) == [0, 1, 2, 3, *range(8, 24)]
     assert reads.total() == 20 + 4  # one batch was read for positions that were given out differently
-
-
-def test_a_gradient_that_takes_the_place_of_the_copied_one_is_noticed() -> None:
-    parameter = torch.zeros(3, requires_grad=True)
-    parameter.grad = torch.ones(3)
-    bucket = Bucket([parameter], rank=0, size=2, tag=1)
-    bucket.fill("window")
-    assert not bucket.changed("window")
-    assert bucket.changed("next window")
-    replaced(parameter)
-    assert bucket.changed("window")
-
-
-def replaced(parameter: Tensor) -> None:
-    """Give the parameter another gradient, of which torch may reuse memory and identity of the first."""
-    parameter.grad = None
-    parameter.grad = torch.ones(3)
