@@ -23,8 +23,10 @@ WHY: Final = "runs that continue when a replica is lost (survive)"
 VERSIONS: Final = ">=0.2,<0.3"
 _BEATS: Final = 8
 """Heartbeats in the time after which a silent replica counts as lost."""
+_FIRST_S: Final = 5.0
+"""Seconds after which a wait for other replicas is reported for the first time."""
 _SLICE_S: Final = 30.0
-"""Seconds after which a wait for other replicas is reported and continued."""
+"""Seconds between further reports of a wait, and after which a request to the lighthouse is repeated."""
 _LEAVE_S: Final = 2.0
 """Seconds for which a replica that leaves waits for its latest messages to the lighthouse."""
 
@@ -53,7 +55,9 @@ class Quorum:
 class Answer:
     """A quorum that was asked for; `result` waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[float], None]) -> None:
+        """`report` is called with the seconds of a long wait, again and again while it lasts."""
+        self._report = report
         self._there = threading.Event()
         self._found: Quorum | Exception | None = None
 
@@ -62,15 +66,13 @@ class Answer:
         self._found = found
         self._there.set()
 
-    @property
-    def ready(self) -> bool:
-        """True if the quorum has formed."""
-        return isinstance(self._found, Quorum)
-
     def result(self) -> Quorum:
         """Return the quorum when it has formed. Raises: CommError when the lighthouse cannot be reached."""
+        began, due = time.monotonic(), _FIRST_S
         while not self._there.wait(1.0):  # slices, so that signals of the process are handled
-            pass
+            if (waited := time.monotonic() - began) >= due:
+                self._report(waited)
+                due = waited + _SLICE_S
         if isinstance(self._found, Exception):
             raise self._found
         assert self._found is not None, "an answer was delivered"
@@ -112,7 +114,7 @@ class Coordinator:
 
     def ask(self) -> Answer:
         """Ask for the members of the next update; the answer comes when all live replicas have asked."""
-        answer = Answer()
+        answer = Answer(self._report_wait)
         self._asked_at = time.monotonic()
         self._requests.put((self._card(), answer))
         return answer
@@ -145,8 +147,14 @@ class Coordinator:
             except Exception as error:  # delivered to the waiting thread, which raises it
                 answer.set(error)
 
+    def _report_wait(self, waited_s: float) -> None:
+        log.warning(
+            "survive: replica %s waits for the others since %.0f s: fewer than min_replicas=%d are there, or one is slow",
+            *(self._settings.replica, waited_s, self._settings.min_replicas),
+        )
+
     def _quorum(self, card: Member) -> Quorum:
-        began, failures = time.monotonic(), 0
+        failures = 0
         while True:
             try:
                 found = self._client.quorum(
@@ -160,12 +168,7 @@ class Coordinator:
                     data={"lineage": card.lineage, "fresh": card.fresh},
                 )
             except TimeoutError:
-                failures = 0
-                waited = time.monotonic() - began
-                log.warning(
-                    "survive: replica %s waits for the others since %.0f s: fewer than min_replicas=%d are there, or one is slow",
-                    *(card.name, waited, self._settings.min_replicas),
-                )
+                failures, self._asked_at = 0, time.monotonic()  # it waits for the others: its loop does not hang
             except Exception as error:  # torchft raises plain RuntimeError: the connection or the lighthouse is gone
                 failures += 1
                 if self._closed.is_set() or failures * 0.5 > self._settings.timeout_s:
