@@ -89,6 +89,9 @@ CASES: Final[dict[str, Case]] = {
         "--mixed_precision bf16 train.py --data '/my data'",
         GPUS,
     ),
+    "slurm_submit_replicas": Case(
+        "--submit slurm --submit_options partition=gpu --num_machines 2 --replicas 4 --min_replicas 2 --num_processes 16 train.py", GPUS
+    ),
     "mpi_rank": Case("--cpu train.py", CPU, OPENMPI_RANK),
     "mpirun_openmpi": Case(
         "--cpu --mpirun_hostfile hosts --num_processes 8 train.py --lr 3", CPU, mpi=Mpi("openmpi", ("node1", "node2"))

@@ -102,8 +102,9 @@ def prepare(
     if not in_image:
         _check_script(target)
     request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
-    if starts_replicas(resolved.config):
+    if _has_replicas(resolved.config):
         replicas.check(resolved.config)
+    if starts_replicas(resolved.config):
         of_one = handoff.pack(effective(env, config_file, [*settings, *replicas.one_replica(resolved.config)]))
         return Job(request, resolved, host, complete(replicas.make_plan(request, host, of_one), host.env))
     plan = make_plan(
@@ -117,9 +118,14 @@ def prepare(
     return Job(request, resolved, host, complete(plan, host.env))
 
 
-def starts_replicas(config: Config) -> bool:
-    """Return True if this launch starts replicas that may be lost, and is not itself one of them."""
+def _has_replicas(config: Config) -> bool:
+    """Return True if the job has replicas that may be lost, and this process is not itself one of them."""
     return config.survive.replicas > 0 and config.survive.replica is None
+
+
+def starts_replicas(config: Config) -> bool:
+    """Return True if this launch starts replicas that may be lost; a batch script does it where it runs."""
+    return _has_replicas(config) and config.launch.submit is None
 
 
 def _check_engine(config: Config) -> None:

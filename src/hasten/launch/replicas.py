@@ -90,14 +90,11 @@ def check(config: Config) -> None:
             f"--replicas {replicas} divides the replicas over a fixed number of machines, and nnodes={launch.nnodes} asks for a changing one. Give "
             "--num_machines: machines may be lost and return, and --min_replicas says how many replicas the run needs."
         )
-    if launch.num_machines > replicas:
-        raise ConfigError(
-            f"--replicas {replicas} leaves some of the {launch.num_machines} machines without a replica. Give at least as many replicas as machines."
-        )
-    if launch.submit is not None or launch.launcher not in ("auto", "single"):
+    _check_machines(replicas, launch.num_machines)
+    if launch.submit == "kubernetes" or launch.launcher not in ("auto", "single"):
         raise ConfigError(
             f"--replicas {replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
-            "them. Leave both out, and put the command into the job's script."
+            "them. Leave both out, and put the command into the job's script; for SLURM, --submit slurm writes one."
         )
     per_replica(config)
     if config.survive.min_replicas > replicas:
@@ -110,6 +107,13 @@ def check(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def _check_machines(replicas: int, machines: int) -> None:
+    if machines > replicas:
+        raise ConfigError(
+            f"--replicas {replicas} leaves some of the {machines} machines without a replica. Give at least as many replicas as machines."
+        )
+
+
 def make_plan(request: LaunchRequest, host: Host, handoff: str) -> LaunchPlan:
     """Return the plan of one replica, with the rendezvous of the machines; `handoff` are the settings of a replica."""
     shape = decide(request, host)
@@ -118,6 +122,7 @@ def make_plan(request: LaunchRequest, host: Host, handoff: str) -> LaunchPlan:
             f"{shape.allocation.source} has started several tasks on this machine, and with --replicas one launcher for each machine starts the replicas. "
             "Start one task for each machine, such as srun --ntasks-per-node=1."
         )
+    _check_machines(request.config.survive.replicas, shape.max_machines)
     notes = list(shape.notes)
     meeting = torchrun.make_meeting(request, host, shape, notes)
     if meeting.machine_rank is None and owns_address(meeting.address):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -10,6 +11,10 @@ FIRST: Final = "0"
 """Name of the replica that leads before the members are known."""
 STOPPING: Final = "stopping"
 """File in the launcher's folder once the whole run was told to stop, not one replica alone."""
+_POLL_S: Final = 0.02
+_ALONE_S: Final = 1.5
+"""Seconds for which a replica that has received a signal waits for that file. Schedulers such as SLURM signal all processes at once, and the
+launchers need a moment to tell each other that the whole run was told to stop."""
 
 
 class Duties:
@@ -23,7 +28,7 @@ class Duties:
         self._name = name
         self._stopping = None if folder is None else Path(folder) / STOPPING
         self._leader: str | None = FIRST
-        self._stops = False
+        self._stops = self._alone = False
         self.behind = False
         """True while the loop of this replica, which was healed, may still be in an epoch that the run has completed."""
         self.received: Callable[[], int | None] = lambda: None
@@ -61,4 +66,14 @@ class Duties:
         """True if this replica has to leave the run now: the replicas have agreed to stop, or the signal was for this one alone."""
         if self._stops:
             return True
-        return self.received() is not None and (self.behind or not self.asks_to_stop)
+        return self.received() is not None and (self.behind or self._was_meant_alone())
+
+    def _was_meant_alone(self) -> bool:
+        """Return True if the launcher does not say, within a moment after the signal, that the whole run was told to stop."""
+        if self._stopping is None or self._alone:
+            return True
+        until = time.monotonic() + _ALONE_S
+        while not self._stopping.exists() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        self._alone = not self._stopping.exists()
+        return self._alone

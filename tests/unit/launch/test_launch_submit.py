@@ -33,12 +33,16 @@ TIME_IS_UP: Final = "JobState=COMPLETING Reason=TimeLimit PreemptTime=None"
 
 def run_script(folder: Path, which: str, srun: str, state: str = RUNNING, **variables: str) -> tuple[int, list[str]]:
     """The exit code of a batch script, and the jobs it has put back into the queue."""
+    return run_text(folder, planned(folder) if which == "planned" else EXAMPLE.read_text(), srun, state, **variables)
+
+
+def run_text(folder: Path, script: str, srun: str, state: str = RUNNING, **variables: str) -> tuple[int, list[str]]:
+    """The same for the text of a script."""
     scontrol = f'if [ "$1" = show ]; then echo "$3 {state}" | grep -v "^$"; else echo $@ >> told; fi'
     for name, text in (("srun", srun), ("scontrol", scontrol)):
         command = folder / name
         command.write_text(f"#!/bin/bash\n{text}\n")
         command.chmod(0o755)
-    script = planned(folder) if which == "planned" else EXAMPLE.read_text()
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", **variables}
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
     assert not done.stderr
@@ -88,3 +92,44 @@ def test_no_requeue_is_an_option() -> None:
     request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config))
     (script,) = plan_submit(request, Host(name="login"), (), "/job").files
     assert "requeue" not in script.text
+
+
+SRUN_OF_TWO: Final = """
+echo "$@" >> options
+while [ "${1#--}" != "$1" ]; do shift; done
+SLURM_PROCID=0 "$@"; first=$?
+SLURM_PROCID=1 "$@"; second=$?
+exit $((first > second ? first : second))
+"""
+"""A stand-in that runs both tasks, one after the other, and exits with the largest code, as srun does."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "requeued"),
+    [(0, 0, 0, False), (0, 137, 0, False), (85, 137, 85, True), (1, 0, 1, False), (1, 85, 1, False)],
+)
+def test_the_code_of_a_run_with_replicas_is_that_of_machine_0(
+    tmp_path: Path, first: int, second: int, code: int, requeued: bool
+) -> None:
+    launcher = tmp_path / "python"
+    launcher.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then exit {first}; else exit {second}; fi\n')
+    launcher.chmod(0o755)
+    resolved = resolve(code={"survive.replicas": 2, "launch.num_machines": 2})
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    flags = ("--replicas", "2", "--submit", "slurm", "--num_machines", "2")
+    (script,) = plan_submit(request, Host(name="login", python=str(launcher)), flags, str(tmp_path)).files
+    assert "\n#SBATCH --no-kill\n" in script.text  # the loss of a node does not end the job
+    assert f"{launcher} -m hasten.cli.main launch --replicas 2 --num_machines 2" in script.text
+    assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (code, ["requeue 77"] if requeued else [])
+    assert "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "options").read_text()
+
+
+def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(tmp_path: Path) -> None:
+    """The shell around a launcher must neither end by the signal nor change the exit code."""
+    launcher = tmp_path / "python"
+    launcher.write_text("#!/bin/bash\ntrap 'exit 85' USR1\nkill -USR1 $PPID $$\nsleep 0.1\nexit 1\n")
+    launcher.chmod(0o755)
+    resolved = resolve(code={"survive.replicas": 2})
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    (script,) = plan_submit(request, Host(name="login", python=str(launcher)), (), str(tmp_path)).files
+    assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (85, ["requeue 77"])

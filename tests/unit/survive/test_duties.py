@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,15 @@ def test_a_signal_to_one_replica_lets_it_leave(tmp_path: Path) -> None:
         one.updated("01")
         one.received = lambda: 15
         assert asks_and_leaves(one) == (False, True)
+
+
+def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_others(tmp_path: Path) -> None:
+    """Schedulers signal all processes at once; the launcher tells a moment later that the whole run was told to stop."""
+    one = Duties("1", str(tmp_path))
+    one.updated("01")
+    one.received = lambda: 15
+    launcher = threading.Timer(0.2, (tmp_path / STOPPING).touch)
+    launcher.start()
+    assert asks_and_leaves(one) == (False, False)
+    launcher.join()
+    assert asks_and_leaves(one) == (True, False)  # it leaves with the others, after the update in which all agree

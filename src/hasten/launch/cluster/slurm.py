@@ -32,6 +32,15 @@ _WAIT: Final = """
 step=$!
 while [ -n "$told" ]; do told=; wait "$step"; code=$?; done
 """
+_SRUN: Final = ("srun --kill-on-bad-exit=1 --wait=60 \\",)
+# Replicas on the machines that are left continue. This shell is on the same node as task 0, which is machine 0 and knows the result of the run.
+_SRUN_REPLICAS: Final = (
+    "# A lost machine ends neither the others nor the job. The exit code is that of machine 0, which runs on this node.",
+    "found=$(mktemp)",
+    "srun --no-kill --kill-on-bad-exit=0 --wait=0 \\",
+    """    bash -c 'trap : TERM USR1; "$@"; code=$?; [ "$SLURM_PROCID" != 0 ] || echo "$code" > "$0"; exit "$code"' "$found" \\""",
+)
+_CODE_OF_MACHINE_0: Final = ('if [ -s "$found" ]; then code=$(cat "$found"); fi; rm -f "$found"',)
 _REQUEUE: Final = f"""
 # {PREEMPTED}: the run has saved a checkpoint after a signal. It is requeued and continues from there; a cancelled job is not requeued.
 # 138 and 143: it was stopped before it could save, which is not a failure if SLURM preempted the job.
@@ -89,20 +98,23 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 
 def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
-    launch = request.config.launch
+    launch, replicas = request.config.launch, request.config.survive.replicas > 0
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
     options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **_dashed(launch.submit_options)}
     options.setdefault("requeue", not options.get("no-requeue"))
+    if replicas:
+        options.setdefault("no-kill", True)
     command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(flags)]
     lines = ["#!/bin/bash", *_directives(options), "", f"cd {shlex.quote(folder)} || exit", *_TRAP.splitlines(), ""]
     lines += [
         "# The token that ranks prove to each other (docs/security.md); srun passes it on with the environment.",
         f"export {TOKEN}=\"${{{TOKEN}:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')}}\"",
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine.",
-        "srun --kill-on-bad-exit=1 --wait=60 \\",
+        *(_SRUN_REPLICAS if replicas else _SRUN),
         f"    {shlex.join(command)} \\",
         f"    {shlex.join([request.target.name, *request.target.args])} &",
         *_WAIT.splitlines()[1:],
+        *(_CODE_OF_MACHINE_0 if replicas else ()),
         *(_REQUEUE.splitlines() if options["requeue"] else []),
         'exit "$code"',
     ]
@@ -110,7 +122,9 @@ def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], fold
     return LaunchPlan(
         launcher="slurm",
         procs=(Proc(("sbatch", path)),),
-        notes=("the script requests one task per machine; hasten starts one process per device",),
+        notes=(
+            f"the script requests one task per machine; hasten starts {'its replicas' if replicas else 'one process per device'}",
+        ),
         files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
         supervision=supervision(request, JobShape(num_processes=1)),
         target=request.target,
