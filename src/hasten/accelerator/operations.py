@@ -131,7 +131,7 @@ class RankMetrics:
             "strategy": accelerator.strategy,
             "script": Path(sys.argv[0]).name,
         }
-        self._world_size = ctx.world.size
+        self._world_size = ctx.world.size * max(1, accelerator.config.survive.replicas)
         self._restarts = ctx.topology.restart_count
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
         if ctx.device.type != "cpu":

@@ -280,9 +280,10 @@ def _watch(
         found = steps()
         return 0 if found is None else found.num_updates
 
-    def rates() -> Mapping[str, float]:
+    def rates() -> Mapping[str, float | str]:
         found = steps()
-        return {} if found is None or found.rates is None else found.rates()
+        known = () if found is None else (found.rates, found.members)
+        return {name: value for one in known if one is not None for name, value in one().items()}
 
     noting = None if run_log is None else weakref.ref(run_log)
 

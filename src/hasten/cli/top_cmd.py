@@ -128,11 +128,13 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
         raise ConfigError(
             f"there is no job {wanted} on this machine; the running jobs are {', '.join(map(str, jobs))}."
         )
-    newest: dict[tuple[int, int], tuple[Address, Path]] = {}
-    for address, path in sorted(found):
-        if address.job == wanted:
-            newest[address.rank, address.pid] = (address, path)
-    return [path for _, path in newest.values()]
+    return _of_job(folder, wanted)
+
+
+def _of_job(folder: Path, job: int) -> list[Path]:
+    """Return the sockets of a job: of several Accelerators in a process, the newest one's."""
+    newest = {(address.rank, address.pid): path for address, path in sorted(listening(folder)) if address.job == job}
+    return list(newest.values())
 
 
 def list_jobs(folder: Path) -> None:
@@ -151,7 +153,13 @@ def list_jobs(folder: Path) -> None:
 
 def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
     answers = [ask(path, {"stacks": stacks}) for path in sockets]
-    return sorted((answer for answer in answers if answer is not None), key=lambda answer: int(answer["rank"]))
+    return sorted((answer for answer in answers if answer is not None), key=_place)
+
+
+def _place(status: Status) -> tuple[int, str, int]:
+    """Return the order of a rank in the table: by the replica, if the job has any, then by rank."""
+    replica = str(status.get("replica", ""))
+    return len(replica), replica, int(status["rank"])
 
 
 def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[list[Status], dict[int, list[bool]]]:
@@ -162,7 +170,7 @@ def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[lis
         time.sleep(seconds / _LOOKS)
         answers = _look(sockets, stacks)
         for status in answers:
-            waits.setdefault(status["rank"], []).append(status["waits"])
+            waits.setdefault(status["pid"], []).append(status["waits"])
     return answers, waits
 
 
@@ -171,28 +179,34 @@ def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argp
     waits: dict[int, list[bool]] = {}
     _look(sockets, False)  # waiting and working are distinguished by the CPU time between two samples
     time.sleep(min(given.interval, 0.1))
-    job = Address.parse(sockets[0].name)
+    address = Address.parse(sockets[0].name)
+    job = 0 if address is None else address.job
     with Live(console=console, auto_refresh=False) as live:
         try:
             while answers := _look(sockets, given.stacks):
                 for status in answers:
-                    waits.setdefault(status["rank"], []).append(status["waits"])
-                    del waits[status["rank"]][:-30]
+                    waits.setdefault(status["pid"], []).append(status["waits"])
+                    del waits[status["pid"]][:-30]
                 live.update(_page(answers, waits), refresh=True)
                 time.sleep(max(given.interval, 0.1))
+                sockets = _of_job(folder, job)  # lost replicas, and restarted ranks, return as other processes
         except KeyboardInterrupt:  # the way to leave a live table
             return
-    console.print(f"job {job.job if job else ''} has ended".replace("  ", " "))
+    console.print(f"job {job} has ended")
 
 
 def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> RenderableType:
     if not answers:
         return Text("no rank responded: the job has ended, or is stopped")
     first = answers[0]
-    head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(first['seconds'])}"
+    replicas = "replica" in first
+    longest = max(answers, key=lambda status: float(status["seconds"]))  # of replicas, some may have been started again
+    count = f"{len(answers)} ranks here" if replicas else f"{len(answers)} of {first['world_size']} ranks"
+    head = f"{first['script']} on {first['host']}: {count}, for {_duration(longest['seconds'])}"
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
     rates = [name for name in _RATES if any(name in status for status in answers)]
     headings = (
+        *(["replica"] if replicas else []),
         "rank",
         "pid",
         "step",
@@ -205,9 +219,10 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
     for heading in headings:
         grid.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=heading != "at")
     for status in answers:
-        seen = waits.get(status["rank"]) or [status["waits"]]
+        seen = waits.get(status["pid"]) or [status["waits"]]
         rate = status["steps_per_s"]
         grid.add_row(
+            *([str(status.get("replica", ""))] if replicas else []),
             str(status["rank"]),
             str(status["pid"]),
             str(status["step"]),
@@ -218,12 +233,15 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
             status["at"],
         )
     parts: list[RenderableType] = [grid]
+    if replicas:
+        parts.append(Text("; ".join(cluster_top.replica_words([status for status in answers if "replica" in status]))))
     for status in answers:
+        where = f"rank {status['rank']}" + (f" of replica {status['replica']}" if "replica" in status else "")
         if status["log"]:
-            parts.append(Text(f"log of rank {status['rank']}", style="bold"))
+            parts.append(Text(f"log of {where}", style="bold"))
             parts += [Text(f"  {line}") for line in status["log"][-5:]]
         if "stack" in status:
-            parts.append(Text(f"stack of rank {status['rank']}", style="bold"))
+            parts.append(Text(f"stack of {where}", style="bold"))
             parts += [Text(f"  {line}") for line in status["stack"]]
     return Group(*parts)
 

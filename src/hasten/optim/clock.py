@@ -99,6 +99,8 @@ class StepClock:
     exchange: Callable[[Holder], bool] | None = None
     """Called with an optimizer before its gradients are read or used at a boundary, possibly several times: averages them over replicas
     that are separate worlds. True skips the update, because the optimizer has received the state after it."""
+    members: Callable[[], Mapping[str, float | str]] | None = None
+    """Returns the replicas of the run for the status of this rank; None for a run that cannot lose any."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -105,4 +106,5 @@ def start(
     token = secret.given_token(variables) or secret.user_secret(variables)
     made = Replica(config.survive, prepared, RunState(prepared, unwrap), clock, ctx, token)
     clock.exchange = made.exchange
+    clock.members = partial(made.report.status, made.name)
     return made

@@ -32,3 +32,14 @@ class SurvivalReport:
         """Seconds for which this replica has been waiting for others, as below the minimum; 0 while it does not wait."""
         since = self.waiting_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def status(self, replica: str) -> dict[str, float | str]:
+        """Return what `hasten top` shows of this replica and of the others."""
+        return {
+            "replica": replica,
+            "replicas": self.num_present,
+            "replicas_lost": len(self.lost),
+            "replicas_joined": len(self.joined),
+            "samples_returned": self.num_returned,
+            "replicas_waiting_s": self.waiting_s,
+        }

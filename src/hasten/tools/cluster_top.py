@@ -186,17 +186,25 @@ def _summary(rows: Sequence[RankRow]) -> str:
 
 def _replicas(rows: Sequence[RankRow]) -> list[str]:
     """Return the words about replicas of a run that continues when some are lost; none for other runs."""
-    known = [row.values for row in rows if "replicas" in row.values]
+    return replica_words(
+        [
+            {name.removesuffix("_total").replace("_seconds", "_s"): value for name, value in row.values.items()}
+            for row in rows
+            if "replicas" in row.values
+        ]
+    )
+
+
+def replica_words(known: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the words about the replicas that these ranks have seen: one that was started again has seen fewer events than the others."""
     if not known:
         return []
-    lost, joined, returned = (
+    present, lost, joined, returned = (
         int(max(one.get(name, 0.0) for one in known))
-        for name in ("replicas_lost_total", "replicas_joined_total", "samples_returned_total")
+        for name in ("replicas", "replicas_lost", "replicas_joined", "samples_returned")
     )
-    words = [
-        f"{int(max(one['replicas'] for one in known))} replicas, {lost} lost, {joined} joined, {returned} samples given out again"
-    ]
-    waiting = min(one.get("replicas_waiting_seconds", 0.0) for one in known)
+    words = [f"{present} replicas, {lost} lost, {joined} joined, {returned} samples given out again"]
+    waiting = min(one.get("replicas_waiting_s", 0.0) for one in known)
     return words + ([f"all wait for replicas since {waiting:.0f} s"] if waiting >= _LONG_WAIT_S else [])
 
 

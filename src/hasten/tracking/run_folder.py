@@ -96,7 +96,9 @@ class RunFolder:
         for number, log in enumerate(log for log in self.ranks if log.rank == 0):
             for event in log.events:
                 kind = "restarted" if number and event.get("event") == "started" else event.get("event", "")
-                details: dict[str, Any] = masked_tree({key: event[key] for key in ("seconds", "error") if key in event})
+                details: dict[str, Any] = masked_tree(
+                    {key: event[key] for key in ("seconds", "error", "words") if key in event}
+                )
                 found.append({"event": kind, "time": float(event.get("time", 0.0)), **details})
         return sorted(found, key=lambda event: float(event["time"]))
 

@@ -92,7 +92,9 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _details(event: dict[str, object]) -> str:
-    return ", ".join(f"{event[key]}{' s' if key == 'seconds' else ''}" for key in ("seconds", "error") if key in event)
+    return ", ".join(
+        f"{event[key]}{' s' if key == 'seconds' else ''}" for key in ("words", "seconds", "error") if key in event
+    )
 
 
 def _table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

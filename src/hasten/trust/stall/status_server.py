@@ -87,7 +87,7 @@ class StatusServer:
         topology: Topology,
         device: torch.device,
         folder: Path,
-        rates: Callable[[], Mapping[str, float]] = dict,
+        rates: Callable[[], Mapping[str, float | str]] = dict,
     ) -> None:
         self._rates = rates
         self._observer = replace(observer)  # separate measurements: status requests must not affect the watchdog's

@@ -312,13 +312,13 @@ class Watchdog:
 def watchdog_of(
     ctx: ProcessContext,
     step: Callable[[], int],
-    rates: Callable[[], Mapping[str, float]],
+    rates: Callable[[], Mapping[str, float | str]],
     settings: WatchSettings,
     sockets: Path,
 ) -> Watchdog | StatusThread:
     """Return the watchdog of this rank, or for a single process the thread of its status server.
 
-    `step` returns the number of updates, `rates` the throughput; `sockets` is the folder of the status server's socket.
+    `step` returns the number of updates, `rates` the throughput, and the replicas of a run that may lose some; `sockets` is the folder of the status server's socket.
     """
     observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
     status_server = StatusServer(observer, ctx.topology, ctx.device, sockets, rates)
