@@ -65,6 +65,13 @@ def last_epoch(folder: Path, options: dict[str, Any]) -> float:
     return float(last.read_text()) if last.exists() else math.inf
 
 
+def hang(order: Path) -> None:
+    """Sleep for the seconds in a file, once."""
+    if order.exists() and (seconds := order.read_text()):
+        order.unlink()
+        time.sleep(float(seconds))
+
+
 def main() -> None:
     """Train with the options of the command line, as JSON."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -102,6 +109,7 @@ def main() -> None:
                     window.append(index.tolist())
                 loss = faults.in_backward(nn.functional.mse_loss(model(x), y))
                 time.sleep(options["sleep"])
+                hang(folder / f"hang-{name}")
                 accelerator.backward(loss, weight=len(x) if options["weighted"] else None)
                 before = replica.ledger.copied()
                 first = first or before.members[0]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from tests.survive.replica_program import Numbered, model_of
+from tests.survive.replica_program import Numbered, model_of, whole
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if not stop:
         accelerator.load_state(folder / "saved")
-    step, name = 0, os.environ["HASTEN_SURVIVE_REPLICA"]
+    step, name = 0, f"{os.environ['HASTEN_SURVIVE_REPLICA']}.{accelerator.process_index}"
     seen: list[int] = []
     for _ in range(2):
         for x, y, index in loader:
@@ -40,7 +40,7 @@ def main() -> None:
         if step == stop:
             break
     accelerator.end_training()
-    weights = [parameter.tolist() for parameter in model.parameters()]
+    weights = [whole(parameter).tolist() for parameter in model.parameters()]
     (folder / f"{'first' if stop else 'second'}-{name}.json").write_text(json.dumps({"seen": seen, "weights": weights}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, disturb, finish, options_of, start, wait_for
+from tests.survive.driving import HERE, close, disturb, finish, options_of, recent, start, wait_for
 from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again and again
@@ -87,6 +88,40 @@ def test_a_stopped_replica_is_left_behind_and_healed_when_it_wakes(tmp_path: Pat
     assert bool(results(tmp_path)["2"]["healed"][1:]) == (seconds > 4)  # the first was at the start
 
 
+def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(tmp_path: Path) -> None:
+    options = options_of({"size": 202, "open": True, "sleep": 0.04})
+    run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
+    wait_for(run, tmp_path, 3)
+    began = time.time()
+    (tmp_path / "hang-2").write_text("12")
+    for trains in (False, True):  # it hangs, then it trains again
+        while ("2" in recent(tmp_path, 4.0)) != trains:
+            assert run.poll() is None
+            time.sleep(0.02)
+    options["epochs"] = close(tmp_path)
+    finish(run, tmp_path, LIMIT_S)
+    updates = [update for update in check_run(tmp_path, options) if update["time"] > began]
+    without = [update for update in updates if update["contributors"] == ["0", "1"]]
+    assert len(without) > 20  # made while it hung
+    assert len(updates[-1]["contributors"]) == 3
+    assert results(tmp_path)["2"]["healed"][1:]  # the first was at the start
+    assert len(list(tmp_path.glob("replica-*.jsonl"))) == 3  # no process was started again
+
+
+def test_a_wait_below_the_minimum_is_told(tmp_path: Path) -> None:
+    options = options_of({"size": 400, "epochs": 1, "sleep": 0.03})
+    run = start(tmp_path, 2, options, "--min_replicas", "2")
+    found = wait_for(run, tmp_path, 2)
+    os.kill(found["1"], signal.SIGSTOP)
+    time.sleep(11.0)
+    assert "0" not in recent(tmp_path, 3.0)  # it makes no update alone
+    os.kill(found["1"], signal.SIGCONT)
+    text = finish(run, tmp_path, LIMIT_S)
+    assert re.search(r"replica 0 waits for the others since \d+ s: fewer than min_replicas=2 are there", text)
+    updates = check_run(tmp_path, options)
+    assert len(updates[-1]["contributors"]) == 2
+
+
 def test_below_the_minimum_the_run_waits(tmp_path: Path) -> None:
     options = options_of({"size": 400, "epochs": 1, "sleep": 0.03})
     run = start(tmp_path, 2, options, "--min_replicas", "2")
@@ -109,17 +144,20 @@ def test_replicas_lost_at_random_instants(tmp_path: Path) -> None:
     assert done.kills
 
 
-def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(tmp_path: Path) -> None:
-    program = str(HERE / "resuming_program.py")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(tmp_path: Path, ranks: int, strategy: str) -> None:
+    program = [str(HERE / "resuming_program.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", "--strategy", strategy]
+    command += ["--num_processes", str(2 * ranks), *program]
     for stop in ("6", "0"):  # six updates of two replicas, then the rest
-        command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", program, str(tmp_path), stop]
-        subprocess.run(command, check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": _path()})
-    written = [json.loads(path.read_text()) for path in tmp_path.glob("*-?.json")]
-    assert len(written) == 4
+        subprocess.run([*command, stop], check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": _path()})
+    written = [json.loads(path.read_text()) for path in tmp_path.glob("*-*.json")]
+    assert len(written) == 4 * ranks
     seen = Counter(index for one in written for index in one["seen"])
     assert seen == dict.fromkeys(range(120), 2)  # two epochs
-    first, second = (json.loads((tmp_path / f"second-{name}.json").read_text())["weights"] for name in "01")
-    assert first == second
+    ends = [json.loads(path.read_text())["weights"] for path in tmp_path.glob("second-*.json")]
+    assert len(ends) == 2 * ranks
+    assert all(weights == ends[0] for weights in ends)
 
 
 def _path() -> str:

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of the
 LIMIT_S = 600.0
 
 
-def start(folder: Path, epochs: int) -> subprocess.Popen[str]:
+def start(folder: Path, epochs: int, *flags: str) -> subprocess.Popen[str]:
     """Start two replicas of the program."""
-    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2"]
+    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", *flags]
     command += [str(HERE / "whole_program.py"), str(folder), str(epochs)]
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
     with (folder / "out.txt").open("w") as out:
@@ -52,6 +52,28 @@ def test_evaluations_trackers_and_checkpoints_continue_when_a_replica_is_lost(tm
     logged = [json.loads(line) for line in metrics.read_text().splitlines() if "evaluation" in line]
     assert [row["values"]["evaluation"] for row in logged] == [value for _, value in first["evaluations"]]
     assert all((tmp_path / f"epoch-{number}").is_dir() for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_same_holds_for_replicas_of_two_processes(tmp_path: Path, strategy: str) -> None:
+    """`gather_for_metrics` sees the whole evaluation over the ranks of a replica, and all ranks of one replica save together."""
+    run = start(tmp_path, 3, "--num_processes", "4", "--strategy", strategy)
+    found = wait_for(run, tmp_path, 4)
+    os.kill(found["1.1"], signal.SIGKILL)
+    finish(run, tmp_path, LIMIT_S)
+    every = results(tmp_path)
+    first = every["0.0"]
+    assert {"0.0", "0.1"} <= set(every)
+    assert [number for number, _ in first["evaluations"]] == [22, 22, 22]
+    assert all(one["weights"] == first["weights"] for one in every.values())
+    assert all(one["evaluations"][-1] == first["evaluations"][-1] for one in every.values())
+    assert [name for name, one in every.items() if one["leads"]] == ["0.0"]
+    store = open_store(str(tmp_path))
+    steps = [store.manifest(f"epoch-{number}").step or 0 for number in (1, 2, 3)]
+    assert steps == sorted(set(steps))
+    (metrics,) = tmp_path.glob("project/**/metrics.jsonl")
+    logged = [json.loads(line) for line in metrics.read_text().splitlines() if "evaluation" in line]
+    assert [row["values"]["evaluation"] for row in logged] == [value for _, value in first["evaluations"]]
 
 
 def manifest_of(store: CheckpointStore, name: str) -> Manifest | None:

@@ -13,13 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from tests.survive.replica_program import Numbered, model_of
+from tests.survive.replica_program import Numbered, model_of, whole
 
 
 def main() -> None:
     """Train with an evaluation and a checkpoint after each epoch."""
     folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
-    name = os.environ["HASTEN_SURVIVE_REPLICA"]
     accelerator = Accelerator(cpu=True, project_dir=str(folder / "project"), log_with="jsonl")
     accelerator.init_trackers("run")
     model = model_of(5)
@@ -27,6 +26,9 @@ def main() -> None:
     train = DataLoader(Numbered(240), batch_size=4, shuffle=True)
     test = DataLoader(Numbered(22), batch_size=4)
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
+    name = os.environ["HASTEN_SURVIVE_REPLICA"]
+    if accelerator.num_processes > 1:
+        name = f"{name}.{accelerator.process_index}"
     log = (folder / f"replica-{name}-{os.getpid()}.jsonl").open("a", buffering=1)
     evaluations: list[tuple[int, float]] = []
     for _ in range(epochs):
@@ -49,7 +51,7 @@ def main() -> None:
         accelerator.log({"evaluation": sum(losses)}, step=len(evaluations))
         accelerator.save_state(folder / f"epoch-{len(evaluations)}")
     accelerator.end_training()
-    weights = [parameter.tolist() for parameter in model.parameters()]
+    weights = [whole(parameter).tolist() for parameter in model.parameters()]
     result = {"weights": weights, "evaluations": evaluations, "leads": accelerator.is_main_process}
     (folder / f"result-{name}.json").write_text(json.dumps(result))
 
