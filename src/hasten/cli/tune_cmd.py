@@ -29,7 +29,7 @@ from hasten.tools.tune.tuning import Trial, TrialOutcome, TunedMachine, Tuning, 
 
 _ABOUT: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
 if steps are more than 2 % faster, their peak memory on a GPU does not grow by more than that, and the losses of the first updates equal those of the unchanged script within 0.1 % (1 % for a script in half
-precision, 3 % where the precision changes). Steps as fast with less memory are accepted too; fp8 needs --precision any. Other batch sizes are measured and reported but not selected. Trials are not logged or saved.
+precision, 3 % where the precision changes, or three times the difference between two runs of the unchanged script). Steps as fast with less memory are accepted too; fp8 needs --precision any. Other batch sizes are measured and reported but not selected. Trials are not logged or saved.
 """
 _LEAST_FOR_COMPILING: Final = 300.0
 """Seconds of budget below which compiling on a CPU is not tried, as it would take most of them."""

@@ -59,6 +59,34 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
+    ("again", "apart", "taken"),
+    [
+        ((2.0, 1.0), 0.05, False),  # the unchanged script repeats exactly
+        ((2.0, 1.02), 0.05, True),  # it differs from itself by 2 %
+        ((2.0, 0.98), 0.05, True),
+        ((2.0, 1.02), 0.07, False),
+        ((2.0, 1.02), float("nan"), False),
+        ((2.0, float("nan")), float("nan"), False),
+    ],
+)
+def test_losses_may_differ_as_far_as_two_unchanged_runs_explain(
+    again: tuple[float, ...], apart: float, taken: bool
+) -> None:
+    plain = [TrialOutcome(step_s=1.0, losses=losses) for losses in ((2.0, 1.0), again)]
+    asked: list[Values] = []
+
+    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
+        asked.append(values)
+        return TrialOutcome(step_s=0.5, losses=(2.0, 1.0 + apart)) if values else plain.pop(0)
+
+    made = Tuning([Knob("a", (1,)), Knob("b", (1,))])
+    made.run(measure, lambda: True)
+    assert made.best is not None
+    assert bool(made.best.values) == taken
+    assert asked.count({}) == (1 if apart != apart else 2), "the second run of the unchanged script serves all candidates"
+
+
+@pytest.mark.parametrize(
     ("outcome", "said"),
     [
         (TrialOutcome(step_s=0.5, losses=(2.0, 1.1)), "losses differ by 10.0%"),
