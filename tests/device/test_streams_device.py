@@ -10,6 +10,13 @@ from hasten.runtime.streams import HostCopy
 pytestmark = pytest.mark.device
 
 
+@pytest.fixture(scope="module", autouse=True)
+def started() -> None:
+    """The driver's handles stay for the life of the process; they are no test's leak."""
+    if torch.cuda.is_available():
+        torch.zeros(2, device="cuda").sum().item()
+
+
 def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() -> None:
     device = torch.device("cuda")
     large = torch.ones(2**28, device=device)  # a gibibyte, tens of milliseconds over the link
