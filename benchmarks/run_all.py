@@ -58,11 +58,11 @@ PLANS = (
 )
 CUDA_PLANS = (
     Plan("full_loop.py", always=("--device", "cuda", "--workers", "0", "--seconds", "200")),
-    Plan("checkpoint.py", always=("--rounds", "2")),
+    Plan("checkpoint.py", always=("--rounds", "2", "--only", "hasten", "torch synced", "accelerate synced")),
     Plan("offload.py", always=("--parts", "cpu", "disk")),
     Plan("offload_tokens.py"),
     Plan("sharding.py", always=("--rounds", "8")),
-    Plan("offload_training.py", always=("--rounds", "3", "--each", "8")),
+    Plan("offload_training.py", always=("--rounds", "2", "--each", "8", "--only", "optimizer", "all", "FSDP2")),
     Plan("fp8.py", always=("--device", "cuda")),
     Plan("chunked_loss.py", always=("--device", "cuda")),
     Plan("muon.py"),
