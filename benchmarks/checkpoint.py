@@ -262,14 +262,18 @@ def main() -> None:
     for result in measure(ways, device, given.rounds, given.folder):
         print(json.dumps(result), flush=True)
         results.append(result)
-    background = {}
+    known = {**versions(device.type), "hasten": hasten_version, "parameters": f"{count / 1e6:.0f} M"}
+
+    def keep(background: dict[str, Any]) -> None:
+        found = {"ways": results, "background": background}
+        record("checkpoint", device.type, found, markdown(known, results, background), known, given.out)
+
+    keep({})  # should the rest be cut off
     if "hasten" in ways:
         background = measure_async(ways["hasten"], device, given.rounds, given.folder)
         print(json.dumps(background), flush=True)
+        keep(background)
         ways["hasten"].accelerator.end_training()
-    known = {**versions(device.type), "hasten": hasten_version, "parameters": f"{count / 1e6:.0f} M"}
-    found = {"ways": results, "background": background}
-    record("checkpoint", device.type, found, markdown(known, results, background), known, given.out)
 
 
 def markdown(known: dict[str, str], results: list[dict[str, Any]], background: dict[str, Any]) -> str:

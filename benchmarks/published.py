@@ -132,6 +132,19 @@ def big_models(runs: list[Run]) -> list[str]:
     )
 
 
+def cold_loads(runs: list[Run]) -> list[str]:
+    found = runs[-1]["found"]
+    names = list(found["medians"])
+    size, rounds = found["gigabytes"], found["rounds"]
+    return rows(
+        [f"load {size:.1f} GB of safetensors to the device, {rounds} round{'s' * (rounds > 1)}", *names],
+        *(
+            [where, *(f"{found['medians'][name][key]:.2f} s" for name in names)]
+            for where, key in (("from the disk", "cold_s"), ("from the page cache", "warm_s"))
+        ),
+    )
+
+
 def tokens(runs: list[Run]) -> list[str]:
     row = next(row for row in runs[-1]["found"]["rows"] if row["part"] == "generation")
     return rows(
@@ -229,6 +242,7 @@ TABLES = (
     Table("input bound", "docs/performance.md", "full_loop", "cuda", ("data",), input_bound),
     Table("checkpoints", "docs/performance.md", "checkpoint", "cuda", ("checkpoint", "accelerator"), checkpoints),
     Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
+    Table("cold loads", "docs/performance.md", "cold_loading", "cuda", ("bigmodel", "checkpoint"), cold_loads),
     Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
     Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
     Table("offload training", "docs/performance.md", "offload_training", "cuda", ("strategies",), offload_training),
