@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hasten.runtime.streams import HostCopy
+from hasten.runtime.streams import HostCopy, on_stream
 
 pytestmark = pytest.mark.device
 
@@ -21,17 +21,17 @@ def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() 
     device = torch.device("cuda")
     large = torch.ones(2**28, device=device)  # a gibibyte, tens of milliseconds over the link
     home = torch.empty(large.shape, pin_memory=True)
-    side = torch.cuda.Stream()
+    side = torch.Stream(device)
     behind: list[bool] = []
     for _ in range(3):  # CUDA itself waits where memory is allocated and kernels are loaded, at first
         torch.cuda.synchronize()
-        with torch.cuda.stream(side):
+        with on_stream(side):
             for _ in range(8):
                 home.copy_(large, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+            copied = torch.Event(device)
+            copied.record(side)
         found = HostCopy(torch.arange(5.0, device=device) + 1)
-        computed = torch.cuda.Event()
+        computed = torch.Event(device)
         computed.record()
         computed.synchronize()
         behind.append(copied.query())

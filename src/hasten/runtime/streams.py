@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from hasten.runtime.devices import kind_of
-
-_streams: dict[torch.device, torch.Stream] = {}
-"""The stream of copies to the host, for each device."""
 
 
 @contextmanager
@@ -45,9 +43,7 @@ class HostCopy:
             self._values.copy_(source, non_blocking=True)
             self._event.record()
             return
-        stream = _streams.get(device)
-        if stream is None:
-            stream = _streams[device] = torch.Stream(device)
+        stream = _stream_to_host(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with on_stream(stream):
             self._values.copy_(source, non_blocking=True)
@@ -64,3 +60,9 @@ class HostCopy:
             self._event = None
         self._source = None
         return self._values
+
+
+@cache  # a device has few streams, and they are never freed
+def _stream_to_host(device: torch.device) -> torch.Stream:
+    """Return the stream for copies to the host, one for each device."""
+    return torch.Stream(device)

@@ -107,7 +107,7 @@ def lanes_for(device: torch.device) -> HostLanes:
 
 
 class MemoryUse(Protocol):
-    """Counts the memory of tensors on a device."""
+    """Count of the memory of tensors on a device."""
 
     def now_and_most(self) -> tuple[int, int]:
         """Return the bytes that tensors occupy now, and at most so far."""

@@ -158,7 +158,7 @@ def test_a_training_that_is_dropped_leaves_no_memory_behind(ctx: ProcessContext,
         accelerator.backward(next_token_loss(model(batch), batch))
         optimizer.step()
         optimizer.zero_grad()
-    kept = [weakref.ref(parameter) for parameter in net.parameters()]
+    kept: list[weakref.ref[Tensor]] = [weakref.ref(parameter) for parameter in net.parameters()]
     kept += [weakref.ref(v) for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     assert kept
     del accelerator, net, model, optimizer, batch
