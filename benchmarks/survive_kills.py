@@ -171,7 +171,7 @@ def by_phase(runs: list[dict[str, Any]]) -> list[str]:
     return [
         *found,
         "",
-        f"{len(faults)} faults in {len(runs)} runs; runs that ended, stalled, lost updates, or had wrong samples or weights: {violations}.",
+        f"{len(faults)} faults in {len(runs)} runs; runs that ended, stalled, lost more updates than they had faults, or had wrong samples or weights: {violations}.",
     ]
 
 
