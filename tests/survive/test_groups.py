@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.survive.checking import check_run
-from tests.survive.driving import finish, options_of, start
+from tests.survive.driving import finish, options_of, start, wait_for
 from tests.survive.group_faults import Fault, end, happened
 from tests.survive.reading import results
 
@@ -104,3 +104,21 @@ def test_a_stopped_rank_makes_its_replica_count_as_lost(tmp_path: Path, given: d
     healed = {name: one["healed"][1:] if name[0] == "1" else one["healed"] for name, one in results(tmp_path).items()}
     assert all(healed.values()), healed  # the first healing of replica 1 was at the start
     assert numbers[-1] == 2
+
+
+def test_a_wait_for_other_replicas_is_no_stall_of_the_ranks(tmp_path: Path) -> None:
+    """The watchdog of a replica's ranks, which ends a job that makes no progress, does not count it."""
+    options = options_of({**DDP, "size": 400, "epochs": 2, "sleep": 0.03})
+    run = start(tmp_path, 2, options, "--min_replicas", "2", "--trust_stall_after_s", "3")
+    found = wait_for(run, tmp_path, 4)
+    stopped = [found["1.0"], found["1.1"]]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(20.0)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    text = finish(run, tmp_path, LIMIT_S)
+    check_run(tmp_path, options)
+    assert "replica 0 waits for the others since" in text
+    assert len(list(tmp_path.glob("replica-*.jsonl"))) == 4  # no process was started again
+    assert not list(tmp_path.glob("**/stalls/*"))
