@@ -174,7 +174,7 @@ def test_sizes_of_a_mesh_by_axis_and_its_backends() -> None:
 @pytest.mark.parametrize(("word", "made"), [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})])
 def test_a_backend_of_older_settings_files_is_moved(tmp_path: Path, word: str, made: dict[str, str]) -> None:
     file = tmp_path / "old.yaml"
-    file.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "dynamo_backend": word}))
+    file.write_text(yaml.safe_dump({"distributed_type": "NO", "dynamo_backend": word}))
     assert vars(load_config_from_file(str(file)))["dynamo_config"] == made
 
 

@@ -161,7 +161,7 @@ def to_device(
         if kind is list:
             return moved
         return tuple(moved) if kind is tuple else dict(zip(tree, moved, strict=True))
-    if isinstance(tree, UserDict) or not is_container(tree):
+    if hasattr(tree, "to") or isinstance(tree, UserDict) or not is_container(tree):
         return _move_object(tree, device, non_blocking, skip_keys)
     return rebuild(
         tree,

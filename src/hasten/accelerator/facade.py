@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
+from torch.utils.hooks import RemovableHandle
 
 from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
@@ -83,7 +84,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
     from hasten.state.publishing import Publishing, PushOptions
-    from hasten.state.run_state import HookHandle, LoadHook, SaveHook
+    from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
     from hasten.survive.replica import Replica
@@ -1118,12 +1119,12 @@ class Accelerator:
         """Include these objects in `save_state` and `load_state`."""
         self._saving.register_for_checkpointing(*objects)
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` before each save; the hook may edit the weights that are written."""
         arguments.check_callable(hook, "register_save_state_pre_hook(hook)", "at each save")
         return self._saving.register_save_state_pre_hook(hook)
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, folder)` before each load; models that the hook removes from the list are not loaded."""
         arguments.check_callable(hook, "register_load_state_pre_hook(hook)", "at each load")
         return self._saving.register_load_state_pre_hook(hook)

@@ -13,7 +13,7 @@ from hasten.bigmodel.dispatch import Place, device_of
 from hasten.bigmodel.placed import detach, moved
 from hasten.bigmodel.units import tensors_in
 from hasten.errors import PrepareError
-from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, hook_of, remove_hook_from_module
 from hasten.modules.surgery import parent_of
 from hasten.trees import tensors
 
@@ -90,6 +90,9 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
 
     def __repr__(self) -> str:
         shown = ("offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -114,15 +117,15 @@ class AlignDevicesHook(ModelHook):
         weights = {
             found.name: found.tensor for found in tensors_in(module, "", self.offload_buffers, self.place_submodules)
         }
-        self.original_devices = {name: weights[name].device for name in names}
+        everything = list(tensors_in(module, "", buffers=True, recurse=self.place_submodules))
+        self.original_devices = {found.name: found.tensor.device for found in everything}
         if self.weights_map is None:
             self.weights_map = {name: weight.detach().to("cpu") for name, weight in weights.items()}
         for name in names:
             set_tensor(module, name, torch.device("meta"))
-        if device is not None and not self.offload_buffers:
-            for found in list(tensors_in(module, "", buffers=True, recurse=self.place_submodules)):
-                if found.name not in weights:
-                    set_tensor(module, found.name, device)
+        for found in everything:
+            if device is not None and found.name not in weights:
+                set_tensor(module, found.name, device)
         return module
 
     def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
@@ -247,8 +250,8 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Attach hooks that move the inputs of a module and its submodules to a device, without moving weights."""
-    if any(True for _ in module.parameters()):
+    """Attach hooks that move the inputs of a module and its submodules to a device; modules that have a hook keep it."""
+    if hook_of(module) is None and any(True for _ in module.parameters()):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         hook.init_hook = lambda module: module  # type: ignore[method-assign]  # weights are not moved
         add_hook_to_module(module, hook, append=True)
@@ -269,48 +272,30 @@ def attach_align_device_hook_on_blocks(
     tied_params_map: TiedMap | None = None,
 ) -> None:
     """Attach hooks to the submodules named in the maps, which give their devices and whether their weights are offloaded."""
+    options = (skip_keys, preload_module_classes, tied_params_map)
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if not offload:
+        if offload:
+            attach_align_device_hook(
+                module, execution_device, True, weights_map, offload_buffers, module_name, *options
+            )
+        else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, skip_keys=skip_keys, place_submodules=True)
             add_hook_to_module(module, hook)
-        else:
-            attach_align_device_hook(
-                module,
-                execution_device,
-                True,
-                weights_map,
-                offload_buffers,
-                module_name,
-                skip_keys,
-                preload_module_classes,
-                tied_params_map,
-            )
-            add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
         return
-    names = [name for name, _ in module.named_modules()]
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    for name in (name for name in names if name in devices):
-        part, device = module.get_submodule(name), devices[name]
+    for name, part in list(module.named_modules()):
+        if name not in devices:
+            continue
+        device = devices[name]
         if away.get(name, False):
             full = ".".join(word for word in (module_name, name) if word)
-            attach_align_device_hook(
-                part,
-                device,
-                True,
-                weights_map,
-                offload_buffers,
-                full,
-                skip_keys,
-                preload_module_classes,
-                tied_params_map,
-            )
+            attach_align_device_hook(part, device, True, weights_map, offload_buffers, full, *options)
         else:
-            add_hook_to_module(
-                part,
-                AlignDevicesHook(device, place_submodules=True, skip_keys=skip_keys, io_same_device=name == ""),
-                append=True,
-            )
+            hook = AlignDevicesHook(device, place_submodules=True, skip_keys=skip_keys, io_same_device=name == "")
+            add_hook_to_module(part, hook, append=True)
+        if device is not None:
+            attach_execution_device_hook(part, device, *options)
     if "" not in devices:
         add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
 

@@ -262,18 +262,6 @@ SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: 
 LoadHook = Callable[[list[nn.Module], str], None]
 
 
-class HookHandle:
-    """Handle that removes a hook."""
-
-    def __init__(self, hooks: dict[int, Any], key: int) -> None:  # Any: hooks of either kind
-        self._hooks = hooks
-        self._key = key
-
-    def remove(self) -> None:
-        """Remove the hook; safe to call repeatedly."""
-        self._hooks.pop(self._key, None)
-
-
 def run_save_hooks(
     hooks: Mapping[int, SaveHook], parts: RunObjects, folder: str, together: Agreement
 ) -> list[Mapping[str, Any] | None]:

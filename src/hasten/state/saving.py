@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import CheckpointStore, Format, StateTree
@@ -59,7 +61,6 @@ from hasten.state.previous_state import PreviousState
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import (
-    HookHandle,
     LoadHook,
     RunObjects,
     SaveHook,
@@ -144,9 +145,8 @@ class Saving:
         self.whole = whole
         """True if rank 0 writes whole weights instead of every rank its shards."""
         self.iteration = project.iteration  # the number of the next automatic checkpoint
-        self._save_hooks: dict[int, SaveHook] = {}
-        self.load_hooks: dict[int, LoadHook] = {}
-        self._hook_count = 0
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._background: AsyncWriter | None = None
         self._guard: FinishFirst | None = None
         self._newest: str | None = None
@@ -199,17 +199,17 @@ class Saving:
                 )
         self._parts.registered.extend(objects)
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` before each save; it may edit or remove weights and add files."""
-        self._hook_count += 1
-        self._save_hooks[self._hook_count] = hook
-        return HookHandle(self._save_hooks, self._hook_count)
+        handle = RemovableHandle(self.save_hooks)
+        self.save_hooks[handle.id] = hook
+        return handle
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, folder)` before each load; models that it removes from the list are its to load."""
-        self._hook_count += 1
-        self.load_hooks[self._hook_count] = hook
-        return HookHandle(self.load_hooks, self._hook_count)
+        handle = RemovableHandle(self.load_hooks)
+        self.load_hooks[handle.id] = hook
+        return handle
 
     # -- saving ---------------------------------------------------------------------------------------------------
     def save_state(
@@ -269,7 +269,7 @@ class Saving:
         group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
         with group.discarding(self._rank):
             together.label = f"collecting the state for {name!r}"
-            weights = run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
+            weights = run_save_hooks(self.save_hooks, self._parts, str(group.draft.folder), together)
             tree = collect(self._parts, "safetensors", weights)
             tree = self._machine_owners.owned(tree, machine.ranks, together)
             prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self.layout)
@@ -277,7 +277,7 @@ class Saving:
             finish(prepared, group, self._ctx.world, self._header(name, None))
 
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
-        weights = run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
+        weights = run_save_hooks(self.save_hooks, self._parts, str(group.draft.folder), together)
         if self.extra_files is not None and group.draft.folder is not None:
             self.extra_files(group.draft.folder)
         fmt: Format = "safetensors" if safe_serialization else "torch"

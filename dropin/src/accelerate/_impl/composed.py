@@ -134,3 +134,5 @@ class Composed(hasten.Accelerator):
     _schedulers = shown("_prepared.schedulers", "As the original names it")
     _dataloaders = shown("_prepared.loaders", "As the original names it")
     _custom_objects = shown("_saving.registered", "As the original names it")
+    _save_model_state_pre_hook = shown("_saving.save_hooks", "As the original names it")
+    _load_model_state_pre_hook = shown("_saving.load_hooks", "As the original names it")

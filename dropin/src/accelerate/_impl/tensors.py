@@ -133,6 +133,8 @@ def find_device(data: Any) -> torch.device | None:
 
 def concatenate(data: Any, dim: int = 0) -> Any:
     """Equally nested tensors joined along `dim`."""
+    if len(data) == 1:
+        return data[0]
     strangers = [one for one in trees.leaves(data[0]) if not isinstance(one, Tensor)]
     if strangers:
         raise TypeError(f"Can only concatenate tensors but got {type(strangers[0])}")

@@ -1,4 +1,4 @@
-"""Trackers with the established interface: hasten's backends underneath, users' own classes beside them."""
+"""Trackers with the established interface: one class for each package, which is told what the original tells it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
-from operator import attrgetter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from accelerate._impl.enums import LoggerType
 from accelerate._impl.environment.variables import str_to_bool
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
+from hasten.optional import need
 from hasten.tracking import registry
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry
-from hasten.tracking.values import as_pixels, flatten, plain_config
+from hasten.tracking.values import plain_config
 
 logger = get_logger("accelerate.tracking")
 # Any in this file: values of every kind, and foreign packages' objects.
@@ -32,7 +32,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, _Backend) or getattr(self, "main_process_only", False):  # one run, whatever the mark says
+        if isinstance(self, _Package) or getattr(self, "main_process_only", False):  # one run, whatever the mark says
             return process().on_main_process(function)(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
@@ -66,57 +66,113 @@ class GeneralTracker:
         """End the run."""
 
 
-def _plain(value: Any) -> Any:
-    """A tensor or array of one element as a number; everything else as it is."""
-    alone = hasattr(value, "item") and getattr(value, "shape", ()) in ((), (1,))
-    return value.item() if alone else value
-
-
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-class _Backend(GeneralTracker):
-    """A tracker of hasten's under its established name."""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
-    name = ""
-    requires_logging_directory = False
-    named = False  # whether hasten chooses the run's id, name and folder instead of the package
-    settings = ""  # the function that takes the settings, as a path below hasten's tracker
-    _run: Any = None
-    _over = False
-    _step: Any = 0  # the step of values that are given without one; None if the package counts
 
-    def __init__(self, run_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
+class _Package(GeneralTracker):
+    """A tracker of a package whose run logs dicts, counts steps and has a table of settings."""
+
+    name, requires_logging_directory = "", False
+    kept_as, ended_by = "run", "finish"  # the attribute that holds the package's object; its method that ends the run
+    settings = ""  # its method that records settings, where the package has no table of them
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name, self.logging_dir, self.init_kwargs = run_name or "run", logging_dir, kwargs
+        self.run_name, self.init_kwargs = run_name, kwargs
+
+    tracker = shown(lambda self: getattr(self, self.kept_as), "The package's own run or writer.")
+    _module = shown(lambda self: need(self.name, why=f"log_with={self.name!r}"), "The package.")
+
+    def _open(self) -> Any:
+        """Begin the run and return the package's object."""
+        return self._module.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def start(self) -> None:
-        self._run, self._over = registry.build(self.name)[0], False
-        place: dict[str, Any] = {"directory": Path(self.logging_dir or "runs"), "named": self.named}
-        self._run.start(Run(project=self.run_name, run_id=self.run_name, options=self.init_kwargs, **place))
-
-    tracker = run = writer = shown("_run.native", "The package's own run or writer.")
+        setattr(self, self.kept_as, self._open())
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        attrgetter(self.settings)(self._run)(values)
+        if self.settings:
+            getattr(self.tracker, self.settings)(values)
+        else:
+            self._module.config.update(values, allow_val_change=True)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        at = self._step if step is None else int(step)
-        self._step = at + 1
-        plain = {key: _plain(value) for key, value in flatten(values)}
-        kept = {key: value for key, value in plain.items() if _is_scalar(value)}
-        self._run.log(Entry(values=kept, step=at, time_s=time.time(), options=kwargs))
+        self.tracker.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        getattr(self.tracker, self.ended_by)()
+
+    def _fitting(
+        self, values: dict[str, Any], words: str, fits: Callable[[Any], bool] = _is_number
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield what the package can plot, and warn of the rest in its words."""
+        for key, value in values.items():
+            if fits(value):
+                yield key, value
+            else:
+                said = f'a value of "{value}" of type {type(value)} for key "{key}" as a'
+                logger.warning(words.replace("a value", said, 1) + " so we dropped this attribute.")
+
+
+_ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
+
+
+class TensorBoardTracker(_Package):
+    """TensorBoard."""
+
+    name, requires_logging_directory, kept_as, ended_by = "tensorboard", True, "writer", "close"
+
+    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir_param = logging_dir
+
+    def _open(self) -> Any:
+        self.logging_dir = str(Path(self.logging_dir_param) / str(self.run_name))
+        return need("torch.utils.tensorboard").SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
+        config = plain_config(values)
+        shown = {name: one if one is None or _is_scalar(one) else json.dumps(one) for name, one in config.items()}
+        moment = str(time.time())
+        self.writer.add_hparams(shown, metric_dict={}, run_name=moment)
+        self.writer.flush()
+        folder = Path(self.logging_dir) / moment
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(config))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
+        for name, given in values.items():
+            alone = hasattr(given, "item") and getattr(given, "shape", ()) in ((), (1,))
+            value = given.item() if alone else given
+            add = next((method for kind, method in _ADDERS if isinstance(value, kind)), None)
+            if add is None:
+                logger.debug(f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out")
+            else:
+                getattr(self.writer, add)(name, value, global_step=step, **kwargs)
+        self.writer.flush()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images."""
-        images = {key: as_pixels(key, value) for key, value in values.items()}
-        at = self._step if step is None else step
-        self._run.log_images(ImageEntry(images=images, step=at, time_s=time.time(), options=kwargs))
+        """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+
+class _Tables(_Package):
+    """A tracker that records tables, too."""
 
     @on_main_process
     def log_table(
@@ -128,103 +184,239 @@ class _Backend(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table."""
-        if dataframe is not None:
-            columns, data = list(dataframe.columns), dataframe.values.tolist()
-        entry = {"name": table_name, "columns": columns, "rows": data, "step": self._step if step is None else step}
-        self._run.log_table(TableEntry(**entry, time_s=time.time(), options=kwargs))
+        """Record a table, of rows under columns or of a data frame."""
+        table = {"columns": columns, "data": data, "dataframe": dataframe}
+        self._record(table_name, table, step, kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        if self._run is not None and not self._over:
-            self._run.flush()
-            self._run.finish(False)
-            self._over = True
+    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-_ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
+class TrackioTracker(_Package):
+    """Trackio."""
+
+    name, main_process_only = "trackio", False
 
 
-class TensorBoardTracker(_Backend):
-    """TensorBoard."""
+class WandBTracker(_Tables):
+    """Weights & Biases."""
 
-    name, requires_logging_directory, named = "tensorboard", True, True
-
-    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
-        super().__init__(run_name, logging_dir, **{"log_dir": str(Path(logging_dir) / run_name), **kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
-        config = plain_config(values)
-        shown = {name: one if one is None or _is_scalar(one) else json.dumps(one) for name, one in config.items()}
-        moment = str(time.time())
-        self.tracker.add_hparams(shown, metric_dict={}, run_name=moment)
-        self.tracker.flush()
-        folder = Path(self.tracker.get_logdir()) / moment
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hparams.yml").write_text(yaml.safe_dump(config))
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
-        for name, given in values.items():
-            value = _plain(given)
-            add = next((method for kind, method in _ADDERS if isinstance(value, kind)), None)
-            if add is None:
-                logger.debug(f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out")
-            else:
-                getattr(self.tracker, add)(name, value, global_step=step, **kwargs)
-        self.tracker.flush()
+    name, main_process_only = "wandb", False
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
-        for name, images in values.items():
-            self.tracker.add_images(name, images, global_step=step, **kwargs)
+        """Record images, a list of them under each name."""
+        self.log({key: [self._module.Image(one) for one in images] for key, images in values.items()}, step, **kwargs)
+
+    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+        self.log({name: self._module.Table(**table)}, step, **kwargs)
 
 
-class _Service(_Backend):
-    """A tracker whose package decides what it can show, and counts steps."""
+class SwanLabTracker(_Package):
+    """SwanLab."""
 
-    main_process_only, _step = False, None
+    name, main_process_only = "swanlab", False
+    log_images = WandBTracker.log_images
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.tracker.config.update(values, **({"allow_val_change": True} if self.name == "wandb" else {}))
+    def _open(self) -> Any:
+        run = super()._open()
+        self._module.config["FRAMEWORK"] = "🤗Accelerate"
+        return run
+
+
+class CometMLTracker(_Package):
+    """Comet."""
+
+    name, kept_as, ended_by, settings = "comet_ml", "writer", "end", "log_parameters"
+
+    def _open(self) -> Any:
+        return self._module.start(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.tracker.log({key: _plain(value) for key, value in values.items()}, step=step, **kwargs)
+        """Record numbers, strings, and dicts of numbers; other values are left out."""
+        if step is not None:
+            self.writer.set_step(step)
+        for name, value in values.items():
+            if _is_number(value):
+                self.writer.log_metric(name, value, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.log_other(name, value, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.log_metrics(value, step=step, **kwargs)
 
 
-class MLflowTracker(_Backend):
+class AimTracker(_Package):
+    """Aim."""
+
+    name, requires_logging_directory, kept_as, ended_by = "aim", True, "writer", "close"
+
+    def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.aim_repo_path = logging_dir
+
+    def _open(self) -> Any:
+        run = self._module.Run(repo=self.aim_repo_path, **self.init_kwargs)
+        run.name = self.run_name
+        return run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for name, value in values.items():
+            self.writer.track(value, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, kwargs: Any = None) -> None:
+        """Record images, or pairs of an image and its caption; `kwargs` holds those of `aim_image` and of `track`."""
+        made, tracked = ((kwargs or {}).get(name, {}) for name in ("aim_image", "track"))
+        for name, given in values.items():
+            image, caption = given if isinstance(given, tuple) else (given, "")
+            self.writer.track(self._module.Image(image, caption=caption, **made), name=name, step=step, **tracked)
+
+
+def _forwarded(name: str) -> Any:
+    """Return a method that calls the package's function of this name."""
+    return on_main_process(lambda self, *args, **kwargs: getattr(self._module, name)(*args, **kwargs))
+
+
+class MLflowTracker(_Package):
     """MLflow; MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence."""
 
-    name, settings = "mlflow", "log_params"
+    name, kept_as = "mlflow", "active_run"
     _told = ("run_id", "tags", "nested_run")
 
     def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
         told = {name: os.environ.get(f"MLFLOW_{name.upper()}", kwargs.pop(name, None)) for name in self._told}
-        super().__init__(os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name), logging_dir)
-        tags = json.loads(told["tags"]) if isinstance(told["tags"], str) else told["tags"]
-        nested = bool(str_to_bool(str(told.pop("nested_run") or False)))
-        self.init_kwargs = {**kwargs, **told, "tags": tags, "nested": nested}  # `run_name` is the run's
+        super().__init__(kwargs.pop("run_name", None), description=kwargs.pop("description", None), **kwargs)
+        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir, self.run_id, tags = logging_dir, told["run_id"], told["tags"]
+        self.tags = json.loads(tags) if isinstance(tags, str) else tags
+        self.nested_run = bool(str_to_bool(str(told["nested_run"] or False)))
+
+    def _open(self) -> Any:
+        mlflow, name = self._module, self.experiment_name
+        known = mlflow.search_experiments(filter_string=f"name = '{name}'")
+        if len(known) > 0:
+            experiment = known[0].experiment_id
+        else:
+            experiment = mlflow.create_experiment(name=name, artifact_location=self.logging_dir, tags=self.tags)
+        run = {"run_id": self.run_id, "run_name": self.run_name, "nested": self.nested_run, "tags": self.tags}
+        return mlflow.start_run(experiment_id=experiment, **run, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record settings, but for those that are too long for MLflow, in batches of the size that it takes."""
+        bounds = self._module.utils.validation
+        for name, value in list(values.items()):
+            if len(str(value)) > bounds.MAX_PARAM_VAL_LENGTH:
+                logger.warning(
+                    f'Accelerate is attempting to log a value of "{value}" for key "{name}" as a parameter. MLflow\'s log_param() only accepts values no longer than {bounds.MAX_PARAM_VAL_LENGTH} characters so we dropped this attribute.'
+                )
+                del values[name]
+        left = iter(values.items())
+        while some := dict(islice(left, bounds.MAX_PARAMS_TAGS_PER_BATCH)):
+            self._module.log_params(some)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        words = (
+            "MLflowTracker is attempting to log a value metric. MLflow's log_metric() only accepts float and int types"
+        )
+        self._module.log_metrics(dict(self._fitting(values, words)), step=step, **kwargs)
+
+    log_figure, log_artifacts, log_artifact = map(_forwarded, ("log_figure", "log_artifacts", "log_artifact"))
+
+    @on_main_process
+    def finish(self) -> None:
+        self._module.end_run()
 
 
-def _backend(kind: str, title: str, name: str, base: type[_Backend] = _Backend, **marks: Any) -> Any:
-    """A tracker that differs from the others in nothing but marks."""
-    return type(kind, (base,), {"__doc__": f"{title}.", "__module__": __name__, "name": name, **marks})
+class ClearMLTracker(_Tables):
+    """ClearML; a task that the script began is used, and left open."""
+
+    name, kept_as, ended_by, settings = "clearml", "task", "close", "connect_configuration"
+    _initialized_externally = False
+
+    def _open(self) -> Any:
+        kind = self._module.Task
+        if running := kind.current_task():
+            self._initialized_externally = True
+            return running
+        named = {name: os.environ.get(f"CLEARML_{name.upper()}", self.run_name) for name in ("project", "task")}
+        return kind.init(**{**{f"{name}_name": one for name, one in named.items()}, **self.init_kwargs})
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Plot numbers, or without a step show each alone; names that begin with train_, eval_ or test_ are lines of a plot."""
+        words = "Accelerator is attempting to log a value scalar. This invocation of ClearML logger's  report_scalar() is incorrect"
+        log = self.task.get_logger()
+        for name, value in self._fitting(values, words):
+            if step is None:
+                log.report_single_value(name=name, value=value, **kwargs)
+            else:
+                log.report_scalar(**_plot(name), value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images."""
+        log = self.task.get_logger()
+        for name, image in values.items():
+            log.report_image(**_plot(name), iteration=step, image=image, **kwargs)
+
+    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+        rows = table["dataframe"]
+        if rows is None and table["data"] is None:
+            raise ValueError("`ClearMLTracker.log_table` requires that `data` to be supplied if `dataframe` is `None`")
+        if rows is None:
+            rows = [table["columns"], *table["data"]] if table["columns"] else table["data"]
+        self.task.get_logger().report_table(**_plot(name), table_plot=rows, iteration=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.task and not self._initialized_externally:
+            self.task.close()
 
 
-WandBTracker = _backend("WandBTracker", "Weights & Biases", "wandb", _Service)
-TrackioTracker = _backend("TrackioTracker", "Trackio", "trackio", _Service)
-SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", _Service)
-CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml", settings="native.log_parameters")
-AimTracker = _backend("AimTracker", "Aim", "aim", settings="store_config", requires_logging_directory=True, named=True)
-ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml", settings="native.connect_configuration", named=True)
-DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive", settings="native.log_params", named=True)
-_SHIPPED: Any = {one.name: one for one in (*_Backend.__subclasses__(), *_Service.__subclasses__())}
+def _plot(name: str) -> dict[str, str]:
+    """Return ClearML's plot and line for a name."""
+    line, _, rest = name.partition("_")
+    return (
+        {"title": rest, "series": line}
+        if line in ("train", "eval", "test") and rest
+        else {"title": name, "series": "train"}
+    )
+
+
+class DVCLiveTracker(_Package):
+    """DVCLive, with a `live` of the script's own if one is given."""
+
+    name, kept_as, ended_by, settings = "dvclive", "live", "end", "log_params"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.live = live
+
+    def _open(self) -> Any:
+        return self.live if self.live is not None else self._module.Live(**self.init_kwargs)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if step is not None:
+            self.live.step = step
+        words = (
+            "Accelerator attempted to log a value scalar. This invocation of DVCLive's Live.log_metric() is incorrect"
+        )
+        fits = need("dvclive.plots").Metric.could_log
+        for name, value in self._fitting(values, words, fits):
+            self.live.log_metric(name, value, **kwargs)
+        self.live.next_step()
+
+
+_SHIPPED: Any = {one.name: one for one in (*_Package.__subclasses__(), *_Tables.__subclasses__())}
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {k: _SHIPPED[k] for k in map(str, LoggerType) if k in _SHIPPED}
 
 

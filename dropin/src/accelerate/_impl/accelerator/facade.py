@@ -213,8 +213,9 @@ class Accelerator(SavingFace):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         chosen = clip.as_list(parameters)
-        norm = super().clip_grad_norm_(chosen, max_norm, norm_type)
-        return clip.clip_norm(chosen, float("inf"), norm_type) if norm is None else norm
+        order = float(norm_type)
+        norm = super().clip_grad_norm_(chosen, max_norm, order)
+        return clip.clip_norm(chosen, float("inf"), order) if norm is None else norm
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""

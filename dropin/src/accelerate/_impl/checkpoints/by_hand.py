@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,8 @@ def load_accelerator_state(
 
 def _read_weights(folder: Path, index: int) -> Any:
     single = [folder / name for name in _model_files(index) if (folder / name).exists()]
+    if not single and not any(folder.glob("*.index.json")):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / _model_files(index)[1]))
     return read_model(single[0] if single else folder)
 
 

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
-from accelerate._impl.checkpoints import object_files
-from accelerate._impl.checkpoints.object_files import ObjectFiles
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
 from hasten.accelerator.components import components
+from hasten.checkpoint import object_files
 from hasten.checkpoint.export import load_weights
+from hasten.checkpoint.object_files import ObjectFiles
 from hasten.modules.names import plain_name
 from hasten.strategies.base import PrepareRequest
 from hasten.strategies.fsdp.shard_groups import blocks_to_recompute, blocks_to_shard

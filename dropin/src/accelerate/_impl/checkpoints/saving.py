@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -53,6 +54,10 @@ class SavingFace(Composed):
             raise TypeError(_NO_FOLDER)
         if automatic and output_dir.exists():
             raise ValueError(_TAKEN.format(output_dir, number))
+        limit = self.project_configuration.total_limit if automatic else None
+        there = len(list(output_dir.parent.glob("checkpoint_*"))) if limit is not None else 0
+        if limit is not None and there + 1 > limit:
+            logger.warning(f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint.")
         self._sharding.follow_form()
         if safe_serialization:
             for model in self._prepared.models:
@@ -93,6 +98,8 @@ class SavingFace(Composed):
         if input_dir is not None and not (Path(input_dir) / "manifest.json").exists():
             self._load_original(str(input_dir), load_model_func_kwargs)
             return
+        if input_dir is None and not (folder := Path(self.project_dir or "", "checkpoints")).is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         with _errors_of_hooks_as_raised():
             try:
                 super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))

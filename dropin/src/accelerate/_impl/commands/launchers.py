@@ -49,14 +49,24 @@ def notebook_launcher(
     """Run `function(*args)` in new processes, or here when one process is enough; what the first rank returns."""
     given = {name: value for name, value in locals().items() if name not in _NOT_OF_THE_LAUNCH}
     given["mixed_precision"] = precision = str(mixed_precision).lower()
-    if precision not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(_UNKNOWN.format(mixed_precision))
+    _check(given)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     given["num_processes"] = wanted = _announced(max(devices, 1) if num_processes is None else num_processes, devices)
     if wanted <= 1 and num_nodes == 1:
         with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
             return function(*args)
     return _in_processes(function, args, given, devices)
+
+
+def _check(given: dict[str, Any]) -> None:
+    if given["mixed_precision"] not in ("no", "fp16", "bf16", "fp8"):
+        raise ValueError(_UNKNOWN.format(given["mixed_precision"]))
+    if given["node_rank"] >= given["num_nodes"]:
+        raise ValueError("The node_rank must be less than the number of nodes.")
+    if given["num_processes"] is None and any(name.startswith("KAGGLE") for name in environment()):
+        raise ValueError(
+            "You have to specify the number of devices you would like to use, add `num_processes=...` to your call."
+        )
 
 
 def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any], devices: int) -> Any:

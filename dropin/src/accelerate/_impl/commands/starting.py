@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate._impl.commands.launch_flags import words_of
 from accelerate._impl.commands.launch_variables import settings_for, spelled, spelled_in_full
+from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
 from accelerate._impl.environment.variables import environment, str_to_bool
@@ -40,11 +41,15 @@ class PrepareForLaunch:
     """A function that reads its rank from its first argument, for multiprocessing."""
 
     launcher: Callable[..., Any]
-    distributed_type: str = "NO"
+    distributed_type: Any = "NO"
     debug: bool = False
 
+    def __post_init__(self) -> None:
+        self.distributed_type = DistributedType(self.distributed_type)
+
     def __call__(self, index: int, *args: Any) -> None:
-        os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(index)
+        if self.distributed_type != DistributedType.NO:
+            os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(index)
         os.environ["FORK_LAUNCHED"] = "1"
         self.launcher(*args)
 
@@ -65,11 +70,18 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     if _asked(args, "no_python") and _asked(args, "module"):
         raise ValueError("--module and --no_python cannot be used together")
     python = [] if _asked(args, "no_python") else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
-    env = {**environment(), **spelled_in_full(settings_for(words_of(args)))}
+    env = _with_devices(args, {**environment(), **spelled_in_full(settings_for(words_of(args)))})
     if _asked(args, "num_processes", 1) > 1:
         env.setdefault("MASTER_ADDR", _asked(args, "main_process_ip", "127.0.0.1"))
         env.setdefault("MASTER_PORT", str(_asked(args, "main_process_port", _PORT)))
     return [*python, args.training_script, *args.training_script_args], env
+
+
+def _with_devices(args: argparse.Namespace, env: dict[str, str]) -> dict[str, str]:
+    """The environment with the devices that the script sees, and the options of fp8 where it computes so."""
+    if _asked(args, "gpu_ids", "all") != "all":
+        env["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
+    return setup_fp8_env(args, env) if _asked(args, "mixed_precision") == "fp8" else env
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:

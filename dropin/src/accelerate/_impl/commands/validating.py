@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,35 +16,8 @@ _KINDS: Final = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp")
 _SWITCHES: Final = {"MULTI_GPU": "multi_gpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu"}
 _TOO_MANY = "You can only use one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` at a time."
 _ONLY_FSDP2 = "You cannot use `--use_parallelism_config` without `--use_fsdp` and `--fsdp_version=2`. "
-DEFAULTS: Final[dict[str, Any]] = {
-    **dict.fromkeys(("cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "use_deepspeed", "use_fsdp"), False),
-    **dict.fromkeys(("use_parallelism_config", "use_megatron_lm", "same_network", "downcast_bf16"), False),
-    **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "dynamo_use_fullgraph", "dynamo_use_dynamic"), False),
-    **dict.fromkeys(("dynamo_use_regional_compilation", "fp8_use_autocast_during_eval"), False),
-    **dict.fromkeys(("fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_activation_checkpointing"), "false"),
-    **dict.fromkeys(("fsdp_reshard_after_forward", "fsdp_use_orig_params", "fsdp_sync_module_states"), "true"),
-    "fsdp_cpu_ram_efficient_loading": "true",
-    "fsdp_activation_checkpointing_offload": "false",
-    "fsdp_version": "1",
-    "fsdp_min_num_params": 100_000_000,
-    "fsdp_sharding_strategy": "FULL_SHARD",
-    "dynamo_mode": "default",
-    "tee": "0",
-    "role": "default",
-    "rdzv_backend": "static",
-    "rdzv_conf": "",
-    "max_restarts": 0,
-    "monitor_interval": 0.1,
-    "fp8_margin": 0,
-    "fp8_interval": 1,
-    "fp8_format": "HYBRID",
-    "fp8_amax_history_len": 1024,
-    "fp8_amax_compute_algo": "most_recent",
-    "fp8_opt_level": "O2",
-    "megatron_lm_tp_degree": 1,
-    "megatron_lm_pp_degree": 1,
-    "megatron_lm_gradient_clipping": 1.0,
-}
+_READ = json.loads(Path(__file__).with_name("launch_defaults.json").read_text())
+DEFAULTS: Final[dict[str, Any]] = {name: tuple(one) if isinstance(one, list) else one for name, one in _READ.items()}
 """What the original's parser gives for flags that were not."""
 
 

@@ -14,7 +14,6 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
-from accelerate._impl.loaders.sequence_parts import SequenceShardSource, SequenceSplitter
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
@@ -24,6 +23,7 @@ from hasten.data.position import Position
 from hasten.data.source import BatchSource, Item
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
+from hasten.strategies.context.sequence_parts import SequenceShardSource, SequenceSplitter
 
 # Any in this file: batches, datasets and samplers are the user's own.
 POSITION = "_position"

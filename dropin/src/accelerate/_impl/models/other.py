@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,6 @@ from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
 from hasten.modules.names import is_dtensor
 from hasten.precision.autocast import AutocastForward
-from hasten.strategies.blocks import repeated_blocks
 
 logger = get_logger("accelerate.utils.other")
 _REMOVED = "Removed shared tensor {} while saving. This should be OK, but check by verifying that you don't receive any warning while reloading"
@@ -37,8 +37,8 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether torch.compile made a part of this module."""
-    return any(is_compiled_module(part) for part in module.modules() if part is not module)
+    """Whether torch.compile made this module or a part of it."""
+    return any(is_compiled_module(part) for part in module.modules())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
@@ -47,34 +47,37 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether a model is built from blocks of one class."""
-    return bool(repeated_blocks(module))
+    """Whether a model has such a list."""
+    return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """The module with its repeated blocks compiled one by one, or compiled whole where it has none."""
-    blocks = {id(block) for _, block in repeated_blocks(module)}
-    if not blocks:
+    """A copy over the same parameters in which repeated blocks, and what lies beside them, are compiled one by one."""
+    if not has_repeated_blocks(module):
         whole: Any = torch.compile(module, **compile_kwargs)
         return cast("nn.Module", whole)
-    for part in module.modules():
-        if id(part) in blocks:
-            part.compile(**compile_kwargs)
-    return module
-
-
-compile_regions_fsdp2 = compile_regions
+    made = copy(module)
+    one: Callable[..., Any] = torch.compile if is_repeated_blocks(module) else compile_regions
+    parts = {name: one(part, **compile_kwargs) for name, part in module.named_children()}
+    made.__dict__.update(_modules=parts, _orig_mod=module)
+    return made
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     """Compile repeated blocks one by one and what is beside them whole, in place; an engine keeps its hooks."""
-    if not any(is_repeated_blocks(part) for part in module.modules()):
+    if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
     for part in module.children():
         part.compile(**compile_kwargs) if is_repeated_blocks(module) else compile_regions_deepspeed(
             part, **compile_kwargs
         )
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """The module, compiled in place, because its shards belong to its own blocks."""
+    compile_regions_deepspeed(module, **compile_kwargs)
+    return module
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -88,10 +91,12 @@ def extract_model_from_parallel(
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
     outer = model
     inner = _inside(model._orig_mod if is_compiled_module(model) else model)
-    if is_compiled_module(inner) and not keep_torch_compile:
-        inner = inner._orig_mod
+    if not keep_torch_compile:
+        inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
         forwarding.restore(inner, AutocastForward.tag)
+        if (before := inner.__dict__.pop("_original_forward", None)) is not None:
+            inner.forward = before
     if is_compiled_module(outer) and keep_torch_compile:
         outer._orig_mod = inner
         return outer

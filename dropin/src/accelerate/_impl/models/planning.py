@@ -176,8 +176,9 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
     """Return the map with children that share a device named by their parent; the given map is changed."""
     short = maps.clean_device_map(dict(device_map), module_name)
+    kept = {name: place for name, place in device_map.items() if name in short}
     device_map.clear()
-    device_map.update(short)
+    device_map.update({**kept, **short})
     return device_map
 
 

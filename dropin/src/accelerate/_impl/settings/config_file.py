@@ -37,6 +37,8 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
 def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
     """The settings of a mapping. Raises: ValueError for unknown keys."""
     kind = SageMakerConfig if values.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
+    if values.get("distributed_type") is None:
+        raise ValueError("A `distributed_type` must be specified in the config file.")
     known, values = {one.name for one in fields(kind)}, dict(values)
     if backend := values.pop("dynamo_backend", None):  # in files of older versions
         values["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}

@@ -1,7 +1,7 @@
 """ParallelismConfig: the sizes of the mesh under their established names."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from torch.distributed import device_mesh
@@ -11,7 +11,6 @@ import hasten
 from accelerate._impl.settings import general
 from accelerate._impl.settings.filled import fill
 from accelerate._impl.surface.shown import shown
-from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh_plan import MeshSpec
 
 # Any in this file: the Accelerator, which imports this module.
@@ -38,15 +37,24 @@ class ParallelismConfig:
     cp_handler: general.TorchContextParallelConfig | None = None
     sp_handler: general.DeepSpeedSequenceParallelConfig | None = None
 
-    device_mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         fill(self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES}, sp_backend=(str, "deepspeed"))
         self.cp_backend = self.cp_backend or "torch"
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
-            if self._size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
-                setattr(self, f"{axis}_handler", kind())
+            if self._size(axis) > 1:
+                setattr(self, f"{axis}_handler", self._handler(axis, kind))
+
+    def _handler(self, axis: str, kind: type[Any]) -> Any:
+        """The options of an axis. Raises: ValueError for those of another one."""
+        given, backend = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_backend", None)
+        if given is not None and backend is not None and not isinstance(given, kind):
+            raise ValueError(
+                f"ParallelismConfig's {axis}_backend={backend} requires {kind}, but {axis}_handler was set to {type(given)}"
+            )
+        return kind() if given is None else given
 
     @classmethod
     def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> Self | None:
@@ -128,9 +136,9 @@ class ParallelismConfig:
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Torch's mesh of these sizes, made on first use. Ranks: every rank."""
-        if self.device_mesh is None:
-            return self.build_device_mesh(device_type or choose_device(0).type)
-        return self.device_mesh
+        if self.device_mesh is None and device_type is None:
+            raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+        return self.device_mesh or self.build_device_mesh(str(device_type))
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         if self.total_size > 1 and self.total_size != accelerator.num_processes:

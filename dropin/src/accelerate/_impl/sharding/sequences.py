@@ -9,13 +9,13 @@ from torch import nn
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.attention import SpannedAttention
 from hasten.accelerator.components import components
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.mesh_plan import Axis
+from hasten.strategies.context.sequence_parts import SequenceSplitter
 from hasten.strategies.engines.deepspeed.engine import name_sequence_group
 
 # Any in this file: the user's objects, and DeepSpeed.

@@ -43,10 +43,8 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     """A command line of `accelerate launch` with these flags."""
     command = ["accelerate", "launch"]
     for key, value in kwargs.items():
-        if isinstance(value, bool):
-            command += [f"--{key}"] if value else []
-        elif value is not None:
-            command.append(f"--{key}={value}")
+        if value is not None:
+            command.append(f"--{key}" if value is True else f"--{key}={value}")
     return command
 
 
@@ -111,8 +109,11 @@ class TempDirTestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.tmpdir = Path(cls.enterClassContext(folder))
+        cls.tmpdir = Path(tempfile.mkdtemp())
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        shutil.rmtree(cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
         if self.clear_on_setup:
@@ -165,6 +166,13 @@ class _RunOutput:
         self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
 
 
+def _repeat(cmd: list[str], done: _RunOutput, quiet: bool) -> None:
+    sys.stdout.write(f"\nRunning:  {' '.join(map(str, cmd))}\n")
+    if not quiet:
+        sys.stdout.writelines(f"stdout: {line}\n" for line in done.stdout)
+        sys.stderr.writelines(f"stderr: {line}\n" for line in done.stderr)
+
+
 def execute_subprocess_async(
     cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
 ) -> _RunOutput:
@@ -172,9 +180,9 @@ def execute_subprocess_async(
     done = subprocess.run(
         [*map(str, cmd)], stdin=stdin, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
-    if echo and not quiet:
-        sys.stdout.write(done.stdout)
     result = _RunOutput(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
+    if echo:
+        _repeat(cmd, result, quiet)
     if result.returncode > 0:
         failed = f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}"
         raise RuntimeError("\n".join([failed, "", "The combined stderr from workers follows:", *result.stderr]))
@@ -201,10 +209,12 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
     """A block that must raise."""
     try:
         yield
-    except exception_class as error:
+    except Exception as error:  # whatever the block raises is compared
+        wanted = f"Expected exception of type {exception_class} but got {type(error)}"
+        assert isinstance(error, exception_class), wanted
         assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
         return
-    raise AssertionError(f"Expected exception {exception_class} but no exception was raised.")
+    raise AssertionError(f"Expected exception of type {exception_class} but ran without issue.")
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -23,16 +23,12 @@ def clean_lines(lines: list[str]) -> list[str]:
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """Return the lines that the feature's example adds to the base and the complete example lacks."""
+    """Return the lines that a feature's example adds to `examples/nlp_example.py` and the complete example lacks."""
     name = "main" if parser_only else "training_function"
-    base, feature = (_cleaned(one, name) for one in (base_filename, feature_filename))
-    changed = [line for line in feature if line not in base] + [line for line in base if line not in feature]
-    if secondary_filename is None:
-        return changed
-    other = _cleaned(secondary_filename, name)
-    return [line for line in changed if line not in other]
+    known = {line for one in ("examples/nlp_example.py", base_filename) for line in _cleaned(one, name)}
+    return [line for line in _cleaned(feature_filename, name) if line not in known]
 
 
 def _cleaned(file: str, name: str) -> list[str]:
-    lines = Path(file).read_text().splitlines(keepends=True)
+    lines = Path(file).absolute().read_text().splitlines(keepends=True)
     return clean_lines(get_function_contents_by_name(lines, name) or [])

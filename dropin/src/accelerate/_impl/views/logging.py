@@ -18,6 +18,11 @@ class MultiProcessAdapter(RankLogger):
         super().__init__(logger if isinstance(logger, logging.Logger) else logger.logger)
         self.logger = logger
 
+    @staticmethod
+    def _should_log(main_process_only: bool) -> bool:
+        """Whether this process speaks."""
+        return not main_process_only or AMBIENT.partial.get("process_index", 0) == 0
+
     def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: object) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
         if not AMBIENT.partial:  # quirk: LOGGER_NEEDS_STATE
