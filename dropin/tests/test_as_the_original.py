@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import pickle
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from accelerate.hooks import (
     UserCpuOffloadHook,
     add_hook_to_module,
     attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
     remove_hook_from_module,
 )
 from accelerate.logging import MultiProcessAdapter
@@ -37,7 +39,11 @@ from accelerate.utils import (
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    compile_regions,
     convert_dict_to_env_variables,
+    convert_outputs_to_fp32,
+    extract_model_from_parallel,
+    has_compiled_regions,
     infer_auto_device_map,
     load_checkpoint_in_model,
     save,
@@ -336,3 +342,45 @@ def test_all_names_of_utils_act() -> None:
     import accelerate.utils
 
     assert "prepare_data_loader" not in accelerate.utils.__all__
+
+
+def test_a_folder_without_weights_is_not_found(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
+        accelerator.load_state(str(tmp_path))
+
+
+def test_checkpoints_over_the_limit_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    for _ in range(2):
+        accelerator.save_state()
+    assert [one.getMessage() for one in caplog.records if "Deleting" in one.getMessage()] == [
+        "[RANK 0] Deleting 1 checkpoints to make room for new checkpoint."
+    ]
+
+
+def test_compiled_regions_are_a_copy_over_the_same_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    made = compile_regions(model, backend="eager")
+    assert has_compiled_regions(made) and not has_compiled_regions(model)
+    assert extract_model_from_parallel(made, keep_torch_compile=False) is model
+    assert [id(one) for one in made.parameters()] == [id(one) for one in model.parameters()]
+
+
+def test_a_forward_that_was_kept_comes_back_and_pickles() -> None:
+    model: Any = nn.Linear(2, 2)
+    model._original_forward = model.forward
+    model.forward = convert_outputs_to_fp32(model.forward)
+    pickle.dumps(extract_model_from_parallel(model, keep_fp32_wrapper=False))
+
+
+def test_blocks_of_a_map_have_hooks_down_to_their_layers() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(2))
+    attach_align_device_hook_on_blocks(model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True})
+    hooks = {name: part._hf_hook for name, part in model.named_modules() if hasattr(part, "_hf_hook")}
+    assert sorted(hooks) == ["", "0", "0.0", "1"] and hooks[""].io_same_device and hooks["0"].place_submodules
+    assert sorted(hooks["1"].original_devices)[:2] == ["bias", "num_batches_tracked"]
+    assert hooks["0.0"].param_original_devices == {} and hooks["0.0"].tied_params_names == set()

@@ -80,6 +80,8 @@ class _Package(GeneralTracker):
     name, requires_logging_directory = "", False
     kept_as, ended_by = "run", "finish"  # the attribute that holds the package's object; its method that ends the run
     settings = ""  # its method that records settings, where the package has no table of them
+    writer: Any
+    task: Any
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()

@@ -94,13 +94,17 @@ def extract_model_from_parallel(
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
-        forwarding.restore(inner, AutocastForward.tag)
-        if (before := inner.__dict__.pop("_original_forward", None)) is not None:
-            inner.forward = before
+        _restore_forward(inner)
     if is_compiled_module(outer) and keep_torch_compile:
         outer._orig_mod = inner
         return outer
     return inner
+
+
+def _restore_forward(model: Any) -> None:
+    forwarding.restore(model, AutocastForward.tag)
+    if (before := model.__dict__.pop("_original_forward", None)) is not None:
+        model.forward = before
 
 
 def _inside(model: Any) -> Any:
