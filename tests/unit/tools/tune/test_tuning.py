@@ -83,7 +83,9 @@ def test_losses_may_differ_as_far_as_two_unchanged_runs_explain(
     made.run(measure, lambda: True)
     assert made.best is not None
     assert bool(made.best.values) == taken
-    assert asked.count({}) == (1 if apart != apart else 2), "the second run of the unchanged script serves all candidates"
+    assert asked.count({}) == (1 if apart != apart else 2), (
+        "the second run of the unchanged script serves all candidates"
+    )
 
 
 @pytest.mark.parametrize(
