@@ -8,6 +8,7 @@ import logging
 import select
 import socket
 import struct
+import sys
 import time
 from typing import Any, Final
 
@@ -53,13 +54,14 @@ class HealingPort:
         except OSError as error:
             raise NotHealedError(f"{source} cannot be reached ({error})") from error
         with witness:
+            _probe(witness, timeout_s)
             until = time.monotonic() + patience_s
             while time.monotonic() < until:
                 ready, _, _ = select.select([self._server, witness], [], [], _POLL_S)
                 if self._server in ready and (state := self._accept(key, timeout_s)) is not None:
                     return state
                 if witness in ready and self._server not in ready:
-                    raise NotHealedError(f"{source} has closed its connection")
+                    raise NotHealedError(f"{source} has closed its connection, or is cut off")
         raise NotHealedError(f"{source} sent nothing for {patience_s:.0f} s")
 
     def _accept(self, key: str, timeout_s: float) -> State | None:
@@ -121,6 +123,15 @@ def connected(address: str, timeout_s: float) -> socket.socket:
     """Return a connection to host:port."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=timeout_s)
+
+
+def _probe(connection: socket.socket, timeout_s: float) -> None:
+    """Let the system probe an idle connection, which ends when the other machine has not responded for about `timeout_s` seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(2, round(timeout_s)))
 
 
 def read(connection: socket.socket, size: int) -> bytes:
