@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -123,12 +124,64 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
 
 @dataclass(slots=True)
 class _FileRange:
-    """A byte range of a file and the tensors to fill from it: (offset in the file, target, its bytes from..to)."""
+    """A byte range of a file and the tensors to fill from it: (offset in the file, target, its bytes from..to).
+
+    What a thread needs is computed before the threads start: each call of torch makes a thread wait for all others that run Python code.
+    """
 
     file: MappedFile
     start: int
     stop: int
     targets: list[tuple[int, Tensor, int, int]] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    parts: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    """Bytes from..to of the range, and the part of a target to copy them to, if a target is on a device."""
+
+    def complete(self) -> None:
+        """Compute what depends on all targets."""
+        self.devices = devices_of(target for _, target, _, _ in self.targets)
+        if self.devices:
+            self.parts = [
+                (at - self.start, at - self.start + high - low, as_bytes(target)[low:high])
+                for at, target, low, high in self.targets
+            ]
+
+    def copy_from(self, staged: Tensor) -> None:
+        """Start the copies from a buffer that holds the range, and wait for them."""
+        for low, high, into in self.parts:
+            source = staged if high - low == staged.numel() else staged[low:high]
+            into.copy_(source, non_blocking=True)
+        finish_copies(self.devices)
+
+
+class _OpenFiles:
+    """Descriptors of the files that are read, each opened for its first range and closed after its last."""
+
+    def __init__(self, ranges: Iterable[_FileRange]) -> None:
+        self._lock = threading.Lock()
+        self._left = Counter(id(one.file) for one in ranges)
+        self._opened: dict[int, int | None] = {}
+
+    def take(self, file: MappedFile) -> int | None:
+        """Return a descriptor of the file; None when it is no longer there under its name."""
+        with self._lock:
+            if id(file) not in self._opened:
+                self._opened[id(file)] = file.open()
+            return self._opened[id(file)]
+
+    def finish(self, file: MappedFile) -> None:
+        """Note that a range was read."""
+        with self._lock:
+            self._left[id(file)] -= 1
+            fd = None if self._left[id(file)] else self._opened.pop(id(file), None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close what an error has left open."""
+        for fd in self._opened.values():
+            if fd is not None:
+                os.close(fd)
 
 
 def run_copies(
@@ -149,7 +202,10 @@ def run_copies(
         targets.append(copy.target)
         sources.append(copy.source)
     devices = devices_of([*targets, *sources])
-    jobs = _jobs(copies, HostBuffer(bool(devices)), cold)
+    groups, ranges = _grouped(copies)
+    buffer, files = HostBuffer(bool(devices)), _OpenFiles(ranges)
+    jobs: list[Callable[[], int]] = [partial(_copy, group, buffer) for group in groups]
+    jobs += [partial(_fill, one, buffer, files, cold) for one in ranges]
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
@@ -158,32 +214,32 @@ def run_copies(
                 if progress is not None:
                     progress(done)
     finally:
+        files.close()
         increment_version(targets)  # as an in-place operation of torch does
 
 
-def _jobs(copies: Sequence[Copy], buffer: HostBuffer, cold: ColdReads | None) -> list[Callable[[], int]]:
-    """Return the copies as jobs of about one chunk: reads of byte ranges in file order, and groups of other copies."""
-    jobs: list[Callable[[], int]] = []
+def _grouped(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileRange]]:
+    """Return the copies in parts of about one chunk: byte ranges to read in file order, and groups of other copies."""
+    groups: list[list[Copy]] = []
     places: list[tuple[str, int, int, int]] = []
-    group: list[Copy] = []
     grouped = 0
     for number, copy in enumerate(copies):
         size, at = copy.target.numel() * copy.target.element_size(), copy.place()
         if copy.file is not None and at is not None:
             places.append((str(copy.file.path), at, number, size))
             continue
-        if not group or grouped >= CHUNK_BYTES:
-            group, grouped = [], 0
-            jobs.append(partial(_copy, group, buffer))
-        group.append(copy)
+        if not groups or grouped >= CHUNK_BYTES:
+            groups.append([])
+            grouped = 0
+        groups[-1].append(copy)
         grouped += size
-    open_range: _FileRange | None = None
+    ranges: list[_FileRange] = []
     for _, at, number, size in sorted(places):
         file, target = copies[number].file, copies[number].target
         assert file is not None, "only copies from a file are read"
         for low in range(0, size, CHUNK_BYTES):
             start, high = at + low, min(low + CHUNK_BYTES, size)
-            last = open_range
+            last = ranges[-1] if ranges else None
             if (
                 last is None
                 or file is not last.file
@@ -191,11 +247,13 @@ def _jobs(copies: Sequence[Copy], buffer: HostBuffer, cold: ColdReads | None) ->
                 or last.stop - last.start >= CHUNK_BYTES
                 or len(last.targets) >= _MOST_TENSORS
             ):
-                last = open_range = _FileRange(file, start, start)
-                jobs.append(partial(_fill, last, buffer, cold))
+                last = _FileRange(file, start, start)
+                ranges.append(last)
             last.targets.append((start, target, low, high))
             last.stop = at + high
-    return jobs
+    for one in ranges:
+        one.complete()
+    return groups, ranges
 
 
 def _guarded(job: Callable[[], int]) -> CheckpointError | int:
@@ -239,17 +297,20 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
         copy_bytes(target[low : low + part.numel()], staged)
 
 
-def _fill(wanted: _FileRange, buffer: HostBuffer, cold: ColdReads | None) -> int:
+def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, cold: ColdReads | None) -> int:
     size = wanted.stop - wanted.start
     way = None if cold is None else cold.way(wanted.file, wanted.start, wanted.stop)
-    if cold is None or way is None:
-        return _fill_plainly(wanted, buffer)
-    with cold.timed(way, size):
-        if way == "direct" and _fill_directly(wanted, buffer):
-            return size
-        if way == "direct":
-            cold.refuse()
-        return _fill_plainly(wanted, buffer)
+    try:
+        if cold is None or way is None:
+            return _fill_plainly(wanted, buffer, files)
+        with cold.timed(way, size):
+            if way == "direct" and _fill_directly(wanted, buffer):
+                return size
+            if way == "direct":
+                cold.refuse()
+            return _fill_plainly(wanted, buffer, files)
+    finally:
+        files.finish(wanted.file)
 
 
 def _fill_directly(wanted: _FileRange, buffer: HostBuffer) -> bool:
@@ -257,45 +318,37 @@ def _fill_directly(wanted: _FileRange, buffer: HostBuffer) -> bool:
     staged = read_directly(wanted.file, wanted.start, wanted.stop, buffer.take(room_for(wanted.stop - wanted.start)))
     if staged is None:
         return False
+    if wanted.devices:
+        wanted.copy_from(staged)
+        return True
     for at, target, low, high in wanted.targets:
-        part, into = staged[at - wanted.start :][: high - low], as_bytes(target)[low:high]
-        if into.device.type == "cpu":
-            copy_bytes(into, part)
-        else:
-            into.copy_(part, non_blocking=True)
-    finish_copies(devices_of(map(itemgetter(1), wanted.targets)))
+        copy_bytes(as_bytes(target)[low:high], staged[at - wanted.start :][: high - low])
     return True
 
 
-def _fill_plainly(wanted: _FileRange, buffer: HostBuffer) -> int:
-    devices = devices_of(map(itemgetter(1), wanted.targets))
+def _fill_plainly(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
     size = wanted.stop - wanted.start
-    fd = wanted.file.open()
+    fd = files.take(wanted.file)
     if fd is None:
         for at, target, low, high in wanted.targets:
             as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])
-        finish_copies(devices)
+        finish_copies(wanted.devices)
         return size
+    staged = buffer.take(size) if wanted.devices else None
+    views = _memory_of(wanted, buffer) if staged is None else [byte_view(staged)]
     try:
-        staged = buffer.take(size) if devices else None
-        views = _memory_of(wanted, buffer) if staged is None else [byte_view(staged)]
         count = read_all(fd, views, wanted.start)
     except OSError as error:
         raise CheckpointError(
             f"{wanted.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
         ) from error
-    finally:
-        os.close(fd)
     if count != size:
         raise CorruptCheckpointError(
             f"{wanted.file.path}: {count} of {size} bytes at {wanted.start} could be read, so it was cut off while "
             "it was being loaded. Load another checkpoint."
         )
     if staged is not None:
-        for at, target, low, high in wanted.targets:
-            part = staged[at - wanted.start :][: high - low]
-            as_bytes(target)[low:high].copy_(part, non_blocking=True)
-        finish_copies(devices)
+        wanted.copy_from(staged)
     return size
 
 

@@ -117,7 +117,7 @@ def test_a_file_that_was_cut_off_is_reported_as_for_plain_reads(file: MappedFile
 
 @pytest.mark.parametrize(("direct_s", "chosen"), [(1.0, "direct"), (1.9, "plain"), (2.0, "plain"), (4.0, "plain")])
 def test_the_first_blocks_decide(file: MappedFile, direct_s: float, chosen: str) -> None:
-    """Both ways in turns; direct reads must be clearly faster, since plain ones fill the cache for the next load."""
+    """Both ways one after the other; direct reads must be clearly faster, since plain ones fill the cache for the next load."""
     now = 0.0
 
     def clock() -> float:
@@ -128,14 +128,14 @@ def test_the_first_blocks_decide(file: MappedFile, direct_s: float, chosen: str)
         mock.patch.object(cold_reads, "perf_counter", clock),
         mock.patch.object(cold_reads, "is_cached", return_value=False),
     ):
-        for _ in range(20):
+        for _ in range(36):
             if (way := reads.way(file, 0, SIZE)) is None:
                 break
             ways.append(way)
             with reads.timed(way, SIZE):
                 now += direct_s if way == "direct" else 2.0
-    assert ways[:16] == ["direct", "plain"] * 8
-    assert ways[16:] == (["direct"] * 4 if chosen == "direct" else [])
+    assert ways[:32] == ["direct"] * 16 + ["plain"] * 16
+    assert ways[32:] == (["direct"] * 4 if chosen == "direct" else [])
     assert reads.chosen == chosen
 
 

@@ -21,30 +21,35 @@ from hasten.checkpoint.store.disk import byte_view
 Way = Literal["plain", "direct"]
 ALIGN_BYTES: Final = 4096
 """Alignment of direct reads in the file and in memory; that of every common disk divides it."""
-_TRIALS = 8  # blocks read in each way before one is chosen
+_TRIALS = 16  # blocks read in each way before one is chosen
 _GAIN = 1.3  # direct reads must be this much faster, because plain ones leave the file in the cache for the next load
 _DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
+_mincore: Final = getattr(
+    ctypes.PyDLL(None), "mincore", None
+)  # it returns at once, so other threads need not run meanwhile
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Blocks that were read in one way."""
+    """Blocks that were read in one way, by all threads together."""
 
     blocks: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0
+    begun: float = math.inf
+    ended: float = 0.0
 
     @property
     def speed(self) -> float:
-        """Bytes per second of one thread."""
-        return self.num_bytes / max(self.seconds, 1e-9)
+        """Bytes per second."""
+        return self.num_bytes / max(self.ended - self.begun, 1e-9)
 
 
 class ColdReads:
     """Choice between plain and direct reads for the blocks of one load that are not in the page cache.
 
-    The first blocks are read in both ways in turns; the remaining ones in the faster way. Direct reads do not fill the page cache, so
-    they are only for a process that is the only reader of its files on this machine.
+    The first blocks are read directly and the next ones plainly, because reads of both kinds at once would slow each other; the remaining
+    ones in the faster way. Direct reads do not fill the page cache, so they are only for a process that is the only reader of its files on
+    this machine.
     """
 
     def __init__(self) -> None:
@@ -60,7 +65,7 @@ class ColdReads:
             return None
         with self._lock:
             self._begun += 1
-            return self.chosen or ("direct" if self._begun % 2 else "plain")
+            return self.chosen or ("plain" if _TRIALS < self._begun <= 2 * _TRIALS else "direct")
 
     @contextmanager
     def timed(self, way: Way | None, num_bytes: int) -> Iterator[None]:
@@ -70,11 +75,11 @@ class ColdReads:
             return
         begun = perf_counter()
         yield
-        seconds = perf_counter() - begun
         with self._lock:
             trial = self._trials[way]
-            trial.blocks, trial.num_bytes = trial.blocks + 1, trial.num_bytes + num_bytes
-            trial.seconds += seconds
+            if trial.blocks < _TRIALS:
+                trial.blocks, trial.num_bytes = trial.blocks + 1, trial.num_bytes + num_bytes
+                trial.begun, trial.ended = min(trial.begun, begun), perf_counter()
             plain, direct = self._trials["plain"], self._trials["direct"]
             if min(plain.blocks, direct.blocks) >= _TRIALS:
                 self.chosen = "direct" if direct.speed >= _GAIN * plain.speed else "plain"
@@ -82,19 +87,17 @@ class ColdReads:
     def refuse(self) -> None:
         """Choose plain reads: this file system, or this file, has no direct ones."""
         with self._lock:
-            self._trials["direct"].seconds = math.inf
             self.chosen = "plain"
 
 
 def is_cached(file: MappedFile, start: int, stop: int) -> bool:
     """Return whether the page cache holds most of a range, by its first, middle and last page; True where the system does not tell."""
-    ask = getattr(ctypes.CDLL(None), "mincore", None)
-    if ask is None:
+    if _mincore is None:
         return True
     held, page = 0, ctypes.c_ubyte()
     for at in (start, (start + stop) // 2, stop - 1):
         address = file.data.data_ptr() + at // mmap.PAGESIZE * mmap.PAGESIZE
-        failed: int = ask(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(page))
+        failed: int = _mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(page))
         held += bool(failed or page.value & 1)
     return held >= 2
 

@@ -95,7 +95,7 @@ class HostBuffer(threading.local):
         """Return the first `size` bytes of this thread's buffer."""
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
-        return self._buffer[:size]
+        return self._buffer if self._buffer.numel() == size else self._buffer[:size]
 
 
 SUM_BYTES = 2 * 1024**2
