@@ -172,7 +172,9 @@ def scratch(root: str | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(ways: dict[str, Any], device: torch.device, rounds: int, root: str | None) -> Iterator[dict[str, Any]]:
+def measure(
+    ways: dict[str, Any], device: torch.device, rounds: int, peer_rounds: int, root: str | None
+) -> Iterator[dict[str, Any]]:
     """Each round takes every way once, so that a busy machine is busy for all of them, and in another order each time.
 
     The order matters: memory that one way's files leave behind goes back to the host of a virtual machine after a
@@ -182,7 +184,8 @@ def measure(ways: dict[str, Any], device: torch.device, rounds: int, root: str |
     loads: dict[str, list[float]] = {name: [] for name in ways}
     sizes = {}
     pick = random.Random(0)
-    turns = [(number, name) for number in range(rounds) for name in pick.sample(sorted(ways), len(ways))]
+    drawn = [(number, name) for number in range(rounds) for name in pick.sample(sorted(ways), len(ways))]
+    turns = [(number, name) for number, name in drawn if number < peer_rounds or name.startswith("hasten")]
     for number, name in turns:
         way = ways[name]
         with scratch(root) as folder:
@@ -231,6 +234,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default=None, help="default: small on the CPU, else large")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-rounds", type=int, help="rounds in which the peers take part (default: all)")
+    parser.add_argument("--blocking", action="store_true", help="leave saves in the background out")
     parser.add_argument("--only", nargs="+", default=None, help="torch, accelerate, hasten, ...")
     parser.add_argument("--folder", default=None, help="where to write (default: the temporary folder)")
     parser.add_argument("--cpu", action="store_true")
@@ -259,7 +264,7 @@ def main() -> None:
         if name in (given.only or kinds) and importlib.util.find_spec(name.split()[0]) is not None
     }
     results = []
-    for result in measure(ways, device, given.rounds, given.folder):
+    for result in measure(ways, device, given.rounds, given.peer_rounds or given.rounds, given.folder):
         print(json.dumps(result), flush=True)
         results.append(result)
     known = {**versions(device.type), "hasten": hasten_version, "parameters": f"{count / 1e6:.0f} M"}
@@ -269,7 +274,7 @@ def main() -> None:
         record("checkpoint", device.type, found, markdown(known, results, background), known, given.out)
 
     keep({})  # should the rest be cut off
-    if "hasten" in ways:
+    if "hasten" in ways and not given.blocking:
         background = measure_async(ways["hasten"], device, given.rounds, given.folder)
         print(json.dumps(background), flush=True)
         keep(background)

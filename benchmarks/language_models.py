@@ -8,7 +8,8 @@
 
 Everybody trains the same model from the same weights on the same batches of 8 x 2048 tokens, with a fused AdamW. The sequences follow
 a rule with noise, so that a precision that does not learn shows. Contenders take turns, as many at a time as fit the GPU, always
-beside `torch.compile` of the whole model by hand. Two peaks of memory are measured, without what other contenders hold: of
+beside `torch.compile` of the whole model by hand. The products of matrices of a step are also measured alone, repeated until the GPU has the speed
+that its power allows: no way to train in bf16 can be faster. Two peaks of memory are measured, without what other contenders hold: of
 all steps from the first, and of those after the warm-up. Results are written after each group.
 """
 
@@ -21,8 +22,10 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -236,6 +239,35 @@ CONTENDERS: dict[str, Callable[[Size, torch.device], Step]] = {
 }
 
 
+# -- the limit ----------------------------------------------------------------------------------------------------------
+def products(size: Size, device: torch.device, seconds: float = 0.3) -> float:
+    """Seconds that the products of matrices of one step take alone, each repeated long enough to reach the speed that the GPU sustains."""
+    total = 0.0
+    shapes = Counter(
+        tuple(module.weight.shape)
+        for module in model_of(size, torch.device("meta")).modules()
+        if isinstance(module, torch.nn.Linear)
+    )
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    for (outputs, inputs), count in shapes.items():
+        x, weight, gradient = draw(size.tokens, inputs), draw(outputs, inputs) * 0.02, draw(size.tokens, outputs) * 0.01
+        for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
+            total += count * repeated(left, right, seconds)
+    return total
+
+
+def repeated(left: Tensor, right: Tensor, seconds: float) -> float:
+    """Seconds of one product among many."""
+    wait = torch.cuda.synchronize if left.is_cuda else (lambda: None)
+    done, spent, began = 0, 0.0, time.perf_counter()
+    while spent < seconds:
+        for _ in range(5):
+            left @ right
+        wait()
+        done, spent = done + 5, time.perf_counter() - began
+    return spent / done
+
+
 # -- measuring --------------------------------------------------------------------------------------------------------
 @dataclass
 class Row:
@@ -293,10 +325,10 @@ def first_steps(make: Callable[..., Step], size: Size, device: torch.device, bat
     return step, row
 
 
-def take_turns(steps: dict[str, Step], rows: dict[str, Row], size: Size, batches: list[Tensor]) -> None:
+def take_turns(steps: dict[str, Step], rows: dict[str, Row], size: Size, batches: list[Tensor], rounds: int) -> None:
     """Seconds a step in each round; contenders alternate."""
     wait = torch.cuda.synchronize if batches[0].is_cuda else (lambda: None)
-    for _ in range(size.rounds):
+    for _ in range(rounds):
         for name, step in steps.items():
             step(batches[0])  # memory of others was used last
             wait()
@@ -329,6 +361,8 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
     batches = [rows.to(device) for rows in data_of(size).split(size.rows)]
     rows: dict[str, Row] = {}
     began = time.monotonic()
+    alone = products(size, device)
+    reset(device)
     for group in groups(names, size, device):
         if time.monotonic() - began > args.limit:
             rows |= {name: Row(left_out="no time left") for name in group if name not in rows}
@@ -350,14 +384,16 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
                 rows[name] = Row(left_out=f"{type(error).__name__}: {said[:200]}")
                 print(f"  {name} left out: {rows[name].left_out}", flush=True)
                 traceback.print_exc(limit=-4)
-        take_turns(steps, rows, size, batches)
+        take_turns(steps, rows, size, batches, args.rounds or size.rounds)
         steps.clear()
         torch._dynamo.reset()
         reset(device)
-        write(kind, size, rows, args, device)
+        write(kind, size, rows, args, device, alone)
 
 
-def write(kind: str, size: Size, rows: dict[str, Row], args: argparse.Namespace, device: torch.device) -> None:
+def write(
+    kind: str, size: Size, rows: dict[str, Row], args: argparse.Namespace, device: torch.device, products_s: float
+) -> None:
     flops = flops_of_token(size, model_of(size, torch.device("meta")))
     known = versions(device.type)
     for name in ("transformers", "torchao"):
@@ -367,6 +403,12 @@ def write(kind: str, size: Size, rows: dict[str, Row], args: argparse.Namespace,
             continue
     found: dict[str, Any] = {"model": size.name, "tokens": size.tokens, "rows": {}}
     reference = rows[REFERENCE].seconds
+    found["products"] = {
+        "seconds": products_s,
+        "tokens a second": size.tokens / products_s,
+        "times compiled by hand": statistics.median(reference) / products_s,
+        "mfu": size.tokens / products_s * flops / (PEAK_TFLOPS * 1e12),
+    }
     for name, row in rows.items():
         if row.left_out or not row.seconds:
             continue
@@ -396,6 +438,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         f"{found['tokens']} tokens a step, bf16 autocast, fused AdamW. Median of interleaved turns. MFU: relative to {PEAK_TFLOPS:.0f} "
         f"TFLOP/s; peaks: all steps, and steps after the warm-up; losses: largest relative difference from the eager loop's in {COMPARED} steps.",
+        f"The products of matrices alone take {found['products']['seconds'] * 1e3:.1f} ms, {found['products']['times compiled by hand']:.2f} × compiled by hand.",
         "",
         "| | ktok/s | × compiled by hand | MFU | peak GiB | steady GiB | ready after | losses apart |",
         "|---|---|---|---|---|---|---|---|",
@@ -435,6 +478,7 @@ def main() -> None:
         "--limit", type=float, default=1e9, help="seconds after which no contender of a model is started"
     )
     parser.add_argument("--only", nargs="*", default=[], help="words in the names of contenders to run")
+    parser.add_argument("--rounds", type=int, help="turns of each contender")
     parser.add_argument("--train", action="store_true", help="train, as a script for `hasten tune`")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -119,8 +119,6 @@ def checkpoints(runs: list[Run]) -> list[str]:
 def big_models(runs: list[Run]) -> list[str]:
     found = {(row["part"], row["what"]): row for row in runs[-1]["found"]["rows"]}
     forward, peer = found[("cpu forward", "hasten")], found[("cpu forward", "Accelerate")]
-    load = next(row for (part, _), row in found.items() if part == "loading")
-    name = next(what for part, what in found if part == "loading")
     return rows(
         ["", "hasten", "Accelerate"],
         [
@@ -128,7 +126,6 @@ def big_models(runs: list[Run]) -> list[str]:
             f"{forward['seconds']:.2f} s",
             f"{peer['seconds']:.2f} s",
         ],
-        [f"load {name}", f"{load['hasten_s']:.2f} s", f"{load['Accelerate_s']:.2f} s"],
     )
 
 
@@ -183,19 +180,15 @@ def language_models(runs: list[Run]) -> list[str]:
     """Return speed, memory and losses of each contender, for each model."""
     lines = []
     for run in runs:
+        if alone := run["found"].get("products"):
+            speed, ratio = alone["tokens a second"], alone["times compiled by hand"]
+            cells = [f"{speed / 1e3:.1f} ({ratio:.2f} ×)", f"{alone['mfu']:.0%}", "–", "–"]
+            lines.append([f"{run['found']['model']}: the products of matrices alone", *cells])
         for name, row in run["found"]["rows"].items():
             speed = f"{row['tokens a second'] / 1e3:.1f} ({row['times compiled by hand']:.2f} ×)"
             memory, losses = f"{row['peak GiB']:.1f} GiB", f"{row['losses apart']:.0e}"
             lines.append([f"{run['found']['model']}: {name}", speed, f"{row['mfu']:.0%}", memory, losses])
     return rows(["", "thousand tokens a second (× compiled by hand)", "MFU", "peak memory", "losses apart"], *lines)
-
-
-def fp8(runs: list[Run]) -> list[str]:
-    lines = []
-    for group in runs[-1]["found"]["groups"]:
-        base = group[0]["tokens a second"]
-        lines += [[row["contender"], f"{row['tokens a second'] / base:.2f} ×"] for row in group]
-    return rows(["355 M parameters, width 1024", "speed"], *lines)
 
 
 def headline(runs: list[Run]) -> list[str]:
@@ -256,7 +249,6 @@ TABLES = (
         language_models,
         also=(("language_models", "wide"),),
     ),
-    Table("fp8", "docs/performance.md", "fp8", "cuda", ("precision",), fp8),
 )
 
 

@@ -40,3 +40,12 @@ def test_pages_of_results_are_those_of_their_numbers(published: dict[str, Any]) 
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         made = recording.page_of(file.stem, published["read"](file.stem))
         assert file.with_suffix(".md").read_text(encoding="utf-8") == made, f"{file.stem}.md was edited by hand"
+
+
+def test_one_command_measures_every_table_of_a_gpu_again(published: dict[str, Any]) -> None:
+    run_all = runpy.run_path(str(ROOT / "benchmarks" / "run_all.py"))
+    measured = {Path(plan.script).stem for plan in run_all["CUDA_PLANS"]}
+    for table in published["TABLES"]:
+        for name, run in zip(table.names(), table.runs(), strict=True):
+            if not run["hardware"].startswith("CPU"):
+                assert name in measured, f"`make bench-cuda` does not run {name}, which {table.page} shows"
