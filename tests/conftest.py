@@ -297,6 +297,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def preloaded(request: pytest.FixtureRequest) -> None:
+    """Import the packages that a file names in PRELOAD once in the process that forks the pool's workers."""
+    if names := getattr(request.module, "PRELOAD", ()):
+        request.getfixturevalue("rank_pool").preload(*names)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def lean_collections(request: pytest.FixtureRequest) -> None:
     """Do the same before each file with what the tests before it have imported."""
     stash = request.config.stash

@@ -22,6 +22,8 @@ from hasten.cli.main import main
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
+PRELOAD: Final = ("transformers.modeling_utils", "datasets", "sklearn.datasets")
+
 DOCS: Final = Path(__file__).parents[2] / "docs"
 BLOCK: Final = re.compile(
     r"(?:^<!-- (?P<note>run first|not run):(?P<said>.*?)-->\n+)?^```python(?P<title>[^\n]*)\n(?P<code>.*?)^```",

@@ -18,6 +18,8 @@ from hasten import read_metrics
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
+PRELOAD: Final = ("transformers.modeling_utils", "sklearn.datasets")
+
 FOLDER: Final = Path(__file__).parents[2] / "examples"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import pytest
 
@@ -10,6 +11,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from tests.examples.test_examples import run, shared_folder
 from tests.support.hub_server import TOKEN, client_at, serving
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 
 @ranks(2)

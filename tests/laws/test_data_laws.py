@@ -38,6 +38,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 from tests.support.laws import Law
 
+PRELOAD: Final = ("datasets",)
+
 # Any in this file: samples and batches of many kinds.
 ORDERS: Final = {
     "in order": "map-style data, in order",

@@ -19,11 +19,13 @@ import cloudpickle
 
 from hasten.errors import ConfigError
 
-# Messages between the pool and the process that forks its workers: a verb and a number; FORK also has a descriptor.
+# Messages between the pool and the process that forks its workers: a verb and a number; FORK also has a descriptor,
+# and LOAD is followed by the name of a module, of that many bytes.
 MESSAGE: Final = struct.Struct("!ci")
 READY: Final = b"r"
 FORK: Final = b"f"
 WAIT: Final = b"w"
+LOAD: Final = b"l"
 
 STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (5 if hasattr(signal, "SIGRTMIN") else 0)
 """Signal that requests the stacks of a worker's threads. Real-time if possible, as tested code may use the ordinary ones."""

@@ -120,6 +120,17 @@ class Pool:
         """File descriptors of the pool, to be ignored by leak checks."""
         return frozenset(worker.pipe.fileno() for worker in (*self._idle, *self._cleaning))
 
+    def preload(self, *modules: str) -> None:
+        """Import modules once for all workers, instead of once in each; modules that are not installed are ignored.
+
+        Workers are forked from the process that imports them, so that existing workers are replaced.
+        """
+        loaded = [self._zygote.load(module) for module in modules]
+        if any(loaded):
+            self._settle()
+            self._discard(self._idle)
+            self._idle = []
+
     def run(
         self,
         fn: Callable[..., R],
@@ -173,18 +184,22 @@ class Pool:
         """Return `num_ranks` clean workers; missing ones are forked."""
         if num_ranks < 1:
             raise ConfigError(f"num_ranks={num_ranks} is not a number of processes; it must be at least 1.")
-        for worker in self._cleaning:
-            if _is_clean(worker):
-                self._idle.append(worker)
-            else:
-                self._discard([worker])
-        self._cleaning = []
+        self._settle()
         for job in self._folder.glob("job-*"):
             shutil.rmtree(job, ignore_errors=True)
         gone = [worker for worker in self._idle if worker.pipe.poll()]  # readable only once an idle worker has ended
         self._discard(gone)
         self._idle = [worker for worker in self._idle if worker not in gone]
         return [self._worker_for(rank) for rank in range(num_ranks)]
+
+    def _settle(self) -> None:
+        """Wait for workers that clean up; those that cannot are replaced."""
+        for worker in self._cleaning:
+            if _is_clean(worker):
+                self._idle.append(worker)
+            else:
+                self._discard([worker])
+        self._cleaning = []
 
     def _worker_for(self, rank: int) -> Worker:
         """Return an idle worker that has only ever had this rank, or a new one.

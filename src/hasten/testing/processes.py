@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hasten.errors import LaunchError
-from hasten.testing.job import FORK, MESSAGE, READY, WAIT
+from hasten.testing.job import FORK, LOAD, MESSAGE, READY, WAIT
 
 START_S: Final = 120.0
 STOP_S: Final = 10.0
@@ -79,14 +79,19 @@ class Zygote:
 
     def fork(self) -> Worker:
         """Fork a new worker, in a few milliseconds."""
-        if not self._ready:
-            self._answer(START_S)
-            self._ready = True
+        self._wait_until_ready()
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [MESSAGE.pack(FORK, 0)], [theirs.fileno()])
             pid = self._answer(START_S)
         return Worker(pid, Connection(ours.detach()))
+
+    def load(self, module: str) -> bool:
+        """Import a module; return whether the process had not imported it before."""
+        self._wait_until_ready()
+        name = module.encode()
+        self._control.sendall(MESSAGE.pack(LOAD, len(name)) + name)
+        return bool(self._answer(START_S))
 
     def exit_code(self, worker: Worker) -> int:
         """Return the exit code of an ending worker, or minus the signal that killed it."""
@@ -102,6 +107,11 @@ class Zygote:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def _wait_until_ready(self) -> None:
+        if not self._ready:
+            self._answer(START_S)
+            self._ready = True
+
     def _answer(self, timeout_s: float) -> int:
         self._control.settimeout(timeout_s)
         try:
@@ -111,7 +121,7 @@ class Zygote:
         if len(data) < MESSAGE.size:
             raise self._broken(f"ended with exit code {self._process.wait(STOP_S)}")
         verb, number = MESSAGE.unpack(data)
-        assert verb in (READY, FORK, WAIT), f"unexpected verb {verb!r}"
+        assert verb in (READY, FORK, WAIT, LOAD), f"unexpected verb {verb!r}"
         return int(number)
 
     def _broken(self, what: str) -> LaunchError:

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from hasten.testing.job import FORK, MESSAGE, READY, WAIT
+from hasten.testing.job import FORK, LOAD, MESSAGE, READY, WAIT
 from hasten.testing.worker import serve
 
 PRELOAD: Final = (
@@ -44,8 +44,7 @@ def main(control_fd: int, folder: str) -> None:
     for name in IF_INSTALLED:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)  # only where pytest is installed
-    gc.collect()
-    gc.freeze()  # the workers' collectors skip these objects, so the pages stay shared
+    _freeze()
     control = socket.socket(fileno=control_fd)
     control.sendall(MESSAGE.pack(READY, os.getpid()))
     children: set[int] = set()
@@ -59,12 +58,29 @@ def main(control_fd: int, folder: str) -> None:
             elif verb == WAIT:
                 children.discard(number)
                 control.sendall(MESSAGE.pack(WAIT, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])))
+            elif verb == LOAD:
+                control.sendall(MESSAGE.pack(LOAD, _load(control.recv(number, socket.MSG_WAITALL).decode())))
     finally:
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _freeze() -> None:
+    """Let the workers' collectors skip the objects that exist now, so that their pages stay shared."""
+    gc.collect()
+    gc.freeze()
+
+
+def _load(name: str) -> int:
+    """Import a module if it is installed; return 1 if that changed something, else 0."""
+    if name in sys.modules or not importlib.util.find_spec(name.partition(".")[0]):
+        return 0
+    importlib.import_module(name)  # for its effect, in the forking process only; the caller names it
+    _freeze()
+    return 1
 
 
 def _receive(control: socket.socket) -> tuple[bytes, int, list[int]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from hasten import Accelerator, ParallelismConfig
 from hasten.errors import ArgumentError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 END, PAD = 3, 0
 

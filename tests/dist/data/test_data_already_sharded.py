@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import datasets
 import numpy as np
@@ -35,6 +35,8 @@ from hasten.errors import ConfigError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from tests.support.loaders import CountingStream, SeenBatches, prepared, seen
+
+PRELOAD: Final = ("datasets",)
 
 # Any in this file: loaders, samplers and batches of many kinds.
 SIZE = 25

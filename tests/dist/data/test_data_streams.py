@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import datasets
 import numpy as np
@@ -20,6 +20,8 @@ from hasten.errors import DataError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from tests.support.loaders import prepared
+
+PRELOAD: Final = ("datasets",)
 
 # Any in this file: streams and batches of many kinds.
 Row = tuple[list[Any], int | None, bool, float]

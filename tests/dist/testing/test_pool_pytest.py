@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ from hasten.comm.local import LocalComm
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.testing.pool import Pool, ranks
+from hasten.testing.worker import MOST_THREADS
 
 FACTOR = 3
 
@@ -113,6 +115,32 @@ def test_then_workers_are_clean(ctx: ProcessContext) -> None:
     assert threading.active_count() == 1
     draws = ctx.world.all_gather_object((random.random(), float(np.random.rand()), torch.rand(1).item()))
     assert draws[0] == draws[1]
+
+
+def test_workers_with_groups_that_are_never_released_are_replaced(rank_pool: Pool) -> None:
+    """As a library does that keeps process groups in a global: their threads would slow down all later tests."""
+
+    def keep(ctx: ProcessContext) -> tuple[int, int]:
+        vars(sys).setdefault("kept", []).append(dist.group.WORLD)
+        return os.getpid(), len(list(Path("/proc/self/task").iterdir()))
+
+    seen = [rank_pool.run(keep, 2)[0] for _ in range(12)]
+    assert len({pid for pid, _ in seen}) > 1
+    assert len({pid for pid, _ in seen}) < 6, "not after every test either"
+    assert max(threads for _, threads in seen) <= MOST_THREADS + 3, "three threads for each group"
+
+
+def test_modules_are_loaded_once_for_all_workers(rank_pool: Pool) -> None:
+    def look(ctx: ProcessContext) -> tuple[int, bool]:
+        return os.getpid(), "wave" in sys.modules
+
+    before = rank_pool.run(look, 2)
+    assert not any(loaded for _, loaded in before)
+    rank_pool.preload("wave", "no_such_module")
+    after = rank_pool.run(look, 2)
+    assert all(loaded for _, loaded in after)
+    rank_pool.preload("wave", "no_such_module")
+    assert rank_pool.run(look, 2) == after, "nothing new, so that the workers are kept"
 
 
 @pytest.mark.timed

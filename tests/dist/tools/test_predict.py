@@ -22,6 +22,8 @@ from hasten.tools.predict.predict import predict_file
 from hasten.tools.predict.rows import RowParts, read_rows
 from hasten.trainer import DataCollatorWithPadding, classification_metrics
 
+PRELOAD: Final = ("transformers.modeling_utils",)
+
 MODULE: Final = """
 from pathlib import Path
 import torch

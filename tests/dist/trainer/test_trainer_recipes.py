@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.trainer import default_data_collator, get_scheduler
 from hasten.trainer.schedules import OptimizerList, make_optimizer
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 
 class Net(nn.Module):

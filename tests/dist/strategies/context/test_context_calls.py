@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import seeded
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 Way = Literal["allgather", "ring", "ulysses"]
 WAYS: tuple[Way, ...] = ("allgather", "ring", "ulysses")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 Way = Literal["allgather", "ring", "ulysses"]
 SIZES: dict[str, Any] = {

@@ -17,6 +17,8 @@ from hasten.testing.pool import ranks
 from hasten.testing.toys import next_token_loss, seeded
 from tests.support.toys import Experts, TinyMixture
 
+PRELOAD: Final = ("transformers.modeling_utils",)
+
 SIZES: Final = (
     *(("hidden_size", 8), ("intermediate_size", 16), ("num_hidden_layers", 2), ("num_attention_heads", 2)),
     *(("num_key_value_heads", 1), ("vocab_size", 16), ("max_position_embeddings", 16)),

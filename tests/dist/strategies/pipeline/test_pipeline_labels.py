@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, seeded
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 VOCAB = 16
 LENGTH = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from hasten.errors import ConfigError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Block, Classifier, Sequences, TinyLM, next_token_loss, seeded
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 VOCAB = 16
 PP2 = ParallelismConfig(pp_size=2)

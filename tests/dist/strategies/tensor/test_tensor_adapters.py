@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -13,12 +13,15 @@ from torch.distributed.tensor import DTensor
 from hasten import Accelerator
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
+from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.plan import working_plan
 from hasten.testing.pool import ranks
 from tests.support.hub_models import gpt2, largest_difference, llama, share_of, t5, train
 
-pytest.importorskip("peft")
+PRELOAD: Final = ("peft",)
+
+pytestmark = pytest.mark.skipif(not available("peft"), reason="peft is not installed")
 
 
 def with_lora(build: Callable[[], nn.Module], **options: Any) -> nn.Module:

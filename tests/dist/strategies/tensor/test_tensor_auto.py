@@ -8,7 +8,7 @@ softmax cancels) may move by a whole step and are compared by the losses alone.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -34,6 +34,8 @@ from tests.support.hub_models import (
     train,
 )
 from tests.support.resharding import ReshardTrial, Run, check_pairs
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 MODELS: dict[str, Any] = {
     "t5": t5,

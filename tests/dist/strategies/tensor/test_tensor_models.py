@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
+
+PRELOAD: Final = ("transformers.modeling_utils",)
 
 
 def llama() -> nn.Module:

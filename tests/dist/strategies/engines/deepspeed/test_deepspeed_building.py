@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
+
+PRELOAD: Final = ("deepspeed", "transformers.modeling_utils")
 
 pytestmark = pytest.mark.skipif(
     not available("deepspeed", VERSIONS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.strategies.engines.deepspeed.keys import check
 from hasten.testing.pool import ranks
+
+PRELOAD: Final = ("deepspeed",)
 
 UNKNOWN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"zero_optimisation": {"stage": 2}}, r"'zero_optimisation' at the top level.* did you mean 'zero_optimization'\?"),

@@ -23,6 +23,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import Pool, ranks
 
+PRELOAD: Final = ("deepspeed",)
+
 pytestmark = pytest.mark.skipif(
     not available("deepspeed", VERSIONS),
     reason=f"deepspeed{VERSIONS} is not installed (pip install 'hasten[deepspeed]')",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -17,6 +17,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed import own_checkpoints
 from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
+
+PRELOAD: Final = ("deepspeed",)
 
 pytestmark = pytest.mark.skipif(
     not available("deepspeed", VERSIONS),

@@ -19,6 +19,8 @@ from hasten.strategies.engines.deepspeed import optimizer as deepspeed_optimizer
 from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
 
+PRELOAD: Final = ("deepspeed",)
+
 pytestmark = pytest.mark.skipif(
     not available("deepspeed", VERSIONS),
     reason=f"deepspeed{VERSIONS} is not installed (pip install 'hasten[deepspeed]')",
