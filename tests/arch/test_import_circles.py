@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import hasten
+from tests.support.syntax import trees
 
 ROOT: Final = Path(hasten.__file__).parent
 
@@ -35,11 +36,9 @@ def imports_of(tree: ast.Module, known: frozenset[str]) -> Iterator[str]:
 
 def graph_of(root: Path) -> dict[str, set[str]]:
     """Return the modules below `root`, each with the modules that it imports."""
-    files = {module_name(file, root): file for file in root.rglob("*.py")}
+    files = {module_name(file, root): tree for file, tree in trees(root).items()}
     known = frozenset(files)
-    return {
-        name: set(imports_of(ast.parse(file.read_text()), known)) - {name, root.name} for name, file in files.items()
-    }
+    return {name: set(imports_of(tree, known)) - {name, root.name} for name, tree in files.items()}
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 import hasten
+from tests.support.syntax import trees
 
 PACKAGE: Final = Path(hasten.__file__).parent
 FEWEST_LINES: Final = 60
@@ -81,8 +82,8 @@ def full_folders(package: Path) -> dict[str, int]:
 def names_used_twice(folder: Path) -> dict[str, list[str]]:
     """Return the names of classes that several files define, with the files."""
     places = defaultdict[str, list[str]](list)
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for path, tree in trees(folder).items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(folder).as_posix())
     return {name: files for name, files in places.items() if len(files) > 1}

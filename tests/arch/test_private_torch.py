@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.private_torch import BOTH, NAMES, Name, missing, set_on_self
+from tests.support.syntax import trees
 
 REPOSITORY: Final = Path(__file__).parents[2]
 ROOTS: Final = ("src/hasten", "dropin/src/accelerate")
@@ -87,10 +88,10 @@ class Use:
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for root in ROOTS:
-        for path in sorted((REPOSITORY / root).rglob("*.py")):
+        for path, tree in trees(REPOSITORY / root).items():
             file = path.relative_to(REPOSITORY).as_posix()
             if file != LIST:
-                yield file, ast.parse(path.read_text(), file)
+                yield file, tree
 
 
 def uses(file: str, tree: ast.Module) -> Iterator[Use]:

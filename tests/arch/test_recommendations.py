@@ -25,6 +25,7 @@ from hasten.optim.ema import EMA
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.testing import pool
 from hasten.tracking.registry import BUILTINS
+from tests.support.syntax import trees
 
 SOURCE: Final = Path(hasten.__file__).parent
 ROOT: Final = SOURCE.parent.parent
@@ -47,8 +48,8 @@ WORDS: Final = frozenset(
 
 def messages() -> Iterator[tuple[Path, str]]:
     """Every text that is raised, logged or said."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees(SOURCE).items():
+        for node in ast.walk(tree):
             saying = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYING
             if isinstance(node, ast.Raise) or saying:
                 for part in ast.walk(node):
@@ -103,8 +104,8 @@ def test_functions_and_methods_in_messages_exist() -> None:
 def test_commands_in_texts_exist() -> None:
     used = {
         command
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in trees(SOURCE).values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for command in re.findall(r"`hasten ([a-z][\w-]*)", node.value)
     }

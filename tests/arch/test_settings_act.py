@@ -24,6 +24,7 @@ from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, FieldInfo, subsection
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError
+from tests.support.syntax import trees
 
 SOURCE: Final = Path(hasten.__file__).parent
 CARRIERS: Final = ("config", "cli")
@@ -124,9 +125,9 @@ OWNERS: Final = frozenset({"Config", *(cls for _, _, cls in SECTIONS)})
 @cache
 def all_reads() -> frozenset[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for path in SOURCE.rglob("*.py"):
+    for path, tree in trees(SOURCE).items():
         if path.relative_to(SOURCE).parts[0] not in CARRIERS:
-            found |= set(Module(ast.parse(path.read_text()), OWNERS).reads())
+            found |= set(Module(tree, OWNERS).reads())
     return frozenset(found)
 
 
@@ -222,7 +223,7 @@ def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     faces = (hasten, hasten.bigmodel, hasten.extending, hasten.testing, hasten.trainer)
     for name, module in {name: home for face in faces for name, home in vars(face)["_PUBLIC"].items()}.items():
         path = SOURCE.parent / Path(*module.split(".")).with_suffix(".py")
-        for node in ast.parse(path.read_text()).body:
+        for node in trees(SOURCE)[path].body:
             if isinstance(node, ast.FunctionDef) and node.name == name and not _is_stub(node):
                 yield name, node
             elif isinstance(node, ast.ClassDef) and node.name == name and name not in BASES:
