@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.private_torch import BOTH, NAMES, Name, missing, set_on_self
-from tests.support.syntax import trees
+from tests.support.syntax import nodes, trees
 
 REPOSITORY: Final = Path(__file__).parents[2]
 ROOTS: Final = ("src/hasten", "dropin/src/accelerate")
@@ -96,7 +96,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 def uses(file: str, tree: ast.Module) -> Iterator[Use]:
     """Private attributes and modules, also those named by a string."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Attribute(attr=name, value=value) if private(name):
                 called_super = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "super"
@@ -120,7 +120,7 @@ def uses(file: str, tree: ast.Module) -> Iterator[Use]:
 
 def defined(tree: ast.Module) -> Iterator[str]:
     """Private names that the code itself makes: functions, classes, fields, assignments to attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if private(name):
                 yield name
@@ -136,13 +136,13 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
     """Private names of torch's classes that a subclass of ours defines again or sets."""
     imported = {
         alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
         for alias in node.names
     }
-    for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for made in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
         bases = [base for base in (_base(node, imported) for node in made.bases) if base is not None]
-        for node in ast.walk(made):
+        for node in ast.walk(made) if bases else ():
             match node:
                 case ast.FunctionDef(name=name) if private(name):
                     pass

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tests.support.syntax import trees
+from tests.support.syntax import nodes, trees
 
 REPOSITORY: Final = Path(__file__).parents[2]
 ENVIRONMENT_READER: Final = "src/hasten/runtime/env.py"
@@ -68,7 +68,7 @@ def read_environment_in_one_place(source: Source) -> Iterator[str]:
     """os.environ and os.getenv belong to the one reader; others are handed what they need."""
     if source.path == ENVIRONMENT_READER:
         return
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "environb" | "getenv" | "putenv" | "unsetenv"):
                 yield source.say(node, f"os.{node.attr} outside runtime/env.py; add a named reader there")
@@ -83,7 +83,7 @@ def read_environment_in_one_place(source: Source) -> Iterator[str]:
 
 def keep_no_ambient_state(source: Source) -> Iterator[str]:
     """No module or class holds a value that can change: literals are wrapped, instances are Final, nothing is global."""
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         match node:
             case ast.Global():
                 yield source.say(node, f"global {', '.join(node.names)}; pass the state in")
@@ -164,7 +164,7 @@ def last_name(node: ast.expr) -> str:
 def catch_narrowly(source: Source) -> Iterator[str]:
     """A handler for everything says on its line why that is right, unless it passes everything on."""
     broad = {"Exception", "BaseException"}
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         match node:
             case ast.ExceptHandler(body=[*_, ast.Raise(exc=None)]):
                 continue  # cleans up and lets the error go on
@@ -199,7 +199,7 @@ def begin_with_a_docstring(source: Source) -> Iterator[str]:
 
 def import_at_the_top(source: Source) -> Iterator[str]:
     """Imports inside functions hide dependencies; optional packages come through optional.need."""
-    for function in ast.walk(source.tree):
+    for function in nodes(source.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):
@@ -240,7 +240,7 @@ def do_no_work_at_import(source: Source) -> Iterator[str]:
 
 def give_reasons_for_late_imports(source: Source) -> Iterator[str]:
     """An import inside a function says on its line why it is not at the top."""
-    for function in ast.walk(source.tree):
+    for function in nodes(source.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):
@@ -260,7 +260,7 @@ def stay_short(source: Source) -> Iterator[str]:
     length = len(source.text.splitlines())
     if length >= MOST_LINES and source.path not in LONG_WITH_REASON:
         yield f"{source.path}:1: {length} lines; split it by purpose"
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.body[0].lineno + 1
             if lines > MOST_LINES_OF_A_BODY:

@@ -1,4 +1,4 @@
-"""Syntax trees of the repository's Python files, parsed once in a process."""
+"""Syntax trees of the repository's Python files, parsed and walked once in a process."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def trees(folder: Path) -> Mapping[Path, ast.Module]:
     finally:
         gc.enable()
     return MappingProxyType(found)
+
+
+@cache  # several rules look at each tree
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree, in the order of `ast.walk`, which takes longer than most of what is done with them."""
+    return tuple(ast.walk(tree))
