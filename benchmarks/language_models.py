@@ -112,7 +112,8 @@ def data_of(size: Size, batches: int = 8) -> Tensor:
 
 
 def optimizer_of(model: Any, device: torch.device) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device.type == "cuda")
+    """AdamW with a rate at which both models learn steadily; with 3e-4 the loss of the wide one rises from 5 to 18 in the eleventh step."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
 
 def flops_of_token(size: Size, model: Any) -> float:
