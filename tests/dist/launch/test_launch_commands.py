@@ -23,7 +23,7 @@ from hasten.launch.selfcheck import run as self_check
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

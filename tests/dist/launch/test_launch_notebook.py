@@ -16,7 +16,7 @@ import pytest
 from hasten.errors import LaunchError
 from hasten.launch.notebook import notebook_launcher
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = pytest.mark.slow
 
 SETUP: Final = """
 import os, json
