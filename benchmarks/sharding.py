@@ -282,7 +282,8 @@ def main() -> None:
     print(text)
     out = args.out if args.out is not None or cpu else RESULTS
     if out is not None:
-        record("sharding", args.device, {"facts": known, "beside": beside, "table": table}, text, folder=out)
+        found = {"facts": known, "beside": beside, "table": table}
+        record("sharding", args.device, found, text, {"hardware": known["device"]}, folder=out)
     with suppress(ValueError):
         dist.destroy_process_group()
 
