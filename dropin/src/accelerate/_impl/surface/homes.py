@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, MappingProxyType, ModuleType
@@ -55,6 +56,20 @@ _ROOMS: Final = MappingProxyType(
 HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items() for room in rooms.split()}
 
 
+class Face(ModuleType):
+    """A face of which a name that is replaced, as tests do, is replaced in the rooms behind it, too."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        shown = vars(self)
+        behind = {one.__globals__["__name__"] for one in shown.values() if isinstance(one, FunctionType)}
+        behind |= {room for room, face in HOMES.items() if face == self.__name__}
+        for room in behind if name in shown else ():
+            names = vars(sys.modules[room]) if room.startswith("accelerate._impl") else {}
+            if names.get(name) is shown[name]:
+                names[name] = value
+        super().__setattr__(name, value)
+
+
 class Rooms(SourceFileLoader):
     """Loads faces and the rooms of the table and settles what they define; a finder of `sys.meta_path`, too."""
 
@@ -74,6 +89,7 @@ class Rooms(SourceFileLoader):
             _settle(module, HOMES[module.__name__])
         else:
             complete(module)
+            module.__class__ = Face
 
 
 def _settle(room: ModuleType, face: str) -> None:
