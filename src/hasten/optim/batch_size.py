@@ -26,6 +26,7 @@ _OUT_OF_MEMORY = (  # messages of libraries that do not raise torch's error
     "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
+    "MODULE:PT_DEVMEM Allocation failed",
 )
 
 
@@ -54,11 +55,11 @@ class _Search:
         return int(size * 0.9)
 
 
-def should_reduce_batch_size(error: BaseException) -> bool:
-    """Return True if `error` reports that memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Return True if `exception` reports that memory ran out."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
 
 
 @overload

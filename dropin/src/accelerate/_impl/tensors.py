@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -146,7 +147,9 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
-convert_to_fp32 = trees.to_fp32
+def convert_to_fp32(tensor: Any) -> Any:
+    """The nested tensors, those in half precision as float32."""
+    return trees.to_fp32(tensor)
 
 
 class ConvertOutputsToFp32:
@@ -160,14 +163,16 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model_forward": self.model_forward}
+        raise pickle.PicklingError(
+            "Cannot pickle a prepared model with automatic mixed precision, please unwrap the model with `Accelerator.unwrap_model(model)` before pickling it."
+        )
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward with outputs in float32."""
     convert = ConvertOutputsToFp32(model_forward)
 
-    @wraps(model_forward)
+    @wraps(convert, assigned=(), updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
         return convert(*args, **kwargs)
 

@@ -41,8 +41,12 @@ def find_executable_batch_size(
 
 
 def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    search = batch_size.find_executable_batch_size(function, start, reduce_fn)
     names = list(signature(function).parameters)
+
+    def noted(size: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal start  # the next call goes on from here
+        start = size
+        return function(size, *args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(names) < len(args) + 1:
@@ -51,7 +55,7 @@ def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Calla
                 f"Batch size was passed into `{function.__name__}` as the first argument when called.Remove this as the decorator already does so: `{function.__name__}({given})`"
             )
         try:
-            return search(*args, **kwargs)
+            return batch_size.find_executable_batch_size(noted, start, reduce_fn)(*args, **kwargs)
         except StepError as error:
             raise RuntimeError("No executable batch size found, reached zero.") from error
 

@@ -18,7 +18,7 @@ from accelerate._impl import ambient
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
 from hasten.checkpoint.export import save_object
-from hasten.checkpoint.format.formats import load_torch, tied
+from hasten.checkpoint.format.formats import tied
 from hasten.checkpoint.store.occupied import manifest_aside
 from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
@@ -90,7 +90,7 @@ def extract_model_from_parallel(
 ) -> Any:
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
     outer = model
-    inner = _inside(model._orig_mod if is_compiled_module(model) else model)
+    inner = inside(model._orig_mod if is_compiled_module(model) else model)
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
@@ -107,7 +107,8 @@ def _restore_forward(model: Any) -> None:
         model.forward = before
 
 
-def _inside(model: Any) -> Any:
+def inside(model: Any) -> Any:
+    """The module inside of torch's own wrappers."""
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     return model
@@ -145,8 +146,6 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """What torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
-    if isinstance(f, str | Path) and map_location is None and not kwargs:
-        return load_torch(Path(f))
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 

@@ -170,7 +170,7 @@ def _whole_model(model: nn.Module) -> list[_Part]:
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names that refer to the same parameter."""
-    return sorted(sorted(group) for group in tied_groups(model))
+    return [sorted(group) for group in tied_groups(model)]
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
