@@ -14,7 +14,7 @@ from hasten.bigmodel.placed import detach, moved
 from hasten.bigmodel.units import tensors_in
 from hasten.errors import PrepareError
 from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, hook_of, remove_hook_from_module
-from hasten.modules.surgery import parent_of
+from hasten.modules.surgery import named_tensors, own_buffers, parent_of
 from hasten.trees import tensors
 
 # Any in this file: a module's arguments and outputs.
@@ -69,6 +69,9 @@ class AlignDevicesHook(ModelHook):
     Offloaded weights are read from `weights_map`, by their names in the module; without one they are stored in host memory.
     """
 
+    original_devices: dict[str, torch.device]
+    """The devices that the tensors had before they were offloaded."""
+
     def __init__(
         self,
         execution_device: Place | None = None,
@@ -89,7 +92,6 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
-        self.original_devices: dict[str, torch.device] = {}
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
@@ -102,8 +104,13 @@ class AlignDevicesHook(ModelHook):
     def _device(self) -> torch.device | None:
         return None if self.execution_device is None else device_of(self.execution_device)
 
-    def _names(self, module: nn.Module) -> list[str]:
-        return [found.name for found in tensors_in(module, "", self.offload_buffers, recurse=self.place_submodules)]
+    def _weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors that are offloaded; buffers that no state dict holds stay in place."""
+        deep = self.place_submodules
+        found: dict[str, Tensor] = dict(module.named_parameters(recurse=deep, remove_duplicate=False))
+        if self.offload_buffers:
+            found.update(named_tensors(module, True) if deep else own_buffers(module, True))
+        return found
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         device = self._device()
@@ -113,15 +120,12 @@ class AlignDevicesHook(ModelHook):
                     if found.tensor.device != device:
                         set_tensor(module, found.name, device, tied=self.tied_params_map)
             return module
-        names = self._names(module)
-        weights = {
-            found.name: found.tensor for found in tensors_in(module, "", self.offload_buffers, self.place_submodules)
-        }
+        weights = self._weights(module)
         everything = list(tensors_in(module, "", buffers=True, recurse=self.place_submodules))
         self.original_devices = {found.name: found.tensor.device for found in everything}
         if self.weights_map is None:
             self.weights_map = {name: weight.detach().to("cpu") for name, weight in weights.items()}
-        for name in names:
+        for name in weights:
             set_tensor(module, name, torch.device("meta"))
         for found in everything:
             if device is not None and found.name not in weights:
@@ -132,12 +136,12 @@ class AlignDevicesHook(ModelHook):
         """Move the offloaded weights to the device."""
         assert self.weights_map is not None, "the hook was attached"
         target = device or self._device() or torch.device("cpu")
-        for name in self._names(module):
+        for name in self._weights(module):
             set_tensor(module, name, target, self.weights_map[name], tied=self.tied_params_map)
 
     def take_away(self, module: nn.Module) -> None:
         """Release the device memory of offloaded weights."""
-        for name in self._names(module):
+        for name in self._weights(module):
             set_tensor(module, name, torch.device("meta"))
 
     @contextmanager
@@ -148,9 +152,9 @@ class AlignDevicesHook(ModelHook):
             yield
         finally:
             if isinstance(self.weights_map, dict):
-                for found in tensors_in(module, "", self.offload_buffers, recurse=self.place_submodules):
-                    if not found.tensor.is_meta:
-                        self.weights_map[found.name] = found.tensor.detach().to("cpu")
+                for name, weight in self._weights(module).items():
+                    if not weight.is_meta:
+                        self.weights_map[name] = weight.detach().to("cpu")
             self.take_away(module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
@@ -175,9 +179,11 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.offload and self.weights_map is not None:
+            weights = self._weights(module)
             for name, device in self.original_devices.items():
-                if device.type != "meta":
-                    set_tensor(module, name, device, self.weights_map.get(name))
+                value = self.weights_map.get(name) if name in weights else None
+                if device.type != "meta" or value is not None:
+                    set_tensor(module, name, device if device.type != "meta" else torch.device("cpu"), value)
         return module
 
 
@@ -285,10 +291,10 @@ def attach_align_device_hook_on_blocks(
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     for name, part in list(module.named_modules()):
-        if name not in devices:
+        if name not in devices or name not in away:
             continue
         device = devices[name]
-        if away.get(name, False):
+        if away[name]:
             full = ".".join(word for word in (module_name, name) if word)
             attach_align_device_hook(part, device, True, weights_map, offload_buffers, full, *options)
         else:
@@ -296,8 +302,9 @@ def attach_align_device_hook_on_blocks(
             add_hook_to_module(part, hook, append=True)
         if device is not None:
             attach_execution_device_hook(part, device, *options)
-    if "" not in devices:
-        add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
+    if "" not in devices or "" not in away:
+        hook = AlignDevicesHook(devices.get(""), io_same_device=True, skip_keys=skip_keys)
+        add_hook_to_module(module, hook, append=True)
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

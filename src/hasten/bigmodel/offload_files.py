@@ -121,11 +121,12 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: torch.device | str | int | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("none of state_dict, save_folder and index was given; pass one of them.")
+            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
         self.state_dict = dict(state_dict or {})
         self.save_folder = save_folder
         self.index = dict(index if index is not None else read_offload_index(save_folder or "."))
         self.device = device
+        self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
         self._files: dict[str, Mapping[str, Piece]] = {}
 
     def piece(self, key: str) -> Piece:
@@ -146,11 +147,18 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return found if self.device is None else found.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.state_dict
-        yield from (key for key in self.index if key not in self.state_dict)
+        return iter(self.all_keys)
 
     def __len__(self) -> int:
-        return len(self.state_dict.keys() | self.index.keys())
+        return len(self.all_keys)
+
+
+def write_missing(state_dict: Mapping[str, Tensor], save_dir: str | Path) -> None:
+    """Write the weights that the folder does not hold yet, or holds with other values; meta tensors are left out."""
+    known = OffloadedWeightsLoader(save_folder=save_dir)
+    filled = {name: one for name, one in state_dict.items() if not one.is_meta}
+    same = [name for name, one in filled.items() if name in known and torch.equal(known[name], one.cpu())]
+    offload_state_dict(save_dir, {name: one for name, one in filled.items() if name not in same})
 
 
 _FILE = "offloaded-weights.safetensors"

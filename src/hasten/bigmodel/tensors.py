@@ -34,11 +34,14 @@ def set_module_tensor_to_device(
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether the module's direct weights are on the device only during its forward."""
+    return _offloading(module) is not None or forwarding.find(module, StreamedForward.tag) is not None
+
+
+def _offloading(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that brings the module's weights to the device for its forward, or None."""
     hook = hook_of(module)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
-    if any(isinstance(one, AlignDevicesHook) and one.offload for one in hooks):
-        return True
-    return forwarding.find(module, StreamedForward.tag) is not None
+    return next((one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload), None)
 
 
 @contextmanager
@@ -47,8 +50,8 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
 
     Without a device, offloaded parameters move to their compute device, and others stay.
     """
-    hook = hook_of(module)
-    if isinstance(hook, AlignDevicesHook) and hook.offload:
+    hook = _offloading(module)
+    if hook is not None:
         with hook.brought(module, None if execution_device is None else device_of(execution_device)):
             yield
         return

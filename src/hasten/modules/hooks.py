@@ -41,7 +41,7 @@ class SequentialHook(ModelHook):
     """Sequence of hooks, called in order both before and after the forward."""
 
     def __init__(self, *hooks: ModelHook) -> None:
-        self.hooks = list(hooks)
+        self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:

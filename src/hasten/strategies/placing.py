@@ -13,6 +13,7 @@ from torch import nn
 from hasten.config.sections.loop import MasterWeights
 from hasten.errors import PrepareError
 from hasten.modules.forwarding import is_dispatched
+from hasten.modules.hooks import hook_of
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage
@@ -30,7 +31,7 @@ class PlaceOnDevice:
         there = set[str]()
         for tensor in chain(model.parameters(), model.buffers()):
             there.add(tensor.device.type)
-        if "meta" in there:
+        if "meta" in there and all(hook_of(part) is None for part in model.modules()):  # hooks bring offloaded weights
             refuse_meta(model)
         # the code that loaded the model has already spread it over devices
         if there == devices or not request.place or hasattr(model, "hf_device_map") or is_dispatched(model):

@@ -297,15 +297,15 @@ class Accelerator(SavingFace):
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The user's own module inside a prepared one."""
         if any(model is one for one in self._prepared.models):
-            return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+            model = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Every parameter and buffer of a model, whole. Ranks: every rank."""
-        if any(model is one for one in self._prepared.models):
-            return super().get_state_dict(model)
         if any(map(has_offloaded_params, model.modules())):
             return get_state_dict_offloaded_model(model)
+        if any(model is one for one in self._prepared.models):
+            return super().get_state_dict(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     @contextmanager

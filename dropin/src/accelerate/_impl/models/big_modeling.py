@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, show
-from accelerate._impl.models.modeling import fill_model
+from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show
+from accelerate._impl.models.modeling import fill_model, has_offloaded_params, load_checkpoint_in_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import dispatch
+from hasten.bigmodel import dispatch, hooked
 from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.align import AlignDevicesHook
-from hasten.bigmodel.device_map import owner_in
+from hasten.bigmodel.device_map import OFFLOAD, owner_in
+from hasten.bigmodel.placed import Immovable
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 
@@ -27,8 +29,8 @@ _log = logging.getLogger("accelerate.big_modeling")
 
 @like(dispatch.cpu_offload)
 def cpu_offload(model: nn.Module, execution_device: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
-    device = next(model.parameters()).device if execution_device is None else execution_device
-    return _shown(dispatch.cpu_offload(model, device, *args, **kwargs), device)
+    device = _fresh(model, execution_device)
+    return _shown(_way(device).cpu_offload(model, device, *args, **kwargs), device)
 
 
 @like(dispatch.cpu_offload_with_hook)
@@ -42,24 +44,61 @@ def cpu_offload_with_hook(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[
 def disk_offload(
     model: nn.Module, offload_dir: Any, execution_device: Any = None, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    device = next(model.parameters()).device if execution_device is None else execution_device
-    return _shown(dispatch.disk_offload(model, offload_dir, device, *args, **kwargs), device)
+    device = _fresh(model, execution_device)
+    return _shown(_way(device).disk_offload(model, offload_dir, device, *args, **kwargs), device)
+
+
+def _fresh(model: nn.Module, device: Any) -> Any:
+    """Take off an earlier offloading; return the device to compute on."""
+    if is_dispatched(model) or any(has_offloaded_params(part) for part in model.modules()):
+        remove_hook_from_submodules(model)
+    return next(model.parameters()).device if device is None else device
+
+
+def _way(device: Any) -> Any:
+    """How weights get to the device: streamed, and to the CPU by hooks."""
+    return hooked if dispatch.device_of(device).type == "cpu" else dispatch
 
 
 @like(dispatch.dispatch_model)
-def dispatch_model(
-    model: nn.Module, device_map: Mapping[str, Any], main_device: Any = None, *args: Any, **kwargs: Any
-) -> nn.Module:
+def dispatch_model(model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any) -> nn.Module:
     check_device_map(model, device_map)
-    homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
-    places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
-    _refuse_disk_without_folder(device_map, *args, **kwargs)
-    dispatch.dispatch_model(model, places, main_device, *args, **kwargs)
-    if is_dispatched(model):
+    _dispatch(signature(dispatch.dispatch_model).bind(model, device_map, *args, **kwargs).arguments, model, device_map)
+    if "_hf_hook" in model.__dict__:
         _tell_offloaded(device_map)
-        _show_places(model, device_map, dispatch.main_device_of(places) if main_device is None else main_device)
+        model.__dict__.update(to=_Move(model, "to"), cuda=_Move(model, "cuda"))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # an attribute that libraries look at
     return model
+
+
+def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
+    places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
+    main, index = given.get("main_device"), given.get("offload_index")
+    main = _fresh(model, dispatch.main_device_of(places) if main is None else main)
+    away = [name for name, place in device_map.items() if str(place) == "disk"]
+    if away and given.get("offload_dir") is None and index is None:
+        raise ValueError(
+            f"We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to be offloaded: {', '.join(away)}."
+        )
+    if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD}:
+        dispatch.dispatch_model(**{**given, "device_map": places})
+        if is_dispatched(model):
+            _show_places(model, device_map, main)
+    elif away or given.get("force_hooks"):
+        passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
+        mirror(hooked.dispatch_model(**{name: given[name] for name in passed}))
+
+
+class _Move(Immovable):
+    """`to` and `cuda` of a dispatched model: a warning, and an error for one that is partly elsewhere."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "_hf_hook" in self.model.__dict__:
+            _log.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+            if is_dispatched(self.model) or any(one.is_meta for one in self.model.parameters()):
+                raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
 def _shown(model: nn.Module, device: Any) -> nn.Module:
@@ -70,23 +109,8 @@ def _shown(model: nn.Module, device: Any) -> nn.Module:
     return model
 
 
-def _refuse_disk_without_folder(
-    device_map: Mapping[str, Any],
-    state: Any = None,
-    offload_dir: Any = None,
-    offload_index: Any = None,
-    *_: Any,
-    **__: Any,
-) -> None:
-    away = [name for name, place in device_map.items() if str(place) == "disk"]
-    if away and offload_dir is None and offload_index is None:
-        raise ValueError(
-            f"We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to be offloaded: {', '.join(away)}."
-        )
-
-
 def _tell_offloaded(device_map: Mapping[str, Any]) -> None:
-    away = [place for place in dict.fromkeys(map(str, device_map.values())) if place in ("cpu", "disk")]
+    away = [place for place in dict.fromkeys(map(str, device_map.values())) if place in OFFLOAD]
     if away:
         _log.warning(f"Some parameters are on the meta device because they were offloaded to the {' and '.join(away)}.")
 
@@ -96,7 +120,7 @@ def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any) -> 
     for name, place in device_map.items():
         part = dict(model.named_modules()).get(name)
         if part is not None and "_hf_hook" not in part.__dict__:
-            device = main if str(place) in ("cpu", "disk") else place
+            device = main if str(place) in OFFLOAD else place
             show(part, AlignDevicesHook(device, place_submodules=True))
 
 
@@ -119,12 +143,14 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """The model with the weights of a checkpoint, every part where the map says."""
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    loaded = fill_model(model, checkpoint, places, offload_folder, dtype, offload_buffers, None, strict)
-    if places is None:
-        return model
-    index = dict(loaded.offload_index) or None
-    options: tuple[Any, ...] = (index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
-    return dispatch_model(model, places, None, None, offload_folder, *options)
+    filling = (model, checkpoint, places, offload_folder, dtype)
+    if places is None or all(str(place) in OFFLOAD for place in places.values()):
+        load_checkpoint_in_model(*filling, offload_buffers=offload_buffers, strict=strict)
+        index: Any = None  # what goes to the disk was written to the folder
+    else:
+        index = dict(fill_model(*filling, offload_buffers, None, strict).offload_index) or None
+    options = (index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return model if places is None else dispatch_model(model, places, None, None, offload_folder, *options)
 
 
 def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: Any, offload_buffers: bool) -> Any:

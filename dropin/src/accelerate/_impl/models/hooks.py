@@ -22,22 +22,12 @@ from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 class StreamedHook(AlignDevicesHook):
     """What libraries see of a module whose weights hasten streams: at rest they are in place, on the host."""
 
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Nothing: the weights are where they rest."""
-        return module
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Nothing: whoever asks by hand finds the weights on the host."""
-        return args, kwargs
+    init_hook, pre_forward, detach_hook = ModelHook.init_hook, ModelHook.pre_forward, ModelHook.detach_hook
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let copies on the device be made anew: the weights may have been changed."""
         increment_version(list(module.parameters(recurse=False)))
         return output
-
-    def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Nothing: taking off the streaming is the whole model's matter."""
-        return module
 
 
 def mirror(model: nn.Module) -> None:

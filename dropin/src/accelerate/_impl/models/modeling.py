@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import reduce
 from os import PathLike
 from pathlib import Path
@@ -122,14 +122,15 @@ def load_checkpoint_in_model(
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Fill a model from a checkpoint, each weight where the map says; those for the disk are written to the folder."""
-    fill_model(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict)
+    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict)
     index: dict[str, Any] = {}
+    for name, weight in OffloadedWeightsLoader(index=fill_model(model, checkpoint, *options).offload_index).items():
+        offload_weight(weight, name, offload_folder or "", index)
     for name, tensor in [*model.named_parameters(), *(model.named_buffers() if offload_buffers else ())]:
         if not tensor.is_meta and str((device_map or {}).get(maps.owner_in(device_map or {}, name) or "")) == "disk":
             offload_weight(tensor.detach(), name, offload_folder or "", index)
             tensors.set_module_tensor_to_device(model, name, "meta")
-    if index:
-        save_offload_index(index, offload_folder or "")
+    save_offload_index(index, offload_folder or "")
 
 
 def fill_model(
@@ -158,9 +159,20 @@ def fill_model(
             _check_format(file)
         loaded = load.load_checkpoint_in_model(model, located, *options)
     except CheckpointError as error:
+        with suppress(CheckpointError):
+            _refuse_shapes(model, map(load_state_dict, weight_files(located)), device_map is None)
         raise (RuntimeError if device_map is None else ValueError)(str(error)) from error
     _tell_unexpected(model, loaded, checkpoint, strict)
     return loaded
+
+
+def _refuse_shapes(model: nn.Module, states: Iterable[dict[str, Tensor]], whole: bool) -> None:
+    """Raise torch's error, or for single weights the first one's, if shapes in the files are not the model's."""
+    for state in states:
+        if whole:
+            model.load_state_dict(state, strict=False)
+        for name in state.keys() & model.state_dict().keys():
+            _checked(model, name, "meta", state[name])
 
 
 def _located(checkpoint: Path) -> Path:
