@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.loaders.share import prepare_data_loader
-from accelerate._impl.models.other import inside
+from accelerate._impl.models.other import show_original_forward
 from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
@@ -21,9 +21,7 @@ from hasten import prepare_args as bundle
 from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
-from hasten.modules.forwarding import find
 from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
-from hasten.precision.autocast import AutocastForward
 from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.
@@ -69,10 +67,7 @@ class EstablishedPreparer(Preparer):
             result[index] = value
         for index in (*known, *alone):
             setattr(result[index], PREPARED, True)
-            inner = inside(getattr(result[index], "_orig_mod", result[index]))
-            wrapped = find(inner, AutocastForward.tag) if isinstance(inner, torch.nn.Module) else None
-            if wrapped is not None:
-                inner.__dict__["_original_forward"] = wrapped.inner
+            show_original_forward(result[index])
         return tuple(result)
 
     def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:

@@ -90,7 +90,7 @@ def extract_model_from_parallel(
 ) -> Any:
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
     outer = model
-    inner = inside(model._orig_mod if is_compiled_module(model) else model)
+    inner = _inside(model._orig_mod if is_compiled_module(model) else model)
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
@@ -101,14 +101,20 @@ def extract_model_from_parallel(
     return inner
 
 
+def show_original_forward(model: Any) -> None:
+    """Set the attribute under which libraries find the forward that a model had before its autocast."""
+    inner = _inside(getattr(model, "_orig_mod", model))
+    if isinstance(inner, nn.Module) and (now := forwarding.find(inner, AutocastForward.tag)) is not None:
+        inner.__dict__["_original_forward"] = now.inner
+
+
 def _restore_forward(model: Any) -> None:
     forwarding.restore(model, AutocastForward.tag)
     if (before := model.__dict__.pop("_original_forward", None)) is not None:
         model.forward = before
 
 
-def inside(model: Any) -> Any:
-    """The module inside of torch's own wrappers."""
+def _inside(model: Any) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     return model
