@@ -191,7 +191,7 @@ def test_folders_of_plain_files_are_read_and_written(tmp_path: Path) -> None:
     assert len(loader) == 4
     assert all(torch.equal(loader[name], value) for name, value in tensors.items())
     assert json.loads((tmp_path / "index.json").read_text())["h"] == {"dtype": "bfloat16", "shape": [2]}
-    with pytest.raises(ValueError, match="none of state_dict, save_folder and index was given"):
+    with pytest.raises(ValueError, match="Need either a `state_dict`, a `save_folder` or an `index`"):
         OffloadedWeightsLoader()
 
 
