@@ -1,7 +1,4 @@
-"""The one ambient context of a process: what PartialState, AcceleratorState and GradientState are views of.
-
-Nothing below this distribution has such a thing; it exists because existing scripts ask for process-wide state.
-"""
+"""The one ambient context of a process, of which the states are views: existing scripts ask for process-wide state."""
 
 from __future__ import annotations
 

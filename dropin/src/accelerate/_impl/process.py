@@ -16,11 +16,7 @@ class EstablishedProcess(Process):
 
     @contextmanager
     def _first(self, first: bool, label: str) -> Iterator[None]:
-        """A block that some ranks run before the others; blocks may be nested. Ranks: every rank.
-
-        Each rank meets the others once per block, so that the first rank's inner block meets the others' outer one. An
-        error of the first rank is raised on all.
-        """
+        """A block that some ranks run first; their errors are raised on all, and blocks may be nested. Ranks: every rank."""
         # quirk: NESTED_FIRST
         if not first:
             self._together(None, "process_first")

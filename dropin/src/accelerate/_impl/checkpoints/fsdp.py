@@ -1,7 +1,4 @@
-"""Sharded models: saving and loading them by hand, names, and helpers other libraries call.
-
-Whole: `pytorch_model_fsdp.bin` and `optimizer.bin`. Shards: the folders `pytorch_model_fsdp_0` and `optimizer_0`.
-"""
+"""Sharded models saved and loaded by hand: whole as torch's files, or as shards in hasten's safetensors, read in torch's too."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
-    """Let the optimizer update other parameters; `mapping` finds each by the address of the one it has now.
-
-    Raises: KeyError for a parameter without another, and then nothing is changed.
-    """
+    """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
     known = [[mapping.get(_address(one)) for one in group["params"]] for group in optimizer.param_groups]
     if any(one is None for group in known for one in group):
         raise KeyError(
@@ -143,10 +137,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> _IncompatibleKeys:
-    """Fill a sharded model from what `save_fsdp_model` wrote; in torch's form, that nothing was amiss. Ranks: every rank.
-
-    Raises: CheckpointError naming what is missing or unexpected.
-    """
+    """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank. Raises: CheckpointError naming what differs."""
     module, files = accelerator.unwrap_model(model), _files("model", input_dir, model_index)
     object_files.load_model(module, files, accelerator.ctx.world, _adapter_names(module, adapter_only))
     return _IncompatibleKeys([], [])
@@ -177,19 +168,13 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Fill a sharded optimizer from what `save_fsdp_optimizer` wrote. Ranks: every rank.
-
-    Raises: CheckpointError when groups, names or shapes differ.
-    """
+    """Fill a sharded optimizer from what `save_fsdp_optimizer` wrote. Ranks: every rank. Raises: CheckpointError if they differ."""
     files = _files("optimizer", input_dir, optimizer_index)
     object_files.load_optimizer(optimizer, accelerator.unwrap_model(model), files, accelerator.ctx.world)
 
 
 def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
-    """Fill sharded models and optimizers from a folder of the original package, sharded or whole. Ranks: every rank.
-
-    `wanted` are the models that no hook has loaded already.
-    """
+    """Fill sharded models, the `wanted` ones, and optimizers from a folder of the original package. Ranks: every rank."""
     plugin, done = accelerator.state.fsdp_plugin, components(accelerator).prepared
     for index, model in enumerate(done.models):
         if not any(accelerator.unwrap_model(model) is one for one in wanted):

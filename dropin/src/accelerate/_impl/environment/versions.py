@@ -28,10 +28,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that belongs to the torch here, or with `upgrade` the latest of both; in Google Colab only.
-
-    Raises: RuntimeError elsewhere, where the environment is not ours to change.
-    """
+    """Install the torch_xla of this torch, or with `upgrade` the latest of both. Raises: RuntimeError outside of Google Colab."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if "google.colab" not in str(shell):
         raise RuntimeError("`install_xla` utility works only on google colab.")

@@ -101,10 +101,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 
 class SnapshotSource(TorchSource):
-    """Source whose state after each batch is torchdata's, as it is before the next batch is read ahead.
-
-    It is a list of one state: the last batch's becomes the state after the stream has ended.
-    """
+    """Source with torchdata's state after each batch, in a list: the last batch's becomes the state after the stream's end."""
 
     def open(self, at: Position) -> Iterator[Item]:
         """Yield the batches from `at` on; those behind a position of hasten's have none."""

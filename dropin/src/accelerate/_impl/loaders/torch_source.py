@@ -21,12 +21,10 @@ from hasten.runtime.devices import kind_of
 
 
 class TorchSource:
-    """Source of batches that torch, or torchdata, reads through the prepared loader, with any sampler and workers.
+    """Source of batches that torch or torchdata reads through the prepared loader, whose sampler has the process's share.
 
-    Nothing is planned: the sampler has this process's share already, and torch draws order and worker seeds as
-    in a plain loop. A position counts this process's batches, with the state of `generator`, which the order is drawn
-    from; `set_epoch` is called on the `followers`. A process that does not read (`reads=False`, because another reads
-    for it) draws the same random numbers as reading would before the order.
+    A position counts this process's batches, with the state of `generator`, which the order is drawn from. A process
+    that does not read (`reads=False`) draws the same random numbers as reading would before the order.
     """
 
     unit: Unit = "batches"
@@ -99,11 +97,7 @@ class TorchSource:
 
 
 class OneAhead:
-    """Move that puts batches on the device and marks the last, reading one batch ahead and copying it if large.
-
-    No batch is read earlier: datasets that draw from the process's random generators draw as in any loop that looks
-    one batch ahead. With `device=None` batches are not moved.
-    """
+    """Move of batches to the device, if there is one, that marks the last: one batch is read ahead, and copied if it is large."""
 
     def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
         self._device = device

@@ -24,10 +24,7 @@ from hasten.checkpoint.export import parse_size
 def build_pipeline(
     model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int | None
 ) -> ScheduleGPipe:
-    """A schedule of torch's over the stages of a traced model, one on each process; stages begin at the split points.
-
-    `args` and `kwargs` are example inputs of one micro-batch. Ranks: every rank.
-    """
+    """A schedule of torch's over the stages of a model traced with example inputs, one stage on each process."""
     here = ambient.start()
     starts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     traced = pipeline(model, mb_args=tuple(args or ()), mb_kwargs=dict(kwargs or {}), split_spec=starts)
@@ -36,10 +33,7 @@ def build_pipeline(
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
-    """Run a batch through the stages by a schedule's `step`: the first process gives the inputs, the last has the output.
-
-    The output is None elsewhere unless `gather_output`. The batch must divide into `num_chunks`. Ranks: every rank.
-    """
+    """Run a batch through the stages: the first process gives the inputs, the last has the output, or all if it is gathered."""
     process = ambient.process()
     if process.num_processes == 1:
         return forward(*args, **kwargs)
@@ -68,11 +62,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """The model with its blocks divided over all processes, for inference in micro-batches.
-
-    The output is on the last process, and None elsewhere unless `gather_output`. Example inputs, if given, are run once, so
-    that a model that cannot be cut says so here. The model is moved to this process's device.
-    """
+    """The model with its blocks on all processes, for inference in micro-batches; the last has the output, or all if gathered."""
     context, points = ambient.start(), None if split_points in (None, "auto") else split_points
     cuts: dict[str, Any] = {"split_points": [points] if isinstance(points, str) else points}
     options: dict[str, Any] = {"num_microbatches": num_chunks, "gather_output": bool(gather_output)}

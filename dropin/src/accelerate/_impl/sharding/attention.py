@@ -36,10 +36,7 @@ class SpannedAttention:
         self._ranks, self._lengths, self._reading_parts = comm.size, lengths, reading_parts
 
     def attach(self, model: nn.Module, wanted: str | None) -> None:
-        """Make the model attend to whole sequences.
-
-        Raises: PrepareError for a model that does not use transformers' attention functions, or uses another one than sdpa.
-        """
+        """Make the model attend to whole sequences. Raises: PrepareError unless it uses transformers' attention functions."""
         inner: Any = model
         if not getattr(inner, "_supports_attention_backend", False):
             raise PrepareError(

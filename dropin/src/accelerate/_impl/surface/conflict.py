@@ -6,10 +6,7 @@ from importlib import metadata
 
 
 def refuse_other_package() -> None:
-    """Raise when another distribution named `accelerate` is installed in the same environment.
-
-    Two of them share one folder, so modules of both would be mixed.
-    """
+    """Raise when another distribution named `accelerate` shares this one's folder: modules of both would be mixed."""
     for one in metadata.distributions(name="accelerate"):
         if not one.version.endswith("+hasten"):
             raise ImportError(

@@ -93,10 +93,7 @@ class Rooms(SourceFileLoader):
 
 
 def _settle(room: ModuleType, face: str) -> None:
-    """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there.
-
-    Classes with annotations stand in rooms that do not delay them: in the face their names would not be found.
-    """
+    """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there."""
     for name, one in vars(room).items():
         if name.startswith("_") or not isinstance(one, type | FunctionType) or one.__module__ != room.__name__:
             continue

@@ -10,10 +10,7 @@ from typing import Any
 
 
 def lazy(face: str, homes: Mapping[str, str], whole: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a face; `homes` are its names by module, and under the empty one its modules.
-
-    `whole` names modules of the face of which it shows everything; they are loaded in this order while a name is looked for.
-    """
+    """`__getattr__` and `__dir__` of a face: names by module, modules under the empty name, `whole` modules searched in order."""
     modules = frozenset(f"{homes.get('', '')} {whole}".split())
     table = {name: module for module, names in homes.items() if module for name in names.split()}
     unread = [f"{face}.{name}" for name in whole.split()]
