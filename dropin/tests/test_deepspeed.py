@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from math import inf
 from pathlib import Path
@@ -159,3 +160,28 @@ def test_trainer_has_the_same_losses_with_an_engine_and_after_a_resume(
         assert len(logs["whole"]) == len(found["without"]["whole"])
     for name in ("own", "partitioned"):
         assert parity.differences(found["without"]["whole"], found[name]["whole"], tolerance=1e-5) == [], name
+
+
+def test_a_configuration_is_completed_and_checked_as_the_original_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}
+    text = base64.urlsafe_b64encode(json.dumps({**config, "padding": "x" * 5000}).encode()).decode()
+    assert (
+        DeepSpeedPlugin(hf_ds_config=text, gradient_accumulation_steps=8).deepspeed_config.items()
+        >= {
+            "gradient_accumulation_steps": 8,  # as given where the configuration leaves it to the run
+            "steps_per_print": inf,
+        }.items()
+    )
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "2")
+    with pytest.warns(UserWarning, match="only applicable for ZeRO Stage 3"):
+        plugin = DeepSpeedPlugin(zero3_init_flag=True)
+    assert (plugin.zero3_init_flag, repr(plugin.gradient_clipping)) == (False, "2.0")
+    plugin.set_mixed_precision("fp16")
+    assert plugin.deepspeed_config["fp16"] == {"enabled": True, "auto_cast": True}
+    assert plugin.deepspeed_config["bf16"] == {"enabled": False}
+    with pytest.raises(ValueError, match="cannot be set to `bf16` when `fp16` is set"):
+        plugin.set_mixed_precision("bf16")
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,main_process_ip")
+    with pytest.raises(ValueError, match="the following accelerate config variables will be ignored"):
+        DeepSpeedPlugin(hf_ds_config=config)

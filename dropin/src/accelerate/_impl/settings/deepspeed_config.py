@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
+import os
 from typing import Any
 
 from hasten.strategies.engines.deepspeed.config import read_config
@@ -73,7 +73,7 @@ class HfDeepSpeedConfig:
 
 
 def _read(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict) or Path(given).exists():
+    if isinstance(given, dict) or os.path.exists(given):  # noqa: PTH110 - pathlib raises for long text
         return read_config(given)
     try:
         found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))

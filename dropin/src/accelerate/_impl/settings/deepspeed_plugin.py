@@ -1,5 +1,6 @@
 """DeepSpeedPlugin: the established options of DeepSpeed, as hasten's settings."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,10 +23,12 @@ from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
-_MISMATCH = "Please correct the following DeepSpeed config values that mismatch kwargs values:"
+_MISMATCH = "Please correct the following DeepSpeed config values that mismatch kwargs  values:"
 _REMEDY = "The easiest method is to set these DeepSpeed config values to 'auto'."
 _NOT_GIVEN = "`{0}` not found in kwargs. Please specify `{0}` without `auto` (set to correct value) in the DeepSpeed config file or pass it in kwargs."
 _ZERO = "zero_optimization"
+_IGNORED = "When using `deepspeed_config_file`, the following accelerate config variables will be ignored: {}.\nPlease specify them appropriately in the DeepSpeed config file.\nIf you are using an accelerate config file, remove others config variables mentioned in the above specified list.\nThe easiest method is to create a new config following the questionnaire via `accelerate config`.\nIt will only ask for the necessary config variables when using `deepspeed_config_file`."
+_ONLY_3 = "DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False."
 _NO_MSAMP = "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in its place. Leave it out, or use mixed_precision='bf16'."
 _OPTIONS: dict[str, tuple[str, Any]] = {
     # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
@@ -69,41 +72,51 @@ class DeepSpeedPlugin:
         self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
         self._take_config(variables)
         self._settle_building(variables)
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = variables.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
 
     def _settle_building(self, variables: Any) -> None:
         """Decide whether models are built partitioned, and prepare DeepSpeed for it."""
         if self.zero3_init_flag is None:
             said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
             self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
+            warnings.warn(_ONLY_3, stacklevel=4)
+            self.zero3_init_flag = False
         self._join(AMBIENT.context)
 
     def _take_config(self, variables: Any) -> None:
         """Make the configuration of the options, or the options of a configuration that is given."""
         if self.hf_ds_config is None:
-            self.hf_ds_config = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
+            said = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+            self.hf_ds_config = said if said not in ("", "none") else None
+        self._settle()
         if self.hf_ds_config is None:
-            self._settle()
             self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
         else:
-            self._take_options()
+            self._take_options(variables.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
 
-    def _take_options(self) -> None:
+    def _take_options(self, asked: list[str]) -> None:
+        """Read options in the configuration; those it leaves to the run are as given."""
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         if _ZERO not in self.hf_ds_config.config:
             raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
-        for name, (key, default) in _OPTIONS.items():
-            setattr(self, name, self.hf_ds_config.get_value(key, default))
+        names = [*_OPTIONS, "mixed_precision"]
+        if any(name in asked for name in names):
+            names[5], names[6] = names[6], names[5]  # as the original names them
+            raise ValueError(_IGNORED.format(names))
+        for name, (key, _) in _OPTIONS.items():
+            self.fill_match(key, must_match=False, **{key: getattr(self, name)})
+            setattr(self, name, self.hf_ds_config.get_value(key, getattr(self, name)))
+        self.hf_ds_config.set_stage_and_offload()
 
     def _settle(self) -> None:
         """Fill options that were not given, from variables or with defaults."""
         for name, (_, default) in _OPTIONS.items():
             prefix = "ACCELERATE_" if name.startswith("gradient") else "ACCELERATE_DEEPSPEED_"
-            fill(self, prefix, **{name: (partial(_typed, default=default), default)})
+            read = (lambda said: said if said == AUTO else float(said)) if name == "gradient_clipping" else None
+            fill(self, prefix, **{name: (read or partial(_typed, default=default), default)})
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
 
@@ -120,7 +133,7 @@ class DeepSpeedPlugin:
     # -- what a run takes from it ---------------------------------------------------------------------------------
     def to_hasten(self) -> hasten.DeepSpeedPlugin:
         """hasten's settings, as the configuration is now."""
-        names = self.transformer_moe_cls_names
+        names = self.transformer_moe_cls_names or environment().get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
         return hasten.DeepSpeedPlugin(
             hf_ds_config=self._for_the_engine(),
             is_train_batch_min=self.is_train_batch_min,
@@ -189,9 +202,16 @@ class DeepSpeedPlugin:
             raise ValueError("\n".join([_MISMATCH, *found, _REMEDY]))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Let the configuration say the run's precision where it says none."""
-        if mixed_precision in ("fp16", "bf16"):
-            self.deepspeed_config.setdefault(mixed_precision, {"enabled": True})
+        """Let the configuration say the run's precision. Raises: ValueError where it says another."""
+        config, chosen = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
+        for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
+            if chosen == name and self.get_value(f"{other}.enabled") is True:
+                raise ValueError(
+                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the DeepSpeed config file."
+                )
+            wide = {"enabled": chosen == name, **({"auto_cast": True} if chosen == name == "fp16" else {})}
+            if config.setdefault(name, wide).get("enabled") == AUTO:
+                config[name]["enabled"] = chosen == name
 
     def set_deepspeed_weakref(self) -> None:
         """Let transformers build models partitioned while this plugin lives, where `zero3_init_flag` says so."""
@@ -235,7 +255,7 @@ class DeepSpeedPlugin:
         """Make this plugin the one in use. Raises: ValueError when called by hand."""
         if not _from_accelerator_state:
             raise ValueError(
-                "A `DeepSpeedPlugin` object must be enabled manually by calling `AcceleratorState().select_deepspeed_plugin(name)`."
+                "A `DeepSpeedPlugin` object must be enabled manually by calling `AcceleratorState().enable_deepspeed_plugin(plugin_key)`."
             )
         self._selected = True
 
@@ -253,7 +273,5 @@ def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
 
 def _typed(said: str, default: Any) -> Any:
     if isinstance(default, bool):
-        return bool(str_to_bool(said))
-    if said.replace(".", "", 1).isdigit():
-        return float(said) if "." in said else int(said)
-    return said
+        return said.lower() == "true"
+    return int(said) if said.isdigit() else said
