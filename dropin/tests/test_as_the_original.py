@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import pickle
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,12 @@ from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
     compile_regions,
     convert_dict_to_env_variables,
     convert_outputs_to_fp32,
@@ -384,3 +388,24 @@ def test_blocks_of_a_map_have_hooks_down_to_their_layers() -> None:
     assert sorted(hooks) == ["", "0", "0.0", "1"] and hooks[""].io_same_device and hooks["0"].place_submodules
     assert sorted(hooks["1"].original_devices)[:2] == ["bias", "num_batches_tracked"]
     assert hooks["0.0"].param_original_devices == {} and hooks["0.0"].tied_params_names == set()
+
+
+def test_hooks_of_gradients_are_registered_by_hand() -> None:
+    module = Mock()
+    DistributedDataParallelKwargs().register_comm_hook(module)
+    module.register_comm_hook.assert_not_called()
+    kinds = DDPCommunicationHookType
+    DistributedDataParallelKwargs(comm_hook=kinds.POWER_SGD, comm_wrapper=kinds.FP16).register_comm_hook(module)
+    state, hook = module.register_comm_hook.call_args.args
+    assert (type(state).__name__, hook.__name__) == ("PowerSGDState", "fp16_compress_wrapper_hook")
+
+
+def test_an_accelerator_shows_its_flag_and_refuses_strangers() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.set_trigger()
+    assert accelerator.flag_tensor.item() == 1 and accelerator.check_trigger() and accelerator.flag_tensor.item() == 0
+    assert type(accelerator.get_state_dict(accelerator.prepare(nn.Linear(1, 1)))) is OrderedDict
+    with pytest.raises(TypeError, match="`megatron_lm_plugin` must be"):
+        Accelerator(cpu=True, megatron_lm_plugin=object())
+    with pytest.warns(FutureWarning, match="Please use the `ParallelismConfig`"):
+        Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ HANDLERS: dict[type, str] = {
     kinds.MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
 UNSET: Any = object()
+_USE_SIZES = "`TorchTensorParallelPlugin` is deprecated and will be removed in a future version of Accelerate. Please use the `ParallelismConfig` with `tp_size` instead."
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
     """The arguments of Accelerator(), checked. Raises: ValueError as callers match it."""
     found = Arguments()
     settings = found.settings
+    if given["torch_tp_plugin"] is not None:
+        warnings.warn(_USE_SIZES, FutureWarning, stacklevel=3)
     _precision(settings, given["mixed_precision"], given["cpu"])
     _handlers(found, given["kwargs_handlers"])
     _project(found, given["project_dir"], given["project_config"])
@@ -59,8 +63,10 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
         found.data.split_batches = bool(given["split_batches"])
     explicit = given["gradient_accumulation_plugin"] is not None
     _engine(found, given["deepspeed_plugin"], given["deepspeed_plugins"], explicit)
-    if given["megatron_lm_plugin"] is not None:
-        settings["strategy"], settings["megatron_lm_plugin"] = "megatron", given["megatron_lm_plugin"].to_hasten()
+    if (megatron := given["megatron_lm_plugin"]) is not None:
+        if not hasattr(megatron, "to_hasten"):
+            raise TypeError("`megatron_lm_plugin` must be a MegatronLMPlugin object.")
+        settings["strategy"], settings["megatron_lm_plugin"] = "megatron", megatron.to_hasten()
     _sharding(found, given["fsdp_plugin"])
     _compiling(found, given["dynamo_plugin"], given["dynamo_backend"])
     if given["parallelism_config"] is not None:

@@ -329,6 +329,13 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
             f"comm_hook='batched_power_sgd' fails with an assertion in torch {torch.__version__}, because of a matrix of the wrong "
             "rank; use comm_hook='power_sgd'."
         )
+    model.register_comm_hook(*comm_hook(config, group))
+
+
+def comm_hook(
+    config: DistributedDataParallelKwargs, group: dist.ProcessGroup | None
+) -> tuple[object, Callable[..., Any]]:
+    """Return the state and the function of the communication hook that the settings name."""
     state: object = group
     hooks: dict[str, Callable[..., Any]] = {
         "fp16": default_hooks.fp16_compress_hook,
@@ -345,7 +352,7 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
     }
     if config.comm_wrapper != "no":
         hook = wrappers[config.comm_wrapper](hook)
-    model.register_comm_hook(state, hook)
+    return state, hook
 
 
 def _batched_power_sgd_works() -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -99,7 +100,7 @@ class Accelerator(SavingFace):
         self.rng_types = [str(kind) for kind in (types if types is not None else ["generator"])]
         for name in HANDLERS.values():
             setattr(self, name, sorted_.handlers.get(name))
-        self.flag_tensor, self.delayed_fp8_autocast = None, False
+        self.delayed_fp8_autocast = False
         self._trackers: list[Any] = []  # Any: users' own classes among them
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             self._numbers = None  # quirk: NAN_IS_SILENT
@@ -245,6 +246,8 @@ class Accelerator(SavingFace):
         """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
         return reduce(tensor, reduction, scale)
 
+    flag_tensor = shown(lambda self: torch.tensor(int(self.process._trigger._raised)), "The flag of set_trigger().")
+
     def pad_across_processes(  # type: ignore[override]  # no axes here
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
@@ -305,7 +308,7 @@ class Accelerator(SavingFace):
         if any(map(has_offloaded_params, model.modules())):
             return get_state_dict_offloaded_model(model)
         if any(model is one for one in self._prepared.models):
-            return super().get_state_dict(model)
+            return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
     @contextmanager

@@ -14,6 +14,7 @@ import hasten
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate._impl.settings.filled import fill, yes
 from accelerate._impl.surface import left_out
+from hasten.strategies.ddp.strategy import comm_hook
 
 # Any in this file: the values of settings, and foreign configuration objects.
 
@@ -69,6 +70,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     ) -> dict[str, Any]:
         """The fields DistributedDataParallel itself takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the hook on a module of torch's; prepare() does so itself."""
+        if DDPCommunicationHookType(self.comm_hook) != DDPCommunicationHookType.NO:
+            model.register_comm_hook(*comm_hook(self.to_hasten(), None))
 
     def _values(self) -> dict[str, Any]:
         return self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
