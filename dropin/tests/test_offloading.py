@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import accelerate.utils.modeling
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from accelerate.utils import OffloadedWeightsLoader, find_executable_batch_size
-from accelerate.utils.operations import ConvertOutputsToFp32
+from accelerate.utils.operations import ConvertOutputsToFp32, DistributedOperationException, gather
 
 MAP = {"first": "cpu", "norm": "disk", "last": "disk"}
 X = torch.linspace(-1, 1, 6).view(2, 3)
@@ -107,6 +108,15 @@ def test_weights_of_other_shapes_are_told_in_torchs_words(tmp_path: Path) -> Non
         accelerate.utils.modeling.load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "w.bin")
     with pytest.raises(ValueError, match="Trying to set a tensor of shape"):
         accelerate.utils.modeling.load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "w.bin", {"": "cpu"})
+
+
+def test_debug_mode_compares_the_shapes_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
+    told = "Operation: `accelerate.utils.operations.gather`\nInput shapes:\n  - Process 0: [2, 3]\n  - Process 1: [1]"
+    shapes = patch("accelerate.utils.operations.gather_object", return_value=[[2, 3], [1]])
+    with shapes, pytest.raises(DistributedOperationException, match=re.escape(told)):
+        gather(X)
+    assert gather(X) is X
 
 
 @pytest.mark.usefixtures("fresh_states")

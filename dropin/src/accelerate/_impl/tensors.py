@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerate._impl import ambient
+from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.settings.general import TensorInformation
 from hasten import trees
 from hasten.comm import ops
@@ -207,6 +208,30 @@ def _world() -> Any:
     return ambient.start().world
 
 
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, which in debug mode compares the processes' shapes first."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+            _compare(function.__name__, gather_object([get_shape(args[0] if args else kwargs["tensor"])]))
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _compare(name: str, shapes: list[Any]) -> None:
+    if any(shape != shapes[0] for shape in shapes):
+        listed = "\n  - ".join(f"Process {number}: {shape}" for number, shape in enumerate(shapes))
+        raise DistributedOperationException(
+            f"Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n\nOperation: `accelerate.utils.operations.{name}`\nInput shapes:\n  - {listed}"
+        )
+
+
+chained_operation = verify_operation
+
+
+@verify_operation
 def gather(tensor: Any) -> Any:
     """Every process's tensors, joined along the first dimension. Ranks: every rank."""
     world = _world()
@@ -225,6 +250,7 @@ def gather_object(object: Any) -> Any:
     return [item for part in parts for item in part]
 
 
+@verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """The tensors of one process. Ranks: every rank."""
     world = _world()
@@ -237,6 +263,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     return object_list if world.size == 1 else ops.broadcast_object_list(object_list, world, from_process)
 
 
+@verify_operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
     _checked("_reduce_across_processes", tensor)
@@ -270,14 +297,6 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     source = world.all_gather_object(tensor is not None).index(True)
     sent: Tensor = world.broadcast_object(None if tensor is None else tensor.cpu(), source)
     return sent.to(ambient.device())
-
-
-def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective as it is: hasten's verify shapes and name what failed by themselves."""
-    return function
-
-
-chained_operation = verify_operation
 
 
 @contextmanager
