@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from torch import Tensor
 
@@ -24,9 +25,6 @@ ALIGN_BYTES: Final = 4096
 _TRIALS = 16  # blocks read in each way before one is chosen
 _GAIN = 1.3  # direct reads must be this much faster, because plain ones leave the file in the cache for the next load
 _DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
-_mincore: Final = getattr(
-    ctypes.PyDLL(None), "mincore", None
-)  # it returns at once, so other threads need not run meanwhile
 
 
 @dataclass(slots=True)
@@ -90,14 +88,21 @@ class ColdReads:
             self.chosen = "plain"
 
 
+@cache  # looking the function up takes longer than calling it
+def _mincore() -> Any:  # Any: a function of the C library, or None
+    """Return the system call that tells which pages are in memory; it returns at once, so other threads need not run meanwhile."""
+    return getattr(ctypes.PyDLL(None), "mincore", None)
+
+
 def is_cached(file: MappedFile, start: int, stop: int) -> bool:
     """Return whether the page cache holds most of a range, by its first, middle and last page; True where the system does not tell."""
-    if _mincore is None:
+    ask = _mincore()
+    if ask is None:
         return True
     held, page = 0, ctypes.c_ubyte()
     for at in (start, (start + stop) // 2, stop - 1):
         address = file.data.data_ptr() + at // mmap.PAGESIZE * mmap.PAGESIZE
-        failed: int = _mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(page))
+        failed: int = ask(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(page))
         held += bool(failed or page.value & 1)
     return held >= 2
 
