@@ -38,7 +38,6 @@ class Run:
     options: Options = field(default_factory=dict)  # this tracker's entry of `init_kwargs`
     rank: int = 0
     resume: Resume | None = None
-    named: bool = True  # False leaves the run's id, name and folder to the tracker's package
 
     @property
     def shown_config(self) -> dict[str, Any]:

@@ -35,15 +35,13 @@ class CometTracker(Tracker):
         given = {**self._options, **run.options}
         known = set(inspect.signature(comet.start).parameters)
         extra = {name: given.pop(name) for name in list(given) if name not in known}
-        if "experiment_config" not in given and (run.named or extra):
+        if "experiment_config" not in given:
             chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")  # the user's choice takes precedence
             folder = Path(chosen) if chosen else run.directory / run.project / "comet"
-            place = {"offline_directory": str(folder)} if run.named else {}
-            if run.named:
-                folder.mkdir(parents=True, exist_ok=True)
-            given["experiment_config"] = comet.ExperimentConfig(**{**place, **extra})
+            folder.mkdir(parents=True, exist_ok=True)
+            given["experiment_config"] = comet.ExperimentConfig(**{"offline_directory": str(folder), **extra})
         key = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()
-        named = {"experiment_key": key, "mode": "get_or_create"} if run.named else {}
+        named = {"experiment_key": key, "mode": "get_or_create"}
         self._experiment = comet.start(**{"project": run.project, **named, **given})
         if run.config and not run.resume:
             self._experiment.log_parameters(dict(flatten(run.shown_config)))

@@ -13,7 +13,7 @@ _BATCH = 100  # largest number of parameters in one call of MLflow
 
 
 class MlflowTracker(Tracker):
-    """Tracker that logs to a run of the experiment named like the project, with an explicit client; it is MLflow's active run only if the package names it."""
+    """Tracker that logs to a run of the experiment named like the project, with an explicit client; it is not MLflow's active run."""
 
     name = "mlflow"
 
@@ -25,14 +25,13 @@ class MlflowTracker(Tracker):
         self._mlflow: Any = None  # Any: mlflow is an optional package
         self.client: Any = None
         self.run_id = ""
-        self._active: Any = None  # the run if it is MLflow's active one
         self._artifacts: str | None = None  # artifact folder of a new experiment; None = the store decides
         self.tracking_uri = ""
 
     @property
     def native(self) -> Any:
-        """The MLflow run: the active one, or fetched again on each access."""
-        return self._active or self.client.get_run(self.run_id)
+        """The MLflow run, fetched again on each access."""
+        return self.client.get_run(self.run_id)
 
     def start(self, run: Run) -> str:
         """Create the run, or set that of the checkpoint running again."""
@@ -44,17 +43,13 @@ class MlflowTracker(Tracker):
         if run.resume:
             self.run_id = run.resume.run_id
             self.client.update_run(self.run_id, status="RUNNING")
-        elif run.named:
-            self._create(run, options)
         else:
-            experiment = self._experiment(run.project, options.get("tags"))
-            self._active = self._mlflow.start_run(experiment_id=experiment, **options)
-            self.run_id = self._active.info.run_id
+            self._create(run, options)
         return self.run_id
 
     def _default_uri(self, run: Run) -> str:
         """Return MLflow's setting if there is one, else a local database, else (without a database package) local files."""
-        if self._mlflow.is_tracking_uri_set() or not run.named:
+        if self._mlflow.is_tracking_uri_set():
             return str(self._mlflow.get_tracking_uri())
         run.directory.mkdir(parents=True, exist_ok=True)
         folder = run.directory.absolute()
@@ -69,10 +64,10 @@ class MlflowTracker(Tracker):
         self.run_id = created.info.run_id
         self.log_params(dict(flatten(run.shown_config)))
 
-    def _experiment(self, name: str, tags: dict[str, Any] | None = None) -> str:
+    def _experiment(self, name: str) -> str:
         """Return the id of the experiment of this name, which is created if there is none."""
         found = self.client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self.client.create_experiment(name, self._artifacts, tags))
+        return str(found.experiment_id if found else self.client.create_experiment(name, self._artifacts))
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Record settings, in batches that MLflow accepts."""
@@ -100,9 +95,5 @@ class MlflowTracker(Tracker):
         self.client.log_dict(self.run_id, content, f"{entry.name}/{entry.step:08d}.json")
 
     def finish(self, failed: bool) -> None:
-        """Set the final status; a run that was made the active one is no longer active."""
-        status = "FAILED" if failed else "FINISHED"
-        if self._active is None:
-            self.client.set_terminated(self.run_id, status=status)
-        else:
-            self._mlflow.end_run(status)
+        """Set the final status."""
+        self.client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")

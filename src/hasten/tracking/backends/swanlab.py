@@ -34,14 +34,13 @@ class SwanlabTracker(Tracker):
         folder = Path(
             environment.snapshot().get("SWANLAB_LOG_DIR") or run.directory / "swanlab"
         )  # the user's choice takes precedence
-        if run.named:
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         found = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
         named = {"name": run.label, "id": found, "resume": "allow", "log_dir": str(folder)}
         options = {
             "project": run.project,
             "config": run.shown_config,
-            **(named if run.named else {}),
+            **named,
             **self._options,
             **run.options,
         }

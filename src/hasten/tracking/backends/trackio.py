@@ -33,7 +33,7 @@ class TrackioTracker(Tracker):
         options = {
             "project": run.project,
             "config": run.shown_config,
-            **(named if run.named else {}),
+            **named,
             **self._options,
             **run.options,
         }

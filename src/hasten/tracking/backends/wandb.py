@@ -38,12 +38,11 @@ class WandbTracker(Tracker):
             "resume": "allow",
             "reinit": "create_new",
         }
-        if run.named:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         options = {
             "project": run.project,
             "config": run.shown_config,
-            **(named if run.named else {}),
+            **named,
             **({"group": run.run_id} if self.every_rank else {}),
             **self._options,
             **run.options,
