@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from accelerate._impl.checkpoints import merge
 from accelerate._impl.commands import answered, config, estimate, launch, to_fsdp2, tpu
@@ -22,15 +20,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 
-def main() -> NoReturn:
-    """Run `accelerate COMMAND …`."""
+def main() -> None:
+    """Run `accelerate COMMAND …`; exits the process only with another code than 0."""
     words = sys.argv[1:]
     if not words or words[0] not in COMMANDS:
         sys.exit(_explain(words))
-    try:
-        sys.exit(COMMANDS[words[0]][0](words[1:]))
-    except argparse.ArgumentError as error:
-        sys.exit(f"accelerate {words[0]}: {error}")
+    if code := COMMANDS[words[0]][0](words[1:]):
+        sys.exit(code)
 
 
 def _explain(words: Sequence[str]) -> int:

@@ -47,7 +47,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         return False
     if (word := mixed_precision.lower()) not in ("no", "fp16", "bf16", "fp8"):
         raise ValueError(f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {word}")
-    _written(_suited(word), path)
+    _suited(word).to_json_file(str(path))  # which is YAML, too
     return path
 
 

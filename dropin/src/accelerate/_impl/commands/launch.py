@@ -10,12 +10,12 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import REFUSED, TrackedParser, add_flags, words_of
+from accelerate._impl.commands.launch_flags import REFUSED, add_flags, words_of
 from accelerate._impl.commands.launch_variables import sequence_options_apart, settings_for, variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
-from accelerate._impl.environment.parsers import main_of
+from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import environment, patch_environment
-from accelerate._impl.settings.config_file import SageMakerConfig
+from accelerate._impl.settings.config_file import SageMakerConfig, load_config_from_file
 from hasten.cli import launch_cmd
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
@@ -32,7 +32,7 @@ _ABOUT = (
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`, alone or as a subcommand."""
     options: dict[str, Any] = {"description": _ABOUT, "add_help": True, "allow_abbrev": False}
-    make = partial(TrackedParser, "Accelerate launch command")
+    make = partial(CustomArgumentParser, "Accelerate launch command")
     parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
     add_flags(parser)
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
@@ -43,8 +43,13 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start what a parsed command line asks for; ends the process with the job's code when it fails."""
-    code = run(words_of(args))
+    """Start what a parsed command line asks for; raises CalledProcessError, or exits with the job's code when `quiet`."""
+    _failed(run(words_of(args)), [args.training_script, *args.training_script_args], args)
+
+
+def _failed(code: int, command: list[str], args: argparse.Namespace) -> None:
+    if code and not getattr(args, "quiet", False):
+        raise subprocess.CalledProcessError(code, command)
     if code:
         sys.exit(code)
 
@@ -83,8 +88,18 @@ def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
     try:
         return launch_cmd.main(words, program="accelerate", settings=[*settings, *quiet])
     except HastenError as error:
-        sys.stderr.write(f"accelerate launch: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        refused = isinstance(error, ConfigError)
+        sys.stderr.write(f"accelerate launch: {error}\n{_said_of_the_file(words) if refused else ''}")
+        return 2 if refused else 1
+
+
+def _said_of_the_file(words: Sequence[str]) -> str:
+    """What the established reader of settings files says against the file, in its words."""
+    try:
+        load_config_from_file(launch_command_parser().parse_known_args(words)[0].config_file)
+    except (ValueError, OSError) as error:
+        return f"{error}\n" if isinstance(error, ValueError) else ""
+    return ""
 
 
 main = main_of(run)
@@ -93,11 +108,7 @@ main = main_of(run)
 def simple_launcher(args: argparse.Namespace) -> None:
     """Run the script in one process; raises CalledProcessError, or exits with its code when `quiet`."""
     command, env = prepare_simple_launcher_cmd_env(args)
-    done = subprocess.run(command, env=env, check=False)
-    if done.returncode and not getattr(args, "quiet", False):
-        raise subprocess.CalledProcessError(done.returncode, command)
-    if done.returncode:
-        sys.exit(done.returncode)
+    _failed(subprocess.run(command, env=env, check=False).returncode, command, args)
 
 
 def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None]:

@@ -7,7 +7,6 @@ from typing import Any, Final, get_args
 
 from accelerate._impl.commands.validating import DEFAULTS
 from accelerate._impl.enums import DynamoBackend
-from accelerate._impl.environment.parsers import CustomArgumentParser
 from hasten.cli.flags import spellings
 from hasten.config.established import SWITCHES
 from hasten.config.legacy import OLD_NAMES
@@ -49,22 +48,6 @@ _CHOICES: Final = {
 _SHORT: Final = {info.flag: f"-{info.meta.short}" for info in SETTABLE if info.meta.short}
 _ATTRIBUTES: Final = {"tpu_cluster": "tpu_use_cluster"}
 """Where the value of a flag goes that has another name than the flag."""
-
-
-class TrackedParser(CustomArgumentParser):
-    """A parser whose namespaces name in `nondefault` what the command line gave."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        single = [one for one in self._actions if not isinstance(one, argparse._AppendAction | argparse._HelpAction)]
-        unseen = argparse.Namespace(**dict.fromkeys([one.dest for one in single], self))
-        found, rest = super().parse_known_args(args, unseen)
-        values = vars(found)
-        given = {name for name, value in values.items() if value is not self and value is not None}
-        defaults = {one.dest: one.default for one in self._actions}
-        made = namespace if namespace is not None else argparse.Namespace()
-        vars(made).update({name: defaults[name] if value is self else value for name, value in values.items()})
-        made.nondefault = given
-        return made, rest
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -74,17 +74,3 @@ def _word(name: str, value: Any) -> str:
         return str(value) if name.startswith(_SEQUENCES) else str(value).lower()
     word = ",".join(value) if isinstance(value, tuple) else str(value)
     return word.upper() if name == "FSDP_AUTO_WRAP_POLICY" else word
-
-
-def spelled_in_full(config: Config) -> dict[str, str]:
-    """Settings as the established variables spell them, precision and compilation also where they are at their defaults."""
-    compiling = config.dynamo
-    return {
-        "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
-        "ACCELERATE_DYNAMO_BACKEND": str(compiling.backend).upper(),
-        "ACCELERATE_DYNAMO_MODE": str(compiling.mode),
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": str(compiling.fullgraph),
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": str(bool(compiling.dynamic)),
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(compiling.use_regional_compilation),
-        **spelled(config),
-    }

@@ -1,33 +1,28 @@
 """What the established launcher prepares for its processes: commands and environments, as data."""
 
 import argparse
+import json
 import os
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from shutil import which
+from typing import Any, Final
 
-from accelerate._impl.commands.launch_flags import words_of
-from accelerate._impl.commands.launch_variables import settings_for, spelled, spelled_in_full
-from accelerate._impl.enums import DistributedType
+from accelerate._impl.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
-from accelerate._impl.environment.variables import environment, str_to_bool
-from hasten.config.base import default_of
-from hasten.config.sections.loop import TERecipeKwargs
+from accelerate._impl.environment.variables import environment
+from accelerate._impl.models.other import get_free_port, is_port_in_use
 
 # Any in this file: values of flags, and the caller's function.
-_TE = ("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo")
-_FP8 = {name.removeprefix("fp8_"): default_of(TERecipeKwargs, name) for name in _TE} | {
-    "backend": None,
-    "opt_level": "O2",
-    "enable_fsdp_float8_all_gather": 1,
-    "pad_inner_dim": 1,
-}
-_PARALLEL = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
-_PORT = 29500
-_NO_VALUE = "SageMaker doesn’t support argparse actions for `store_true` or `store_false`. Please define explicit types"
+_VARIABLES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_name("launch_variables.json").read_text())
+"""The variables of each group of settings, with the attribute that each shows; `given`: only where it has a value. Messages."""
+_SAYS: Final = _VARIABLES["messages"]
+_PORT: Final = 29500
 _ESTIMATOR = {
     **{name: name for name in ("image_uri", "transformers_version", "pytorch_version", "py_version", "base_job_name")},
     "role": "iam_role_name",
@@ -65,59 +60,135 @@ def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
     return otherwise if found is None else found
 
 
-def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command that runs the script in one process, and its environment."""
+def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
+    """The variables of a group of settings."""
+    found = {}
+    for variable, (name, *how) in ((one, words.split()) for one, words in _VARIABLES[group].items()):
+        value = getattr(args, name, None)
+        if value is not None or "given" not in how:
+            found[variable] = str(value).lower() if "lower" in how else str(value)
+    return found
+
+
+def _settings(args: argparse.Namespace) -> dict[str, str]:
+    """The variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
+    precision, found = str(_asked(args, "mixed_precision", "no")).lower(), {}
+    if precision not in PrecisionType.list():
+        raise ValueError(f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}.")
+    found["ACCELERATE_MIXED_PRECISION"] = precision
+    if _asked(args, "debug"):
+        found["ACCELERATE_DEBUG_MODE"] = "true"
+    if _asked(args, "gpu_ids", "all") != "all":
+        found["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
+    if _asked(args, "enable_cpu_affinity"):
+        found["ACCELERATE_CPU_AFFINITY"] = "1"
+    return setup_fp8_env(args, found) if precision == "fp8" else found
+
+
+def _compiling(args: argparse.Namespace) -> dict[str, str]:
+    """The variables of compilation and threads. Raises: ValueError for an unknown backend."""
+    backend, known = str(_asked(args, "dynamo_backend", "no")).upper(), [one.value for one in DynamoBackend]
+    if backend not in known:
+        raise ValueError(f"Unknown dynamo backend: {backend}. Choose between {known}.")
+    threads = str(_asked(args, "num_cpu_threads_per_process", 1))
+    return {"ACCELERATE_DYNAMO_BACKEND": backend, **_shown(args, "dynamo"), "OMP_NUM_THREADS": threads}
+
+
+def _checked(args: argparse.Namespace) -> None:
     if _asked(args, "no_python") and _asked(args, "module"):
         raise ValueError("--module and --no_python cannot be used together")
+
+
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
+    _checked(args)
+    mpi = _get_mpirun_args(args) if _asked(args, "mpirun_hostfile") else []
     python = [] if _asked(args, "no_python") else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
-    env = _with_devices(args, {**environment(), **spelled_in_full(settings_for(words_of(args)))})
-    if _asked(args, "num_processes", 1) > 1:
-        env.setdefault("MASTER_ADDR", _asked(args, "main_process_ip", "127.0.0.1"))
-        env.setdefault("MASTER_PORT", str(_asked(args, "main_process_port", _PORT)))
-    return [*python, args.training_script, *args.training_script_args], env
+    cpu = _asked(args, "cpu") or _asked(args, "use_cpu", False)
+    env = {**environment(), "ACCELERATE_USE_CPU": str(cpu), **_settings(args), **_compiling(args)}
+    env |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if cpu else {}
+    return [*mpi, *python, args.training_script, *args.training_script_args], {**env, **_address(args)}
 
 
-def _with_devices(args: argparse.Namespace, env: dict[str, str]) -> dict[str, str]:
-    """The environment with the devices that the script sees, and the options of fp8 where it computes so."""
-    if _asked(args, "gpu_ids", "all") != "all":
-        env["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
-    return setup_fp8_env(args, env) if _asked(args, "mixed_precision") == "fp8" else env
+def _address(args: argparse.Namespace) -> dict[str, str]:
+    """The variables of the first process's address, where there are several. Raises: AssertionError if it is unknown."""
+    if _asked(args, "num_machines", 1) > 1:
+        assert _asked(args, "main_process_ip") is not None, _SAYS["no_address"].format("IP")
+        assert _asked(args, "main_process_port") is not None, _SAYS["no_address"].format("port")
+    elif _asked(args, "num_processes", 1) <= 1:
+        return {}
+    port = str(_asked(args, "main_process_port", _PORT))
+    return {"MASTER_ADDR": _asked(args, "main_process_ip", "127.0.0.1"), "MASTER_PORT": port}
+
+
+def _get_mpirun_args(args: argparse.Namespace) -> list[str]:
+    """The words that start processes on the hosts of a file. Raises: OSError without a program that does."""
+    program = next((name for name in ("mpirun", "mpiexec") if which(name)), None)
+    if program is None:
+        raise OSError(_SAYS["no_mpi"])
+    count, each = str(args.num_processes), str(args.num_processes // args.num_machines)
+    hosts = str(args.mpirun_hostfile)
+    if b"Open MPI" in subprocess.check_output([program, "--version"]):
+        return [program, "--hostfile", hosts, "--npernode", each, "-n", count, "--bind-to", "socket"]
+    return [program, "-f", hosts, "-ppn", each, "-n", count]
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """The environment of the processes of a launch; `args` gets the attributes that torch's launcher reads."""
     _for_torchrun(args)
-    return {**environment(), **spelled_in_full(settings_for(words_of(args)))}
+    _checked(args)
+    env = {**environment(), **_settings(args), **_compiling(args)}
+    if _asked(args, "use_fsdp"):
+        if args.fsdp_cpu_ram_efficient_loading and not args.fsdp_sync_module_states:
+            raise ValueError(_SAYS["unsynced"])
+        env |= {"ACCELERATE_USE_FSDP": "true", **_shown(args, "fsdp")}
+    if _asked(args, "use_megatron_lm"):
+        env |= {"ACCELERATE_USE_MEGATRON_LM": "true", **_shown(args, "megatron_lm")}
+    return prepare_extend_env_parallelism_config(args, env) if _asked(args, "use_parallelism_config") else env
 
 
 def _for_torchrun(args: argparse.Namespace) -> None:
-    """Say in torch's words how many processes meet where."""
+    """Say in torch's words how many processes meet where; on a port that is free."""
     machines, port = _asked(args, "num_machines", 1), _asked(args, "main_process_port", _PORT)
+    args.main_process_port = port = get_free_port() if port == 0 else port
     args.nproc_per_node = str(max(_asked(args, "num_processes", 1) // machines, 1))
+    here = machines == 1 or int(_asked(args, "machine_rank", 0)) == 0
+    taken = here and is_port_in_use(port)
     if machines == 1:
         args.master_port = str(port)
+        if taken:
+            warnings.warn(_SAYS["standalone"].format(port), UserWarning, stacklevel=3)
+            args.standalone = True
         return
+    if taken:
+        raise ConnectionError(_SAYS["port_taken"].format(port))
     args.nnodes, args.node_rank = str(machines), int(_asked(args, "machine_rank", 0))
-    args.rdzv_endpoint = f"{_asked(args, 'main_process_ip', '127.0.0.1')}:{port}"
+    if _asked(args, "same_network"):
+        args.master_addr, args.master_port = str(args.main_process_ip), str(port)
+    else:
+        args.rdzv_endpoint = f"{_asked(args, 'main_process_ip', '127.0.0.1')}:{port}"
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """DeepSpeed's own command where it spans machines (else None: torch's launcher is used), and the environment."""
-    args.use_deepspeed = True
-    found = {**environment(), **spelled(settings_for(words_of(args)))}
-    found["ACCELERATE_MIXED_PRECISION"] = _asked(args, "mixed_precision", "no")
-    found["PYTHONPATH"] = env_var_path_add("PYTHONPATH", str(Path.cwd()))
-    launcher = _asked(args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0])
-    if _asked(args, "num_machines", 1) == 1 or launcher == "standard":
+    _checked(args)
+    args.deepspeed_multinode_launcher = _asked(args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0])
+    command = None
+    if _asked(args, "num_machines", 1) == 1 or args.deepspeed_multinode_launcher == "standard":
         _for_torchrun(args)
-        return None, found
-    return [*_deepspeed_words(args, str(launcher)), args.training_script, *args.training_script_args], found
+    else:
+        command = [*_deepspeed_words(args), args.training_script, *args.training_script_args]
+    env = {**environment(), "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())), **_settings(args)}
+    env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": "", **_shown(args, "deepspeed")}
+    return command, prepare_extend_env_parallelism_config(args, env) if _asked(args, "use_parallelism_config") else env
 
 
-def _deepspeed_words(args: argparse.Namespace, launcher: str) -> list[str]:
+def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     """DeepSpeed's own launcher and its flags."""
-    hosts = str(_asked(args, "deepspeed_hostfile"))
-    words = ["deepspeed", "--hostfile", hosts, "--no_local_rank", "--launcher", launcher]
+    launcher = str(args.deepspeed_multinode_launcher)
+    words = ["deepspeed", "--hostfile", str(_asked(args, "deepspeed_hostfile"))]
+    one_host = ["--node_rank", str(_asked(args, "machine_rank", 0)), "--no_ssh"]
+    words += one_host if launcher == "nossh" else ["--no_local_rank", "--launcher", launcher]
     left_out, taken = _asked(args, "deepspeed_exclusion_filter"), _asked(args, "deepspeed_inclusion_filter")
     each = str(_asked(args, "num_processes", 1) // args.num_machines)
     chosen = ["--exclude", left_out] if left_out else ["--include", taken] if taken else ["--num_gpus", each]
@@ -142,23 +213,19 @@ def prepare_tpu(
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """The environment with the options of fp8."""
-    for name, otherwise in _FP8.items():
-        current_env[f"ACCELERATE_FP8_{name.upper()}"] = str(_asked(args, f"fp8_{name}", otherwise))
-    parts = _asked(args, "fp8_override_linear_precision", (False, False, False))
-    if isinstance(parts, str):
-        parts = tuple(str_to_bool(one.strip()) for one in parts.split(","))
-    for name, value in zip(("FPROP", "DGRAD", "WGRAD"), parts, strict=True):
+    current_env.update(_shown(args, "fp8"))
+    parts = _asked(args, "fp8_override_linear_precision")
+    for name, value in zip(("FPROP", "DGRAD", "WGRAD"), parts or (), strict=False):
         current_env[f"ACCELERATE_FP8_OVERRIDE_{name}"] = str(value)
     return current_env
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """The environment with the sizes of the mesh."""
-    otherwise = {"cp_backend": "torch", "sp_backend": "deepspeed"}
-    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    for name in _PARALLEL:
-        value = _asked(args, f"parallelism_config_{name}", otherwise.get(name, 1))
-        current_env[f"PARALLELISM_CONFIG_{name.upper()}"] = str(value)
+    current_env.update({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_shown(args, "parallelism")})
+    for name in ("cp", "sp"):
+        if _asked(args, f"parallelism_config_{name}_size", 1) > 1:
+            current_env.update(_shown(args, f"parallelism_{name}"))
     return current_env
 
 
@@ -202,7 +269,7 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
         if not word.startswith("-"):
             continue
         if at + 1 == len(nargs) or nargs[at + 1].startswith("-"):
-            raise ValueError(_NO_VALUE)
+            raise ValueError(_SAYS["no_value"])
         found[word.lstrip("-").replace("-", "_")] = _value(nargs[at + 1])
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.errors import ConfigError
 
 # Any in this file: argparse's subparsers and namespaces, and values of settings.
-_GONE = {
-    "fsdp_backward_prefetch": "FSDP2 always gathers the next block during backward",
-    "fsdp_sync_module_states": "FSDP2 always starts from rank 0's weights",
-    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
-    "fsdp_forward_prefetch": "set fsdp.forward_prefetch_depth in a file of hasten's instead",
-}
+_GONE = dict.fromkeys(
+    ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"), "has been removed in FSDP2"
+) | {"fsdp_forward_prefetch": "is not yet implemented in FSDP2"}
+_ALREADY = (
+    "Config already specifies FSDP2, skipping conversion...",
+    "If the config doesn't use new argument names, change `fsdp_version` to `1` and rerun the command.",
+)
+_LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 _FLAGS: Flags = {
-    "--config_file": {"type": str, "help": "the file to convert"},
+    "--config_file": {"type": str, "required": True, "help": "the file to convert"},
     "--overwrite": {"action": "store_true", "help": "write over it"},
     "--output_file": {"type": str, "default": None, "help": "where to write instead"},
 }
@@ -34,9 +36,11 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     said: list[str] = []
     fsdp: dict[str, Any] = {}
-    for name, value in config.get("fsdp_config", {}).items():
+    if config["fsdp_config"].get("fsdp_version") == 2:
+        return config, [*_ALREADY]
+    for name, value in config["fsdp_config"].items():
         if name in _GONE:
-            said.append(f"{name} is left out: {_GONE[name]}")
+            said.append(f"Argument {name} {_GONE[name]}, skipping this key...")
         elif name == "fsdp_sharding_strategy":
             fsdp["fsdp_reshard_after_forward"] = _reshard(value, said)
         elif (name, value) == ("fsdp_state_dict_type", "LOCAL_STATE_DICT"):
@@ -60,10 +64,7 @@ def _reshard(value: Any, said: list[str]) -> Any:
 def to_fsdp2_command(args: Any) -> None:
     """Run `accelerate to-fsdp2`."""
     target = _target(args)
-    config = load_config(args.config_file)
-    if config.get("distributed_type") != "FSDP":
-        raise ValueError("Config file does not use FSDP, so there is nothing to convert")
-    target.write_text(yaml.safe_dump(convert_config_to_fsdp2(config)))
+    target.write_text(yaml.safe_dump(convert_config_to_fsdp2(load_config(args.config_file))))
 
 
 def load_config(config_file: str) -> dict[str, Any]:
@@ -72,9 +73,10 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in FSDP2's names; those without a meaning are named on stderr."""
-    made, said = convert(config)
-    sys.stderr.writelines(f"{sentence}\n" for sentence in said)
+    """Return the settings in FSDP2's names; those without a meaning are logged. Others than FSDP's stay as they are."""
+    made, said = convert(config) if config.get("fsdp_config") else (config, [])
+    for sentence in said:
+        _LOG.warning(sentence)
     return made
 
 

@@ -32,6 +32,19 @@ class CustomArgumentParser(argparse.ArgumentParser):
         self._action_groups.append(group)
         return group
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words; the namespace names in `nondefault` what they gave."""
+        single = [one for one in self._actions if not isinstance(one, argparse._AppendAction | argparse._HelpAction)]
+        unseen = argparse.Namespace(**dict.fromkeys([one.dest for one in single], self))
+        found, rest = super().parse_known_args(args, unseen)
+        values = vars(found)
+        defaults = {one.dest: one.default for one in self._actions}
+        given = {name for name in defaults if values.get(name, self) is not self and values[name] is not None}
+        made = namespace if namespace is not None else argparse.Namespace()
+        vars(made).update({name: defaults[name] if value is self else value for name, value in values.items()})
+        made.nondefault = given
+        return made, rest
+
 
 def parser_of(
     name: str, command: Callable[[Any], object], flags: Flags, about: str | None = None
@@ -46,17 +59,20 @@ def parser_of(
         )
         for flag, options in flags.items():
             parser.add_argument(flag, **options)
-        parser.set_defaults(func=command)
+        if subparsers is not None:
+            parser.set_defaults(func=command)
         return parser
 
     return command_parser
 
 
-def runner(name: str, make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[Sequence[str]], int]:
+def runner(name: str, make_parser: Callable[..., argparse.ArgumentParser]) -> Callable[[Sequence[str]], int]:
     """`accelerate NAME` on words: its exit code, 2 after saying in one sentence what was asked for and cannot be."""
 
     def run(words: Sequence[str]) -> int:
-        args = make_parser().parse_args(words)
+        commands = CustomArgumentParser("accelerate")
+        make_parser(commands.add_subparsers())
+        args = commands.parse_args([name, *words])
         try:
             code = args.func(args)
             return code if isinstance(code, int) else 0
