@@ -65,7 +65,7 @@ LEFT_NAMES = {
         ("_tpu_available", "_get_param_device", "_get_proper_dtype", "_init_infer_auto_device_map"), _INNER
     ),
     **dict.fromkeys(("_gpu_broadcast", "_gpu_gather", "_gpu_gather_object", "_tpu_broadcast", "_tpu_gather"), _INNER),
-    **dict.fromkeys(("_neuron_broadcast_object_list", "_neuron_gather_object", "_get_mpirun_args"), _INNER),
+    **dict.fromkeys(("_neuron_broadcast_object_list", "_neuron_gather_object"), _INNER),
     **dict.fromkeys(("safe_load_file", "safe_save_file"), "functions of `safetensors.torch` under another name"),
     **dict.fromkeys(("setup", "_test_stateful_dataloader_resume", "MockModel", "_run_and_get_grads", "_mp_fn"), _INNER),
     **dict.fromkeys(

@@ -122,7 +122,7 @@ class _Package(GeneralTracker):
                 yield key, value
             else:
                 said = f'a value of "{value}" of type {type(value)} for key "{key}" as a'
-                logger.warning(words.replace("a value", said, 1) + " so we dropped this attribute.")
+                logger.warning_once(words.replace("a value", said, 1) + " so we dropped this attribute.")
 
 
 _ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
@@ -293,7 +293,8 @@ class MLflowTracker(_Package):
 
     def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
         told = {name: os.environ.get(f"MLFLOW_{name.upper()}", kwargs.pop(name, None)) for name in self._told}
-        super().__init__(kwargs.pop("run_name", None), description=kwargs.pop("description", None), **kwargs)
+        self.description = kwargs.pop("description", None)
+        super().__init__(kwargs.pop("run_name", None), **kwargs)
         self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir, self.run_id, tags = logging_dir, told["run_id"], told["tags"]
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
@@ -307,6 +308,7 @@ class MLflowTracker(_Package):
         else:
             experiment = mlflow.create_experiment(name=name, artifact_location=self.logging_dir, tags=self.tags)
         run = {"run_id": self.run_id, "run_name": self.run_name, "nested": self.nested_run, "tags": self.tags}
+        run["description"] = self.description
         return mlflow.start_run(experiment_id=experiment, **run, **self.init_kwargs)
 
     @on_main_process
@@ -315,7 +317,7 @@ class MLflowTracker(_Package):
         bounds = self._module.utils.validation
         for name, value in list(values.items()):
             if len(str(value)) > bounds.MAX_PARAM_VAL_LENGTH:
-                logger.warning(
+                logger.warning_once(
                     f'Accelerate is attempting to log a value of "{value}" for key "{name}" as a parameter. MLflow\'s log_param() only accepts values no longer than {bounds.MAX_PARAM_VAL_LENGTH} characters so we dropped this attribute.'
                 )
                 del values[name]
@@ -482,7 +484,7 @@ def begin(
     for kind in kinds:
         own = isinstance(kind, GeneralTracker)
         tracker: Any = kind if own else LOGGER_TYPE_TO_CLASS[str(kind)]
-        if getattr(tracker, "main_process_only", True) and not process().is_main_process:
+        if (not own or getattr(tracker, "main_process_only", True)) and not process().is_main_process:
             continue
         if not own:
             place = {"logging_dir": logging_dir} if getattr(tracker, "requires_logging_directory", False) else {}

@@ -95,8 +95,10 @@ def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
 
 def _said_of_the_file(words: Sequence[str]) -> str:
     """What the established reader of settings files says against the file, in its words."""
+    parser = CustomArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file")
     try:
-        load_config_from_file(launch_command_parser().parse_known_args(words)[0].config_file)
+        load_config_from_file(parser.parse_known_args(words)[0].config_file)
     except (ValueError, OSError) as error:
         return f"{error}\n" if isinstance(error, ValueError) else ""
     return ""
