@@ -308,8 +308,7 @@ class MLflowTracker(_Package):
         else:
             experiment = mlflow.create_experiment(name=name, artifact_location=self.logging_dir, tags=self.tags)
         run = {"run_id": self.run_id, "run_name": self.run_name, "nested": self.nested_run, "tags": self.tags}
-        run["description"] = self.description
-        return mlflow.start_run(experiment_id=experiment, **run, **self.init_kwargs)
+        return mlflow.start_run(experiment_id=experiment, description=self.description, **run, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final, get_args
 
-from accelerate._impl.commands.validating import DEFAULTS
+from accelerate._impl.commands.validating import DEFAULTS, TEXTS
 from accelerate._impl.enums import DynamoBackend
 from hasten.cli.flags import spellings
 from hasten.config.established import SWITCHES
@@ -13,11 +13,7 @@ from hasten.config.legacy import OLD_NAMES
 from hasten.config.schema import SETTABLE, FieldInfo
 
 # Any in this file: argparse's own options, and values of flags.
-REFUSED: Final = {
-    "fp8_opt_level": "it belongs to MS-AMP, which is no longer maintained; use --fp8_backend ao or te",
-    "aws_access_key_id": "hasten does not start SageMaker jobs; use SageMaker's own tools",
-    "aws_secret_access_key": "hasten does not start SageMaker jobs; use SageMaker's own tools",
-}
+REFUSED: Final[dict[str, str]] = TEXTS["refused"]
 _SWITCH: Final[dict[str, Any]] = {"action": "store_true"}
 _WORDED: Final = ("deepspeed", "fsdp", "megatron", "parallelism", "ao")
 """Sections whose yes-or-no flags take a word; hasten reads it, so "False" means no."""
@@ -39,12 +35,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys((*SWITCHES, "use_parallelism_config"), _SWITCH),
     **{info.flag if info.path == ("cpu",) else spellings(info)[-1]: _read(info) for info in SETTABLE},
 }
-_CHOICES: Final = {
-    "mixed_precision": ["no", "fp16", "bf16", "fp8"],
-    "dynamo_backend": [one.value.lower() for one in DynamoBackend],
-    "dynamo_mode": ["default", "reduce-overhead", "max-autotune"],
-    "fsdp_version": ["1", "2"],
-}
+_CHOICES: Final = {**TEXTS["choices"], "dynamo_backend": [one.value.lower() for one in DynamoBackend]}
 _SHORT: Final = {info.flag: f"-{info.meta.short}" for info in SETTABLE if info.meta.short}
 _ATTRIBUTES: Final = {"tpu_cluster": "tpu_use_cluster"}
 """Where the value of a flag goes that has another name than the flag."""

@@ -23,12 +23,6 @@ _VARIABLES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_na
 """The variables of each group of settings, with the attribute that each shows; `given`: only where it has a value. Messages."""
 _SAYS: Final = _VARIABLES["messages"]
 _PORT: Final = 29500
-_ESTIMATOR = {
-    **{name: name for name in ("image_uri", "transformers_version", "pytorch_version", "py_version", "base_job_name")},
-    "role": "iam_role_name",
-    "instance_count": "num_machines",
-    "instance_type": "ec2_instance_type",
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -236,7 +230,9 @@ def prepare_sagemager_args_inputs(
     script = Path(args.training_script)
     if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
         raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
-    words: dict[str, Any] = {name: getattr(sagemaker_config, attribute) for name, attribute in _ESTIMATOR.items()}
+    words: dict[str, Any] = {
+        name: getattr(sagemaker_config, attribute) for name, attribute in _VARIABLES["estimator"].items()
+    }
     words |= {"entry_point": script.name, "source_dir": str(script.parent), "debugger_hook_config": False}
     words |= {"hyperparameters": _convert_nargs_to_dict(args.training_script_args), **_job(sagemaker_config)}
     return {**words, **(sagemaker_config.additional_args or {})}, _table(sagemaker_config.sagemaker_inputs_file)

@@ -18,7 +18,7 @@ _SWITCHES: Final = {"MULTI_GPU": "multi_gpu", "XLA": "tpu"} | {
     one.upper(): f"use_{one}" for one in ("deepspeed", "fsdp", "megatron_lm")
 }
 _READ = json.loads(Path(__file__).with_name("launch_defaults.json").read_text())
-_SAYS = json.loads(Path(__file__).with_name("launch_variables.json").read_text())["messages"]
+TEXTS: Final = json.loads(Path(__file__).with_name("launch_variables.json").read_text())
 DEFAULTS: Final[dict[str, Any]] = {name: tuple(one) if isinstance(one, list) else one for name, one in _READ.items()}
 """What the original's parser gives for flags that were not."""
 
@@ -29,9 +29,9 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     Raises: ValueError for flags that exclude each other, and for unknown keys of the file.
     """
     if sum(bool(getattr(args, name, False)) for name in _KINDS) > 1:
-        raise ValueError(_SAYS["too_many"])
+        raise ValueError(TEXTS["messages"]["too_many"])
     if getattr(args, "use_parallelism_config", False) and not args.use_fsdp:
-        raise ValueError(_SAYS["only_fsdp"])
+        raise ValueError(TEXTS["messages"]["only_fsdp"])
     if args.multi_gpu and args.num_processes is not None and args.num_processes < 2:
         raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
     there = args.config_file is not None or (Path(default_config_file).is_file() and not args.cpu)
@@ -50,7 +50,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
             setattr(args, name, value)
     if unset and saved is None:
         rows = "\n".join(f"\t`--{name}` was set to a value of `{value!r}`" for name, value in unset.items())
-        logging.getLogger("accelerate.commands.launch").warning(_SAYS["defaults_used"].format(rows))
+        logging.getLogger("accelerate.commands.launch").warning(TEXTS["messages"]["defaults_used"].format(rows))
     return args, saved, from_file
 
 

@@ -6,12 +6,6 @@ from pathlib import Path
 from typing import Any
 
 MODEL_NAME = "pytorch_model"  # quirk: ESTABLISHED_NAMES
-SAFE_MODEL_NAME = "model"
-OPTIMIZER_NAME = "optimizer"
-PROFILE_PATTERN_NAME = "profile_{suffix}.json"
-WEIGHTS_NAME = f"{MODEL_NAME}.bin"
-SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
-FSDP_MODEL_NAME = "pytorch_model_fsdp"
 
 _SIGNS = zip([">", ">=", "==", "!=", "<=", "<"], ["gt", "ge", "eq", "ne", "le", "lt"], strict=True)
 STR_OPERATION_TO_FUNC: dict[str, Any] = {sign: getattr(operator, name) for sign, name in _SIGNS}

@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import FunctionType, MappingProxyType, ModuleType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Final
 
 from accelerate._impl.surface.elsewhere import complete
 
-_ROOMS: Final = MappingProxyType(
-    {
-        "accelerate.accelerator": "accelerator.facade",
-        "accelerate.commands.config.config_args": "settings.config_file",
-        "accelerate.commands.estimate": "commands.estimate",
-        "accelerate.commands.launch": "commands.validating",
-        "accelerate.commands.utils": "environment.parsers",
-        "accelerate.data_loader": "loaders.base loaders.kinds loaders.samplers loaders.share",
-        "accelerate.hooks": "models.hooks",
-        "accelerate.logging": "views.logging",
-        "accelerate.optimizer": "optim.optimizer",
-        "accelerate.parallelism_config": "settings.parallelism",
-        "accelerate.scheduler": "optim.scheduler",
-        "accelerate.state": "views.gradient_state views.state",
-        "accelerate.test_utils.examples": "testing.examples",
-        "accelerate.test_utils.scripts.external_deps.test_metrics": "testing.scripts.metrics",
-        **{
-            f"accelerate.test_utils.scripts.test_{name}": f"testing.scripts.{name}"
-            for name in [
-                "cli",
-                "ddp_comm_hook",
-                "distributed_data_loop",
-                "merge_weights",
-                "notebook",
-                "ops",
-                "script",
-                "sync",
-            ]
-        },
-        "accelerate.test_utils.testing": "testing.cases",
-        "accelerate.test_utils.training": "testing.training",
-        "accelerate.tracking": "trackers",
-        "accelerate.utils.dataclasses": (
-            "enums settings.bnb_config settings.deepspeed_plugin settings.fsdp_plugin settings.general settings.kwargs_handlers"
-        ),
-        "accelerate.utils.deepspeed": "optim.deepspeed settings.deepspeed_config",
-        "accelerate.utils.environment": "environment.variables",
-        "accelerate.utils.imports": "environment.packages",
-        "accelerate.utils.launch": "commands.starting",
-        "accelerate.utils.megatron_lm": "optim.megatron",
-        "accelerate.utils.operations": "tensors",
-    }
-)
+_ROOMS: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items() for room in rooms.split()}
 
 
