@@ -17,17 +17,31 @@ HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items
 
 
 class Face(ModuleType):
-    """A face of which a name that is replaced, as tests do, is replaced in the rooms behind it, too."""
+    """A face of which names can be replaced: what `unittest.mock.patch` sets on it acts in the rooms behind it, until it is undone."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        shown = vars(self)
-        behind = {one.__globals__["__name__"] for one in shown.values() if isinstance(one, FunctionType)}
-        behind |= {room for room, face in HOMES.items() if face == self.__name__}
-        for room in behind if name in shown else ():
-            names = vars(sys.modules[room]) if room.startswith("accelerate._impl") else {}
-            if names.get(name) is shown[name]:
-                names[name] = value
+        if name in vars(self):
+            vars(self).setdefault("__replaced__", {}).setdefault(name, vars(self)[name])
+            self._replace(name, value)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in (replaced := vars(self).get("__replaced__", {})):
+            self._replace(name, replaced.pop(name))
+        super().__delattr__(name)
+
+    def _replace(self, name: str, value: object) -> None:
+        """Let the name mean another object in the rooms where it means the same as here."""
+        shown = vars(self)
+        inside = [vars(one) for one in shown.values() if isinstance(one, type)]
+        called = [one for names in (shown, *inside) for one in names.values() if isinstance(one, FunctionType)]
+        behind = {one.__globals__["__name__"] for one in called} | {
+            room for room, face in HOMES.items() if face == self.__name__
+        }
+        for room in behind & sys.modules.keys() if name in shown else ():
+            names = vars(sys.modules[room])
+            if room.startswith("accelerate._impl") and names.get(name) is shown[name]:
+                names[name] = value
 
 
 class Rooms(SourceFileLoader):
