@@ -15,7 +15,7 @@ from typing import Any, Final
 from accelerate._impl.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
-from accelerate._impl.environment.variables import environment
+from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.models.other import get_free_port, is_port_in_use
 
 # Any in this file: values of flags, and the caller's function.
@@ -209,6 +209,8 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
     """The environment with the options of fp8."""
     current_env.update(_shown(args, "fp8"))
     parts = _asked(args, "fp8_override_linear_precision")
+    if isinstance(parts, str):
+        parts = tuple(str_to_bool(one.strip()) for one in parts.split(","))
     for name, value in zip(("FPROP", "DGRAD", "WGRAD"), parts or (), strict=False):
         current_env[f"ACCELERATE_FP8_OVERRIDE_{name}"] = str(value)
     return current_env
