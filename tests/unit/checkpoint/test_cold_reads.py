@@ -139,6 +139,26 @@ def test_the_first_blocks_decide(file: MappedFile, direct_s: float, chosen: str)
     assert reads.chosen == chosen
 
 
+def test_direct_reads_that_were_refused_are_not_chosen_by_blocks_that_end_later(file: MappedFile) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    reads = ColdReads()
+    with (
+        mock.patch.object(cold_reads, "perf_counter", clock),
+        mock.patch.object(cold_reads, "is_cached", return_value=False),
+    ):
+        for number in range(32):
+            way = reads.way(file, 0, SIZE)
+            with reads.timed(way, SIZE):
+                now += 1.0 if way == "direct" else 2.0
+                if number == 31:  # another thread finds a file without direct reads meanwhile
+                    reads.refuse()
+    assert reads.chosen == "plain"
+
+
 def test_blocks_in_the_page_cache_are_not_part_of_the_trial(file: MappedFile) -> None:
     file.path.read_bytes()
     reads = ColdReads()

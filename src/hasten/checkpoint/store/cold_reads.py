@@ -78,9 +78,13 @@ class ColdReads:
             if trial.blocks < _TRIALS:
                 trial.blocks, trial.num_bytes = trial.blocks + 1, trial.num_bytes + num_bytes
                 trial.begun, trial.ended = min(trial.begun, begun), perf_counter()
-            plain, direct = self._trials["plain"], self._trials["direct"]
-            if min(plain.blocks, direct.blocks) >= _TRIALS:
-                self.chosen = "direct" if direct.speed >= _GAIN * plain.speed else "plain"
+            self._choose()
+
+    def _choose(self) -> None:
+        """Choose the faster way after enough blocks, unless another thread has refused direct reads."""
+        plain, direct = self._trials["plain"], self._trials["direct"]
+        if self.chosen is None and min(plain.blocks, direct.blocks) >= _TRIALS:
+            self.chosen = "direct" if direct.speed >= _GAIN * plain.speed else "plain"
 
     def refuse(self) -> None:
         """Choose plain reads: this file system, or this file, has no direct ones."""
