@@ -16,6 +16,7 @@ On the CPU megatron-core runs through the stand-in for torch.cuda that the tests
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -251,6 +252,20 @@ def offload_is_exact(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def over_bare(rows: list[dict[str, Any]]) -> list[str]:
+    """How much longer a step takes with hasten than with the engine alone, by rounds, in one line for each pair."""
+    lines = []
+    for row in rows:
+        base = next((one for one in rows if one["contender"] == f"bare {row['contender']}"), None)
+        if base is not None and len(row.get("seconds", [])) > 1:
+            ratios = [mine / theirs for mine, theirs in zip(row["seconds"], base["seconds"], strict=False)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            lines.append(
+                f"- {row['contender']}: a step takes {middle:.3f} × as long as without hasten ({low:.3f} to {high:.3f})."
+            )
+    return lines
+
+
 def page(found: dict[str, Any]) -> str:
     def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
         return "" if value is None else f"{value * scale:.{digits}f}"
@@ -282,7 +297,7 @@ def page(found: dict[str, Any]) -> str:
             "" if row["resumed"] is None else "bit for bit" if row["resumed"] == 0 else f"{row['resumed']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *offload_is_exact(found["rows"])]
+    lines += ["", *over_bare(found["rows"]), *offload_is_exact(found["rows"])]
     lines += ["", *(f"Left out: {name} ({why})." for name, why in found["left out"].items())]
     for name, text in found["failed"].items():
         lines += ["", f"## {name} failed", "", "```", text.rstrip(), "```"]
@@ -297,6 +312,7 @@ def with_speed(rows: list[dict[str, Any]], times: dict[str, list[float]], tokens
         base = times.get(f"native, {name.split(', ')[1]}", [])
         if not mine:
             continue
+        row["seconds"] = mine
         row["ms a step"] = statistics.median(mine) * 1e3
         row["tokens a second"] = tokens / statistics.median(mine)
         ratios = [theirs / ours for ours, theirs in zip(mine, base, strict=False)]  # a failed run has fewer rounds
@@ -331,6 +347,10 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=["megatron", "deepspeed"], help="this engine beside the native path")
     parser.add_argument("--precision", choices=["bf16", "fp32"], help="only this one")
+    parser.add_argument(
+        "--without", nargs="*", default=[], help="leave contenders out whose names have one of these words"
+    )
+    parser.add_argument("--turns", type=int, help="turns of each contender")
     parser.add_argument("--rows", type=int, default=None, help="sequences of a batch")
     parser.add_argument("--not-fused", action="store_true", help="AdamW without torch's fused kernel")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -339,8 +359,8 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as deterministic algorithms need it
     device = torch.device(args.device)
     size = SMALL if args.device == "cuda" else TINY
-    if args.rows:
-        size = Size(**{**{name: getattr(size, name) for name in Size.__dataclass_fields__}, "rows": args.rows})
+    given = {name: value for name, value in (("rows", args.rows), ("turns", args.turns)) if value}
+    size = dataclasses.replace(size, **given)
     fused = args.device == "cuda" and not args.not_fused
     batches = sequences(size, size.losses, device)
     count = sum(p.numel() for p in language_model(size, torch.device("meta")).parameters())
@@ -363,6 +383,8 @@ def main() -> None:
             if args.only and contender.package and not contender.package.startswith(args.only):
                 continue
             if args.precision and args.precision not in contender.name:
+                continue
+            if any(word in contender.name for word in args.without):
                 continue
             if (why := missing(contender)) is not None:
                 found["left out"][contender.name] = why

@@ -487,7 +487,8 @@ def markdown(found: dict[str, Any], device: str) -> str:
             one["show_processor"] = device == "cpu"
         cells = " | ".join(cell(row["contenders"].get(name), 1) for name in names)
         lines.append(f"| loader alone | {row['workers']} | {cells} |")
-    lines += ["", "## Single calls (µs)", "", "| call | hasten | bare torch |", "|---|---|---|"]
+    if found["calls"]:
+        lines += ["", "## Single calls (µs)", "", "| call | hasten | bare torch |", "|---|---|---|"]
     for row in found["calls"]:
         other = f"{row['bare torch']:.2f}" if "bare torch" in row else "–"
         lines.append(f"| {row['call']} | {row['hasten']:.2f} | {other} |")
@@ -509,6 +510,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="of each of the three builds")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no further case after this long")
     parser.add_argument("--quick", action="store_true", help="no workers")
+    parser.add_argument("--published", action="store_true", help="neither single calls nor the loader alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -533,12 +535,12 @@ def main() -> None:
         found["seconds"] = time.perf_counter() - begun
         record("full_loop", setting, found, markdown(found, args.device), found["versions"], args.out)
 
-    found["calls"] = calls(device, 20)
+    found["calls"] = [] if args.published else calls(device, 20)
     for row in loops(device, workers[:1], rounds, args.columns, left_out):
         found["loops"].append(row)
         keep()
     found["input_bound"] = input_bound.measure(device, rounds=3 if device.type == "cpu" else 6)
-    for row in loaders(device, workers, rounds):
+    for row in loaders(device, [] if args.published else workers, rounds):
         found["loaders"].append(row)
         keep()
     for row in loops(device, workers[1:], rounds, args.columns, left_out):

@@ -138,9 +138,20 @@ def timing(bench: Bench) -> None:
         resident_twice_equal=alike(wanted, again) and all(map(alike, logits, same)),
         Accelerate_tokens_equal=alike(wanted, theirs),
     )
-    peer = nn.Module()
-    free(bench)
     detach(ours)
+
+
+def half_resident(bench: Bench) -> None:
+    """Seconds a token with half of the weights on the device."""
+    config = settings(bench.device, 2 if bench.tiny else 4 if bench.quick else 16)
+    source, empty = built(bench, config)
+    ours: Any = on_host(bench, source, empty)
+    ids = torch.randint(3, 100, (1, 8), device=bench.device)
+    count = 4 if bench.tiny or bench.quick else 6
+    wanted, logits = ask(source, ids, count)
+    weights = num_bytes(source)
+    del source
+    free(bench)
     cpu_offload(ours, bench.device, resident=weights // 2)
     found, steps = ask(ours, ids, count)
     half = bench.turns({"hasten": lambda: ask(ours, ids, count)}, rounds=2)["hasten"]
@@ -148,7 +159,7 @@ def timing(bench: Bench) -> None:
         part="generation, half resident",
         what="half of the weights stay on the device",
         hasten_s_a_token=half / count,
-        of_limit=round(half / count / limit, 3),
+        of_limit=round(half / count / (weights / bench.bandwidth), 3),
         bit_equal=alike(wanted, found) and all(map(alike, logits, steps)),
     )
     detach(ours)
@@ -244,11 +255,14 @@ def step_by_step(bench: Bench) -> None:
 
 
 def main() -> None:
-    chosen = arguments(__doc__).parse_args()
+    parts = {"timing": timing, "half": half_resident, "steps": step_by_step}
+    parser = arguments(__doc__)
+    parser.add_argument("--parts", nargs="*", default=list(parts), choices=list(parts))
+    chosen = parser.parse_args()
     device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
     bench, started = Bench(device, chosen.quick), time.perf_counter()
     try:
-        failed = measure(bench, {"timing": timing, "step by step": step_by_step})
+        failed = measure(bench, {name: parts[name] for name in chosen.parts})
     finally:
         write(
             bench,
