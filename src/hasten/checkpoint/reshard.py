@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -215,6 +216,8 @@ def run_copies(
                     progress(done)
     finally:
         files.close()
+        if cold is not None:
+            cold.close()
         increment_version(targets)  # as an in-place operation of torch does
 
 
@@ -304,7 +307,7 @@ def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, cold: ColdR
         if cold is None or way is None:
             return _fill_plainly(wanted, buffer, files)
         with cold.timed(way, size):
-            if way == "direct" and _fill_directly(wanted, buffer):
+            if way == "direct" and _fill_directly(wanted, buffer, cold.pool):
                 return size
             if way == "direct":
                 cold.refuse()
@@ -313,9 +316,10 @@ def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, cold: ColdR
         files.finish(wanted.file)
 
 
-def _fill_directly(wanted: _FileRange, buffer: HostBuffer) -> bool:
+def _fill_directly(wanted: _FileRange, buffer: HostBuffer, pool: ThreadPoolExecutor) -> bool:
     """Read a range past the page cache and copy it to its tensors; returns False where this is not supported."""
-    staged = read_directly(wanted.file, wanted.start, wanted.stop, buffer.take(room_for(wanted.stop - wanted.start)))
+    memory = buffer.take(room_for(wanted.stop - wanted.start))
+    staged = read_directly(wanted.file, wanted.start, wanted.stop, memory, pool)
     if staged is None:
         return False
     if wanted.devices:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -59,11 +62,38 @@ def forced(way: Any) -> ColdReads:
     [(0, SIZE), (0, 4096), (1, 4096), (4095, 4097), (5000, 2**20 + 1), (SIZE - 1, SIZE), (SIZE - 5000, SIZE)],
 )
 @pytest.mark.parametrize("shift", [0, 1, 4095])
-def test_any_range_is_read_into_any_memory(file: MappedFile, start: int, stop: int, shift: int) -> None:
+@pytest.mark.parametrize("threads", [0, 3])
+def test_any_range_is_read_into_any_memory(file: MappedFile, start: int, stop: int, shift: int, threads: int) -> None:
     memory = torch.empty(room_for(stop - start) + shift, dtype=torch.uint8)[shift:]
-    found = read_directly(file, start, stop, memory)
+    with ThreadPoolExecutor(3) as pool, mock.patch.object(cold_reads, "_PART_BYTES", 65536):
+        found = read_directly(file, start, stop, memory, pool if threads else None)
     assert found is not None
     assert torch.equal(found, content()[start:stop])
+
+
+def test_a_failed_part_ends_only_after_the_others(file: MappedFile) -> None:
+    """The memory is used for the next block, so no thread may still write to it."""
+    ended, real = [], os.preadv
+
+    def failing(fd: int, rooms: Any, at: int) -> int:
+        if at == 0:
+            raise OSError(errno.EIO, "broken")
+        sleep(0.2)
+        ended.append(at)
+        return real(fd, rooms, at)
+
+    memory = torch.empty(room_for(SIZE), dtype=torch.uint8)
+    with ThreadPoolExecutor(8) as pool, mock.patch.object(cold_reads, "_PART_BYTES", SIZE // 4 // 4096 * 4096):
+        with mock.patch("os.preadv", failing):
+            assert read_directly(file, 0, SIZE, memory, pool) is None
+            seen = len(ended)
+        assert seen == len(ended) >= 3
+
+
+def test_no_thread_is_left_after_a_load(file: MappedFile) -> None:
+    with mock.patch.object(cold_reads, "is_cached", return_value=False):
+        run_copies([Copy(torch.zeros(SIZE, dtype=torch.uint8), file.data, file)], cold=forced("direct"))
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("hasten-")]
 
 
 def test_direct_reads_leave_the_page_cache_as_it_is(file: MappedFile) -> None:
