@@ -48,14 +48,15 @@ class ColdReads:
     """Choice between plain and direct reads for the blocks of one load that are not in the page cache.
 
     The first blocks are read directly and the next ones plainly, because reads of both kinds at once would slow each other; the remaining
-    ones in the faster way. Direct reads do not fill the page cache, so they are only for a process that is the only reader of its files on
+    ones in the faster way. The very first block of each thread does not count, because memory is page-locked for it. Direct reads do not fill the page cache, so they are only for a process that is the only reader of its files on
     this machine.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._trials: dict[Way, _Trial] = {"plain": _Trial(), "direct": _Trial()}
-        self._begun = 0
+        self._begun = -default_threads()  # the first block of each thread
+        self._started = threading.local()
         self.chosen: Way | None = None if _DIRECT else "plain"
         """The way for the remaining blocks; None while both are tried."""
         self.pool = ThreadPoolExecutor(4 * default_threads(), thread_name_prefix="hasten-direct")
@@ -76,7 +77,9 @@ class ColdReads:
     @contextmanager
     def timed(self, way: Way | None, num_bytes: int) -> Iterator[None]:
         """Context manager that adds the time of a block to the trial, and chooses after enough blocks."""
-        if way is None or self.chosen is not None:
+        started = getattr(self._started, "value", False)
+        self._started.value = True
+        if way is None or self.chosen is not None or not started:
             yield
             return
         begun = perf_counter()
