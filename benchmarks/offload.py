@@ -176,11 +176,11 @@ def build(bench: Bench, depth: int) -> Stack:
 
 
 def on_host(bench: Bench, source: nn.Module, empty: Callable[[], nn.Module]) -> nn.Module:
-    """A copy of a model in host memory."""
-    model = empty()
-    model.load_state_dict(
-        {name: tensor.to("cpu", copy=True) for name, tensor in source.state_dict().items()}, assign=True
-    )
+    """A copy of a model in host memory; the system takes its time to give new memory, so several threads ask for it."""
+    model, state = empty(), source.state_dict()
+    with ThreadPoolExecutor(8) as pool:
+        copies = pool.map(lambda tensor: tensor.to("cpu", copy=True), state.values())
+        model.load_state_dict(dict(zip(state, copies, strict=True)), assign=True)
     for name, buffer in source.named_buffers():  # those that no state dict holds were computed on the device
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._buffers[last] = buffer.to("cpu", copy=True)

@@ -121,11 +121,15 @@ def timing(bench: Bench) -> None:
     limit = weights / bench.bandwidth
     cpu_offload(ours, bench.device)
     original_accelerate().cpu_offload(peer, bench.device)
-    found, steps = ask(ours, ids, count)
-    theirs, _ = ask(peer, ids, count)
+    answers: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def answer(name: str, model: Any) -> None:
+        answers[name] = ask(model, ids, count)
+
     times = bench.turns(
-        {"hasten": lambda: ask(ours, ids, count), "Accelerate": lambda: ask(peer, ids, count)}, rounds=2
+        {"hasten": lambda: answer("hasten", ours), "Accelerate": lambda: answer("Accelerate", peer)}, rounds=2
     )
+    (found, steps), (theirs, _) = answers["hasten"], answers["Accelerate"]
     bench.add(
         part="generation",
         what=f"Llama-like, {weights / GB:.1f} GB, {count} tokens",

@@ -214,7 +214,7 @@ def trained(way: Way, size: Size, device: torch.device, steps: int) -> tuple[lis
     try:
         one = Training(way, size, device)
         one.steps(steps)
-        return [float(loss) for loss in one.losses], [p.detach().cpu() for p in one.model.parameters()]
+        return [float(loss) for loss in one.losses], [p.detach().to(device, copy=True) for p in one.model.parameters()]
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -228,6 +228,7 @@ def check(names: list[Way], size: Size, device: torch.device, steps: int) -> dic
         if way.exact:
             again, others = trained(way, size, device, steps)
             found[way.name] = again == losses and all(map(torch.equal, weights, others))
+            del others
     cleared(device)
     return found
 
