@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from string import Formatter
 
 import pytest
 
@@ -148,6 +149,20 @@ def test_annotations_of_classes_that_have_another_home_are_no_strings() -> None:
         if isinstance(kind, str)
     ]
     assert delayed == []
+
+
+def test_messages_are_called_by_name_with_their_values() -> None:
+    """Each message of the table has a caller, and each caller gives as many values as the message has places for."""
+    table = json.loads((SOURCE / "accelerate" / "_impl" / "surface" / "messages.json").read_text())
+    places = {name: [place for _, place, _, _ in Formatter().parse(text)] for name, text in table.items()}
+    calls = {
+        node.args[0].value: len(node.args) - 1
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "message"
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert calls == {name: found.count("") + len({*found} - {"", None}) for name, found in places.items()}
 
 
 def test_lines_do_not_grow_unseen() -> None:

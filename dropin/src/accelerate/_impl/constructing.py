@@ -15,6 +15,7 @@ from accelerate._impl.settings.deepspeed_plugin import Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
 from accelerate._impl.sharding.followed import chosen_plugins
+from accelerate._impl.surface.messages import message
 from accelerate._impl.views.state import AcceleratorState
 
 # Any in this file: arguments of every type.
@@ -30,7 +31,6 @@ HANDLERS: dict[type, str] = {
     kinds.MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
 UNSET: Any = object()
-_USE_SIZES = "`TorchTensorParallelPlugin` is deprecated and will be removed in a future version of Accelerate. Please use the `ParallelismConfig` with `tp_size` instead."
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
     found = Arguments()
     settings = found.settings
     if given["torch_tp_plugin"] is not None:
-        warnings.warn(_USE_SIZES, FutureWarning, stacklevel=3)
+        warnings.warn(message("tp_plugin_deprecated"), FutureWarning, stacklevel=3)
     _precision(settings, given["mixed_precision"], given["cpu"])
     _handlers(found, given["kwargs_handlers"])
     _project(found, given["project_dir"], given["project_config"])
@@ -127,9 +127,7 @@ def _project(found: Arguments, project_dir: Any, config: ProjectConfiguration | 
 def _accumulation(found: Arguments, steps: int, plugin: kinds.GradientAccumulationPlugin | None) -> None:
     if plugin is not None:
         if steps != 1:
-            raise ValueError(
-                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`. Please only pass in the created `GradientAccumulationPlugin` object."
-            )
+            raise ValueError(message("steps_and_plugin"))
         found.accumulation = plugin
     else:
         given = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
@@ -163,10 +161,7 @@ def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None
     if steps is None or explicit:  # libraries that accumulate themselves give a plugin
         return
     if found.accumulation.num_steps not in (1, steps):
-        raise ValueError(
-            f"gradient_accumulation_steps is {found.accumulation.num_steps} in Accelerator() and {steps} in the DeepSpeed "
-            'configuration, so it is not clear when to update. Give one of them, or write "auto" in the configuration.'
-        )
+        raise ValueError(message("steps_contradict", found.accumulation.num_steps, steps))
     found.accumulation = kinds.GradientAccumulationPlugin(num_steps=steps)
     found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 

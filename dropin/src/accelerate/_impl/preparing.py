@@ -17,6 +17,7 @@ from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpee
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.settings.general import DataLoaderConfiguration
+from accelerate._impl.surface.messages import message
 from hasten import prepare_args as bundle
 from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
@@ -51,9 +52,7 @@ class EstablishedPreparer(Preparer):
         self._accelerator.follow_plugins()
         places = list(placement) if placement is not None else [None] * len(objects)
         if len(places) != len(objects):
-            raise ValueError(
-                f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed)."
-            )
+            raise ValueError(message("placement_of_each", len(objects)))
         self._engine_schedules = any(isinstance(value, DummyScheduler) for value in objects)
         known = [index for index, value in enumerate(objects) if not _stranger(value)]
         alone = [index for index in known if self._follows_no_model(objects[index], objects)]

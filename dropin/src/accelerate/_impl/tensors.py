@@ -15,6 +15,7 @@ from torch import Tensor
 from accelerate._impl import ambient
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.settings.general import TensorInformation
+from accelerate._impl.surface.messages import message
 from hasten import trees
 from hasten.comm import ops
 from hasten.errors import MismatchError
@@ -24,7 +25,6 @@ _DTYPES = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
 TENSOR_TYPE_TO_INT = {getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
-_UNSUPPORTED = "Unsupported types ({}) passed to `{}`. Only nested list/tuple/dicts of objects that are valid for `{}` should be passed."
 DistributedOperationException = MismatchError
 """Raised when ranks bring tensors of different shapes."""
 
@@ -74,7 +74,7 @@ def recursively_apply(
         kind: Any = type(data)
         return kind({key: recursively_apply(func, value, *args, **given) for key, value in data.items()})
     if error_on_other_type and not test_type(data):
-        raise TypeError(_UNSUPPORTED.format(type(data), func.__name__, test_type.__name__))
+        raise TypeError(message("unsupported_types", type(data), func.__name__, test_type.__name__))
     return func(data, *args, **kwargs) if test_type(data) else data
 
 
@@ -223,9 +223,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compare(name: str, shapes: list[Any]) -> None:
     if any(shape != shapes[0] for shape in shapes):
         listed = "\n  - ".join(f"Process {number}: {shape}" for number, shape in enumerate(shapes))
-        raise DistributedOperationException(
-            f"Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n\nOperation: `accelerate.utils.operations.{name}`\nInput shapes:\n  - {listed}"
-        )
+        raise DistributedOperationException(message("shapes_differ", name, listed))
 
 
 chained_operation = verify_operation

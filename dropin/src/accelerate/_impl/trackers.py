@@ -17,6 +17,7 @@ import yaml
 from accelerate._impl.ambient import process
 from accelerate._impl.enums import LoggerType
 from accelerate._impl.environment.variables import str_to_bool
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
 from hasten.optional import need
@@ -49,9 +50,7 @@ class GeneralTracker:
             return
         missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
         if missing:
-            raise NotImplementedError(
-                f"The implementation for this tracker class is missing the following required attributes. Please define them in the class definition: {', '.join(f'`{one}`' for one in missing)}"
-            )
+            raise NotImplementedError(message("tracker_incomplete", ", ".join(f"`{one}`" for one in missing)))
 
     def start(self) -> None:
         """Begin the run."""
@@ -316,9 +315,7 @@ class MLflowTracker(_Package):
         bounds = self._module.utils.validation
         for name, value in list(values.items()):
             if len(str(value)) > bounds.MAX_PARAM_VAL_LENGTH:
-                logger.warning_once(
-                    f'Accelerate is attempting to log a value of "{value}" for key "{name}" as a parameter. MLflow\'s log_param() only accepts values no longer than {bounds.MAX_PARAM_VAL_LENGTH} characters so we dropped this attribute.'
-                )
+                logger.warning_once(message("mlflow_long_value", value, name, bounds.MAX_PARAM_VAL_LENGTH))
                 del values[name]
         left = iter(values.items())
         while some := dict(islice(left, bounds.MAX_PARAMS_TAGS_PER_BATCH)):

@@ -28,6 +28,7 @@ from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwa
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.followed import FollowedEngine, FollowedPlugin
 from accelerate._impl.sharding.sequences import SplitSequences
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, reduce
 from accelerate._impl.trackers import GeneralTracker
@@ -43,8 +44,6 @@ from hasten.optim.window import Key
 from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
-_NOBODY_TO_JOIN = "Joining uneven inputs is only supported for multi-GPU training, as a result `join_uneven_inputs` will have no effect."
-_NO_CONTEXT_PARALLELISM = "Context parallel training is not enabled. This context manager will have no effect. To enable it, set `parallelism_config.cp_size` > 1 in the `Accelerator` constructor."
 _STREAMS_STAY = (
     "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable"
 )
@@ -195,9 +194,7 @@ class Accelerator(SavingFace):
         if learning_rate is None:
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
         if not (known := self._fused_backwards()):
-            raise ValueError(
-                "Backward pass not properly called on LOMO optimizers. Are you sure you passed a LOMO optimizer in accelerator.prepare()?"
-            )
+            raise ValueError(message("lomo_without_backward"))
         for fused in known:
             fused(loss, learning_rate)
 
@@ -221,9 +218,7 @@ class Accelerator(SavingFace):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
         if self._sequences is None:
-            raise ValueError(
-                "no processes share sequences. Pass Accelerator(parallelism_config=ParallelismConfig(sp_size=...))."
-            )
+            raise ValueError(message("no_shared_sequences"))
         return self._sequences.split(dl)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
@@ -231,7 +226,7 @@ class Accelerator(SavingFace):
         if self.num_processes == 1:
             return nullcontext()
         if not all(isinstance(one, nn.Module | torch.optim.Optimizer) for one in joinables):
-            warnings.warn(_NOBODY_TO_JOIN, stacklevel=2)
+            warnings.warn(message("nothing_to_join"), stacklevel=2)
             return nullcontext()
         if even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
             warnings.warn(_STREAMS_STAY, stacklevel=2)
@@ -327,7 +322,7 @@ class Accelerator(SavingFace):
     ) -> AbstractContextManager[Any]:
         """A block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
         if self.ctx.mesh.size(Axis.CP) == 1:
-            logger.warning_once(_NO_CONTEXT_PARALLELISM)
+            logger.warning_once(message("no_context_parallelism"))
             return nullcontext()
         return self.context_parallel(buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ())
 

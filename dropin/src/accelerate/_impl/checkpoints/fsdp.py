@@ -16,6 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
+from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
 from hasten.checkpoint import object_files
 from hasten.checkpoint.export import load_weights
@@ -66,9 +67,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
     known = [[mapping.get(_address(one)) for one in group["params"]] for group in optimizer.param_groups]
     if any(one is None for group in known for one in group):
-        raise KeyError(
-            "a parameter of the optimizer has no entry in `mapping`, and training would go on without updating it. Give an entry for the address (`parameter.data_ptr()`) of every parameter."
-        )
+        raise KeyError(message("parameter_without_another"))
     for group, parameters in zip(optimizer.param_groups, known, strict=True):
         group["params"] = parameters
 

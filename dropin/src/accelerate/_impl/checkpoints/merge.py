@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME
 from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.surface.messages import message
 from hasten.checkpoint import inspect as hasten_merge
 from hasten.checkpoint.format.torch_folder import is_torch_folder
 
@@ -37,9 +38,7 @@ def _shards_in(source: str) -> Path:
     inner = folder / f"{FSDP_MODEL_NAME}_0"
     places = [one for one in (folder, inner) if is_torch_folder(one) or (one / "manifest.json").is_file()]
     if not places:
-        raise ValueError(
-            f"{source} holds no sharded model: neither a checkpoint of hasten nor one of torch.distributed.checkpoint, and no {inner.name} inside. Give the folder of shards."
-        )
+        raise ValueError(message("no_shards", source, inner.name))
     return places[0]
 
 

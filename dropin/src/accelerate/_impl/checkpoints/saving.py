@@ -15,6 +15,7 @@ from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
 from accelerate._impl.models.modeling import has_offloaded_params
 from accelerate._impl.models.other import save, tell_shared
+from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.store.occupied import manifest_aside, rewritten
 from hasten.checkpoint.writer import FileLayout
@@ -22,8 +23,6 @@ from hasten.errors import CheckpointError, HookError
 
 # Any in this file: the user's objects, hooks and keywords.
 logger = get_logger("accelerate.accelerator")
-_NO_FOLDER = "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-_TAKEN = "Checkpoint directory {} ({}) already exists. Please manually override `self.save_iteration` with what iteration to start with."
 _LAYOUT = FileLayout(hidden=frozenset({"loader", "object", "progress", "random"}))  # the original has no such files
 
 
@@ -51,9 +50,9 @@ class SavingFace(Composed):
             self._saving.iteration = number
             output_dir = Path(self.project_dir or "", "checkpoints", f"checkpoint_{number}")
         if output_dir is None:  # quirk: AUTOMATIC_NAMING_OPT_IN
-            raise TypeError(_NO_FOLDER)
+            raise TypeError(message("save_without_folder"))
         if automatic and output_dir.exists():
-            raise ValueError(_TAKEN.format(output_dir, number))
+            raise ValueError(message("checkpoint_exists", output_dir, number))
         limit = self.project_configuration.total_limit if automatic else None
         there = len(list(output_dir.parent.glob("checkpoint_*"))) if limit is not None else 0
         if limit is not None and there + 1 > limit:
@@ -135,9 +134,7 @@ class SavingFace(Composed):
         wrong = [at for at, one in enumerate(objects) if not all(hasattr(one, name) for name in needed)]
         if wrong:
             lines = "".join(f"\n\t- Item at index {at}, `{type(objects[at]).__name__}`" for at in wrong)
-            raise ValueError(
-                f"All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The following inputs are invalid:{lines}"
-            )
+            raise ValueError(message("objects_without_state", lines))
         super().register_for_checkpointing(*objects)
 
 

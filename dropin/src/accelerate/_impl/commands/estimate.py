@@ -11,6 +11,7 @@ from accelerate._impl.environment.packages import is_timm_available, is_transfor
 from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
 from accelerate._impl.models.other import convert_bytes
 from accelerate._impl.models.planning import calculate_maximum_sizes
+from accelerate._impl.surface.messages import message
 from hasten.bigmodel.meta import init_empty_weights
 from hasten.cli.main import main as hasten
 from hasten.optional import need
@@ -76,9 +77,7 @@ def _checked(name: str, library: str | None) -> str:
     if library not in ("timm", "transformers"):
         raise ValueError(f"Library `{library}` {_UNKNOWN}")
     if not (is_timm_available() if library == "timm" else is_transformers_available()):
-        raise ImportError(
-            f"To check `{name}`, `{library}` must be installed. Please install it via `pip install {library}`"
-        )
+        raise ImportError(message("library_missing", name, library))
     return library
 
 

@@ -16,6 +16,7 @@ from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
 from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig, load_config_from_file
+from accelerate._impl.surface.messages import message
 from hasten.cli import launch_cmd
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
@@ -133,6 +134,4 @@ tpu_pod_launcher = _launcher("Run the script on every machine of a TPU pod.", "t
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> NoReturn:
     """Refuse: a job there is started by Amazon's own package."""
-    raise ImportError(
-        f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
-    )
+    raise ImportError(message("sagemaker_elsewhere", sagemaker_config.base_job_name))

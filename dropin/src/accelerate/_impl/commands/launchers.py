@@ -14,13 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, patch_environment
+from accelerate._impl.surface.messages import message
 from accelerate._impl.views.state import PartialState
 from hasten.errors import LaunchError
 from hasten.launch import notebook
 from hasten.launch.notebook import debug_launcher as debug_launcher
 
 # Any in this file: the user's function and its arguments.
-_UNKNOWN = "Unknown mixed_precision mode: {}. Choose between ['no', 'fp8', 'fp16', 'bf16']."
 _NOT_OF_THE_LAUNCH = ("function", "args", "log_line_prefix_template")
 
 
@@ -60,21 +60,17 @@ def notebook_launcher(
 
 def _check(given: dict[str, Any]) -> None:
     if given["mixed_precision"] not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(_UNKNOWN.format(given["mixed_precision"]))
+        raise ValueError(message("unknown_precision", given["mixed_precision"]))
     if given["node_rank"] >= given["num_nodes"]:
         raise ValueError("The node_rank must be less than the number of nodes.")
     if given["num_processes"] is None and any(name.startswith("KAGGLE") for name in environment()):
-        raise ValueError(
-            "You have to specify the number of devices you would like to use, add `num_processes=...` to your call."
-        )
+        raise ValueError(message("num_processes_missing"))
 
 
 def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any], devices: int) -> Any:
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
-        raise ValueError(
-            "To launch a multi-device training from your notebook, the `Accelerator` should only be initialized inside your training function. Restart your notebook and make sure no cells initializes an `Accelerator`."
-        )
+        raise ValueError(message("accelerator_before_launch"))
     here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
     nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
     options: dict[str, Any] = {

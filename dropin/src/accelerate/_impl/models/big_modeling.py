@@ -14,6 +14,7 @@ from torch import nn
 from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show
 from accelerate._impl.models.modeling import fill_model, has_offloaded_params, load_checkpoint_in_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch, hooked
 from hasten.bigmodel import tensors as casting
@@ -78,9 +79,7 @@ def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, 
     main = _fresh(model, dispatch.main_device_of(places) if main is None else main)
     away = [name for name, place in device_map.items() if str(place) == "disk"]
     if away and given.get("offload_dir") is None and index is None:
-        raise ValueError(
-            f"We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to be offloaded: {', '.join(away)}."
-        )
+        raise ValueError(message("offload_needs_dir", ", ".join(away)))
     if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD}:
         dispatch.dispatch_model(**{**given, "device_map": places})
         if is_dispatched(model):
@@ -158,9 +157,7 @@ def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: 
     if not isinstance(ways, str):
         return ways
     if ways not in ("auto", "balanced", "balanced_low_0", "sequential"):
-        raise ValueError(
-            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
-        )
+        raise ValueError(message("unknown_device_map"))
     if ways != "sequential":
         limits = get_balanced_memory(model, limits, no_split, dtype, low_zero=ways == "balanced_low_0")
     return infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)

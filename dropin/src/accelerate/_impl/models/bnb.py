@@ -12,6 +12,7 @@ from torch import nn
 from accelerate._impl import ambient
 from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
+from accelerate._impl.surface.messages import message
 from hasten import bigmodel
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.offload_files import offload_weight
@@ -50,9 +51,7 @@ def load_and_quantize_model(
 def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         if weights_location is None:
-            raise ValueError(
-                "the model is on the meta device and has no weights; say in weights_location where they are, or load them first"
-            )
+            raise ValueError(message("quantize_without_weights"))
         bigmodel.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
 
 
@@ -132,9 +131,7 @@ def _one_device(device_map: Any) -> torch.device:
         return here
     places = dict.fromkeys(device_map.values()) if isinstance(device_map, dict) else {device_map: None}
     if len(places) > 1 or "disk" in places:
-        raise ValueError(
-            f"device_map places quantized weights on {', '.join(map(str, places))}; hasten's stand-in keeps weights of bitsandbytes on one device, because they cannot be offloaded. Give one device, or leave device_map out."
-        )
+        raise ValueError(message("quantized_on_several", ", ".join(map(str, places))))
     place = next(iter(places))
     return torch.device(here.type, place) if isinstance(place, int) else torch.device(place)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelerate._impl.surface.messages import message
 from hasten.errors import StepError
 from hasten.optim import batch_size
 
@@ -51,9 +52,7 @@ def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Calla
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(names) < len(args) + 1:
             given = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
-            raise TypeError(
-                f"Batch size was passed into `{function.__name__}` as the first argument when called.Remove this as the decorator already does so: `{function.__name__}({given})`"
-            )
+            raise TypeError(message("batch_size_given", function.__name__, given))
         try:
             return batch_size.find_executable_batch_size(noted, start, reduce_fn)(*args, **kwargs)
         except StepError as error:

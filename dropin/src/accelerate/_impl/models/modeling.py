@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accelerate._impl import ambient
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._impl.environment.packages import is_peft_available
+from accelerate._impl.surface.messages import message
 from hasten.bigmodel import device_map as maps
 from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
@@ -101,9 +102,7 @@ def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) ->
     if now.is_meta and value is None and str(device) != "meta":
         raise ValueError(f"{last} is on the meta device, we need a `value` to put in on {device}.")
     if value is not None and now.shape != value.shape and type(now) in (Tensor, nn.Parameter):
-        raise ValueError(
-            f'Trying to set a tensor of shape {value.shape} in "{last}" (which has shape {now.shape}), this looks incorrect.'
-        )
+        raise ValueError(message("shape_of_tensor", value.shape, last, now.shape))
     return now
 
 
@@ -146,9 +145,7 @@ def fill_model(
     """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
     places = device_map or {}
     if offload_folder is None and "disk" in map(str, places.values()):
-        raise ValueError(
-            "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
-        )
+        raise ValueError(message("offload_needs_folder"))
     homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
     if homeless:
         raise ValueError(f"{homeless[0]} doesn't have any device set.")
@@ -178,16 +175,12 @@ def _refuse_shapes(model: nn.Module, states: Iterable[dict[str, Tensor]], whole:
 def _located(checkpoint: Path) -> Path:
     """Return the file or folder to read: a folder may have one index under any name."""
     if not checkpoint.exists():
-        raise ValueError(
-            f"`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got {checkpoint}."
-        )
+        raise ValueError(message("no_checkpoint", checkpoint))
     if checkpoint.is_file() or any((checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)):
         return checkpoint
     found = sorted(checkpoint.glob("*.index.json"))
     if not found:
-        raise ValueError(
-            f"{checkpoint} is not a folder containing a `.index.json` file or a {WEIGHTS_NAME} or a {SAFE_WEIGHTS_NAME} file"
-        )
+        raise ValueError(message("no_weights_in_folder", checkpoint, WEIGHTS_NAME, SAFE_WEIGHTS_NAME))
     if len(found) > 1:
         raise ValueError(f"{checkpoint} containing more than one `.index.json` file, delete the irrelevant ones.")
     return found[0]

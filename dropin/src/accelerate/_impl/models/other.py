@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate._impl import ambient
+from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
 from hasten.checkpoint.export import save_object
@@ -26,7 +27,6 @@ from hasten.modules.names import is_dtensor
 from hasten.precision.autocast import AutocastForward
 
 logger = get_logger("accelerate.utils.other")
-_REMOVED = "Removed shared tensor {} while saving. This should be OK, but check by verifying that you don't receive any warning while reloading"
 TORCH_SAFE_GLOBALS: list[Any] = []
 # Any in this file: the caller's objects.
 
@@ -128,7 +128,7 @@ def wait_for_everyone() -> None:
 def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
     """Return the names that share memory with an earlier one, and warn of them."""
     if repeated := tied(tensors):
-        logger.warning(_REMOVED.format(set(repeated)), main_process_only=True)
+        logger.warning(message("shared_tensors_removed", set(repeated)), main_process_only=True)
     return repeated
 
 
@@ -212,10 +212,7 @@ def check_os_kernel() -> None:
     machine = platform.uname()
     found = re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release) if machine.system == "Linux" else None
     if found and (int(found[1]), int(found[2])) < (5, 5):
-        logger.warning(
-            f"Detected kernel version {found[0]}, which is below the recommended minimum of 5.5.0; this can cause the process to hang. It is recommended to upgrade the kernel to the minimum version or higher.",
-            main_process_only=True,
-        )
+        logger.warning(message("old_kernel", found[0]), main_process_only=True)
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

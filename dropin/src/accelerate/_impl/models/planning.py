@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate._impl.enums import CustomDtype
+from accelerate._impl.surface.messages import message
 from hasten.bigmodel import device_map as maps
 from hasten.modules.names import tied_groups
 
@@ -25,9 +26,6 @@ _SUFFIXES = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6,
 _SPECIAL = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
 _OFFLOAD = ("cpu", "disk")
 _NAMED = ("mps", "cpu", "disk")
-_STRANGE = "Device {} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and 'disk'"
-_UNUSED = "Based on the current allocation process, no modules could be assigned to the following devices due to insufficient memory:\n%s\nThese minimum requirements are specific to this allocation attempt and may vary. Consider increasing the available memory for these devices to at least the specified minimum, or adjusting the model config."
-_BUFFERS = "Current model requires {} bytes of buffer for offloaded layers, which seems does not fit any GPU's remaining memory. If you are experiencing a OOM later, please consider using offload_buffers=True."
 
 
 def convert_file_size_to_int(size: float | str) -> Any:
@@ -38,9 +36,7 @@ def convert_file_size_to_int(size: float | str) -> Any:
         bits = len(unit) == 2 and size.endswith("b")
         number, factor = int(float(size[: -len(unit)]) * _SUFFIXES[unit]), 8 if bits else 1
     if number < 0:
-        raise ValueError(
-            f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit (like '5.0GB')."
-        )
+        raise ValueError(message("no_size", size))
     return number if factor == 1 else number // factor
 
 
@@ -225,7 +221,7 @@ def _check_devices(numbers: Sequence[int], strangers: Sequence[Any]) -> None:
     for number in (number for number in numbers if number not in there):
         _log.warning(f"Device {number} is not available, available devices are {there}")
     if strangers:
-        raise ValueError(_STRANGE.format(strangers[0]))
+        raise ValueError(message("unknown_devices", strangers[0]))
 
 
 class _Packing:
@@ -327,14 +323,14 @@ class _Packing:
         """Log the devices that got nothing, with the bytes that would have been needed."""
         empty = [f"  - {device}: {size} bytes required" for device, size in self.least.items() if not self.used[device]]
         if empty:
-            _log.info(_UNUSED, "\n".join(empty))
+            _log.info(message("devices_unused"), "\n".join(empty))
 
     def check_buffers(self, model: nn.Module, dtype: Any, special_dtypes: Any) -> None:
         """Warn if the buffers of offloaded modules, which stay on a GPU, do not fit the memory left there."""
         sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         kept = sum(sizes.get(name, 0) for name in self.offloaded)
         if self.gpus and kept > max(0, *(self.left[device] for device in self.gpus)):
-            warnings.warn(_BUFFERS.format(kept))
+            warnings.warn(message("buffers_too_large", kept))
 
 
 def infer_auto_device_map(

@@ -10,6 +10,7 @@ from accelerate._impl.enums import DistributedType
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.settings.deepspeed_plugin import active_plugin
+from accelerate._impl.surface.messages import message
 
 # Any in this file: DeepSpeed is untyped, and so are parameters, groups and options.
 
@@ -47,9 +48,7 @@ class DeepSpeedEngineWrapper:
 def get_active_deepspeed_plugin(state: Any) -> Any:
     """The plugin in use. Raises: ValueError without DeepSpeed."""
     if state.distributed_type != DistributedType.DEEPSPEED:
-        raise ValueError(
-            "Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled. Please make sure that either `Accelerator` is configured for `deepspeed` or make sure that the desired `DeepSpeedPlugin` has been enabled (`AcceleratorState().select_deepspeed_plugin(name)`) before calling this function."
-        )
+        raise ValueError(message("no_active_deepspeed_plugin"))
     return active_plugin(state.deepspeed_plugins)
 
 

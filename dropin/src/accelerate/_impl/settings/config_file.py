@@ -11,13 +11,13 @@ import yaml
 from accelerate._impl.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._impl.environment import constants
 from accelerate._impl.environment.variables import environment
+from accelerate._impl.surface.messages import message
 from hasten.config.files import accelerate_paths, contents
 
 # Any in this file: values of settings.
 default_yaml_config_file = str(accelerate_paths(environment())[0])
 default_json_config_file = str(accelerate_paths(environment())[2])
 default_config_file = default_yaml_config_file
-_NO_FILE = "The passed configuration file `{}` does not exist. Please pass an existing file to `accelerate launch`, or use the default one created through `accelerate config` and run `accelerate launch` without the `--config_file` argument."
 cache_dir = str(Path(default_config_file).parent)
 hf_cache_home = str(Path(cache_dir).parent)
 
@@ -26,7 +26,7 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
     """The settings in a file, by default the established one."""
     path = Path(config_file if config_file is not None else default_config_file)
     if config_file is not None and not path.is_file():
-        raise FileNotFoundError(_NO_FILE.format(config_file))
+        raise FileNotFoundError(message("no_config_file", config_file))
     if not path.is_file():
         path = Path(default_json_config_file)
     text = contents(path)
@@ -44,9 +44,7 @@ def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
         values["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
     precision = "fp16" if values.pop("fp16", False) else "no"  # there, too
     if unknown := sorted(set(values) - known):
-        raise ValueError(
-            f"The config file at {place} had unknown keys ({unknown}), please try upgrading your `accelerate` version or fix (and potentially remove) these keys from your config file."
-        )
+        raise ValueError(message("unknown_keys", place, unknown))
     return kind(**BaseConfig.process_config({"mixed_precision": precision, "use_cpu": False, **values}))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+from accelerate._impl.surface.messages import message
 from hasten.strategies.engines.deepspeed.config import read_config
 
 # Any in this file: keys and values of DeepSpeed's configuration.
@@ -78,7 +79,5 @@ def _read(given: Any) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
     except ValueError as error:
-        raise ValueError(
-            f"Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. Received: {given}"
-        ) from error
+        raise ValueError(message("no_deepspeed_config", given)) from error
     return found

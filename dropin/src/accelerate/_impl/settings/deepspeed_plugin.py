@@ -15,6 +15,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
 from accelerate._impl.settings.filled import fill
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
@@ -23,13 +24,7 @@ from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
-_MISMATCH = "Please correct the following DeepSpeed config values that mismatch kwargs  values:"
-_REMEDY = "The easiest method is to set these DeepSpeed config values to 'auto'."
-_NOT_GIVEN = "`{0}` not found in kwargs. Please specify `{0}` without `auto` (set to correct value) in the DeepSpeed config file or pass it in kwargs."
 _ZERO = "zero_optimization"
-_IGNORED = "When using `deepspeed_config_file`, the following accelerate config variables will be ignored: {}.\nPlease specify them appropriately in the DeepSpeed config file.\nIf you are using an accelerate config file, remove others config variables mentioned in the above specified list.\nThe easiest method is to create a new config following the questionnaire via `accelerate config`.\nIt will only ask for the necessary config variables when using `deepspeed_config_file`."
-_ONLY_3 = "DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False."
-_NO_MSAMP = "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in its place. Leave it out, or use mixed_precision='bf16'."
 _OPTIONS: dict[str, tuple[str, Any]] = {
     # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
     "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
@@ -68,7 +63,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         variables = environment()
         if self.enable_msamp:
-            raise NotImplementedError(_NO_MSAMP)
+            raise NotImplementedError(message("no_msamp"))
         self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
         self._take_config(variables)
         self._settle_building(variables)
@@ -79,7 +74,7 @@ class DeepSpeedPlugin:
             said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
             self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
-            warnings.warn(_ONLY_3, stacklevel=4)
+            warnings.warn(message("zero3_init_only_there"), stacklevel=4)
             self.zero3_init_flag = False
         self._join(AMBIENT.context)
 
@@ -105,7 +100,7 @@ class DeepSpeedPlugin:
         names = [*_OPTIONS, "mixed_precision"]
         if any(name in asked for name in names):
             names[5], names[6] = names[6], names[5]  # as the original names them
-            raise ValueError(_IGNORED.format(names))
+            raise ValueError(message("deepspeed_fields_ignored", names))
         for name, (key, _) in _OPTIONS.items():
             self.fill_match(key, must_match=False, **{key: getattr(self, name)})
             setattr(self, name, self.hf_ds_config.get_value(key, getattr(self, name)))
@@ -178,7 +173,7 @@ class DeepSpeedPlugin:
             return
         if node[key] == AUTO:
             if ds_key_long not in kwargs:
-                raise ValueError(_NOT_GIVEN.format(ds_key_long))
+                raise ValueError(message("deepspeed_value_missing", ds_key_long))
             node[key] = kwargs[ds_key_long]
         elif must_match and ds_key_long in kwargs and node[key] != kwargs[ds_key_long] and mismatches is not None:
             mismatches.append(f"- ds {ds_key_long}={node[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
@@ -199,16 +194,14 @@ class DeepSpeedPlugin:
             else:
                 self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
         if found and mismatches is None:
-            raise ValueError("\n".join([_MISMATCH, *found, _REMEDY]))
+            raise ValueError("\n".join([message("deepspeed_mismatch"), *found, message("deepspeed_mismatch_remedy")]))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let the configuration say the run's precision. Raises: ValueError where it says another."""
         config, chosen = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
         for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
             if chosen == name and self.get_value(f"{other}.enabled") is True:
-                raise ValueError(
-                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the DeepSpeed config file."
-                )
+                raise ValueError(message("precision_contradicts_deepspeed", mixed_precision, other))
             wide = {"enabled": chosen == name, **({"auto_cast": True} if chosen == name == "fp16" else {})}
             if config.setdefault(name, wide).get("enabled") == AUTO:
                 config[name]["enabled"] = chosen == name
@@ -254,9 +247,7 @@ class DeepSpeedPlugin:
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this plugin the one in use. Raises: ValueError when called by hand."""
         if not _from_accelerator_state:
-            raise ValueError(
-                "A `DeepSpeedPlugin` object must be enabled manually by calling `AcceleratorState().enable_deepspeed_plugin(plugin_key)`."
-            )
+            raise ValueError(message("select_by_state"))
         self._selected = True
 
     def _unselect(self) -> None:

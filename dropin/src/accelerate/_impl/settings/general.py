@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from accelerate._impl.settings.filled import fill, yes
+from accelerate._impl.surface.messages import message
 
 # Any in this file: the values of settings, and foreign configuration objects.
 
@@ -94,13 +95,9 @@ class DeepSpeedSequenceParallelConfig:
 
     def _check(self) -> None:
         if self.sp_attn_implementation in ("eager", "flex_attention"):
-            raise ValueError(
-                f"Invalid sp_attn_implementation: {self.sp_attn_implementation}. 'eager' and 'flex_attention' are not supported with sequence parallelism."
-            )
+            raise ValueError(message("sp_attention", self.sp_attn_implementation))
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
-            raise ValueError(
-                "sp_seq_length_is_variable=False says that all sequences have one length; give it as sp_seq_length, or in the variable PARALLELISM_CONFIG_SP_SEQ_LENGTH."
-            )
+            raise ValueError(message("sp_length_missing"))
 
 
 def _length(word: str) -> int | None:

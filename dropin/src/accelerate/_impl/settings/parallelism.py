@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hasten
 from accelerate._impl.settings import general
 from accelerate._impl.settings.filled import fill
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.runtime.mesh_plan import MeshSpec
 
@@ -51,9 +52,7 @@ class ParallelismConfig:
         """The options of an axis. Raises: ValueError for those of another one."""
         given, backend = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_backend", None)
         if given is not None and backend is not None and not isinstance(given, kind):
-            raise ValueError(
-                f"ParallelismConfig's {axis}_backend={backend} requires {kind}, but {axis}_handler was set to {type(given)}"
-            )
+            raise ValueError(message("handler_of_another_backend", axis, backend, kind, type(given)))
         return kind() if given is None else given
 
     @classmethod
@@ -67,16 +66,12 @@ class ParallelismConfig:
         if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:
             raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
         if self.cp_enabled and self.sp_enabled:
-            raise ValueError(
-                f"Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
-            )
+            raise ValueError(message("cp_and_sp", self.cp_size, self.sp_size))
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} must be one of ['{only}'], but got {getattr(self, name)}")
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
-            raise ValueError(
-                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism (dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1 and dp_replicate_size == 1 to compose FSDP + TP/CP for 2D parallel, or set dp_replicate_size == 1 and dp_shard_size > 1 to compose HSDP + TP/CP for 3D parallel."
-            )
+            raise ValueError(message("replicas_with_tp_or_cp"))
 
     _sizes = shown(lambda self: {axis: self._size(axis) for axis in _AXES}, "Sizes by axis.")
 
@@ -142,9 +137,7 @@ class ParallelismConfig:
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         if self.total_size > 1 and self.total_size != accelerator.num_processes:
-            raise ValueError(
-                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({accelerator.num_processes}). Please adjust dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size."
-            )
+            raise ValueError(message("total_size_differs", self.total_size, accelerator.num_processes))
 
     def to_hasten(self) -> hasten.ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from accelerate._impl.surface.messages import message
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError, StepError
 from hasten.optional import need
@@ -39,13 +40,9 @@ class SpannedAttention:
         """Make the model attend to whole sequences. Raises: PrepareError unless it uses transformers' attention functions."""
         inner: Any = model
         if not getattr(inner, "_supports_attention_backend", False):
-            raise PrepareError(
-                f"{type(model).__name__} does not use transformers' AttentionInterface, so it would not attend to the other parts of a sequence (sp_size={self._ranks}). Use a transformers model that does, or hasten's context_parallel(), which splits sequences for any module."
-            )
+            raise PrepareError(message("attention_not_replaceable", type(model).__name__, self._ranks))
         if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", SPANNING_ATTENTION):
-            raise PrepareError(
-                f"attention by {kind!r} was asked for with sp_size={self._ranks}, which uses torch's scaled_dot_product_attention (including its flash kernels). Set attn_implementation='sdpa' when loading the model, or sp_attn_implementation='sdpa' together with sp_size."
-            )
+            raise PrepareError(message("attention_by_another_kernel", kind, self._ranks))
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
         transformers.AttentionInterface.register(SPANNING_ATTENTION, self)
         transformers.AttentionMaskInterface.register(SPANNING_ATTENTION, need("transformers.masking_utils").sdpa_mask)
@@ -78,11 +75,7 @@ class SpannedAttention:
 
     def _check(self, length: int, window: int | None) -> None:
         if length not in self._lengths:
-            raise StepError(
-                f"the model received sequences of {length} tokens, but no loader has returned parts of that length (sp_size={self._ranks}): whole sequences of different processes would be joined. Pass the loader and the model to the same prepare() call."
-            )
+            raise StepError(message("sequences_not_split", length, self._ranks))
         if window is not None and window < length * self._ranks:
-            raise StepError(
-                f"this attention has a window of {window} tokens, but sequences of {length * self._ranks} tokens that are split over {self._ranks} processes are attended to without a window. Use shorter sequences, or sp_size=1."
-            )
+            raise StepError(message("window_too_short", window, length * self._ranks, self._ranks))
         self._attention.lengths = frozenset(self._lengths)

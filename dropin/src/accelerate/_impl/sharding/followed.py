@@ -10,6 +10,7 @@ from accelerate._impl.composed import Composed
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.settings.deepspeed_plugin import DeepSpeedPlugin, Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
 
 
@@ -40,9 +41,7 @@ class FollowedPlugin:
         names = [name for name in now.__dataclass_fields__ if name != "state_dict_type"]  # that may change freely
         changed = {name: getattr(now, name) for name in names if getattr(self._taken, name) != getattr(now, name)}
         if "hybrid_shard" in changed:
-            raise ValueError(
-                "sharding_strategy of the FSDP plugin changed between HYBRID and another after Accelerator() had laid the processes out. Give the plugin its strategy when it is made."
-            )
+            raise ValueError(message("strategy_too_late"))
         if changed:
             what = f"{', '.join(changed)} of the FSDP plugin"
             _reconfigure(self._accelerator, what, fsdp=replace(self._accelerator.config.fsdp, **changed))
@@ -71,9 +70,7 @@ class FollowedEngine:
 
 def _reconfigure(accelerator: Composed, what: str, **section: Any) -> None:
     if components(accelerator).prepared.models:
-        raise ValueError(
-            f"{what} changed after a model was prepared, which keeps what it was prepared with. Change it before the first prepare(), or make another Accelerator for it."
-        )
+        raise ValueError(message("change_too_late", what))
     accelerator._reconfigure(**section)
 
 

@@ -12,6 +12,7 @@ from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.attention import SpannedAttention
+from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.mesh_plan import Axis
@@ -57,9 +58,7 @@ class SplitSequences:
     def split(self, loader: Any) -> Any:
         """The loader, handing out parts from its next iteration on."""
         if not isinstance(loader, PreparedLoader):
-            raise ValueError(
-                f"a {type(loader).__name__} that was not prepared does not read a share of its own on every process, so parts of its sequences cannot be handed out. Pass accelerator.prepare(loader)."
-            )
+            raise ValueError(message("loader_not_prepared", type(loader).__name__))
         loader.cut = self._cut
         return loader
 

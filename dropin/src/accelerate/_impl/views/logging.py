@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment
+from accelerate._impl.surface.messages import message
 from hasten.runtime.logs import RankLogger
 
 
@@ -26,9 +27,7 @@ class MultiProcessAdapter(RankLogger):
     def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: object) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
         if not AMBIENT.partial:  # quirk: LOGGER_NEEDS_STATE
-            raise RuntimeError(
-                "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before using the logging utility."
-            )
+            raise RuntimeError(message("log_before_state"))
         everywhere = kwargs.get("main_process_only", True) is False and AMBIENT.partial.get("num_processes", 1) > 1
         named = msg if everywhere else _named(msg)  # said there already
         super().log(level, named, *args, stacklevel=stacklevel + 1, **kwargs)

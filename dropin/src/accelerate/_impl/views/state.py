@@ -15,6 +15,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, PrecisionType
 from accelerate._impl.environment.variables import environment, parse_flag_from_env
 from accelerate._impl.settings.deepspeed_plugin import active_plugin
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.accelerator.process import Process
 from hasten.runtime.bootstrap import GroupSettings
@@ -98,9 +99,7 @@ class _Shared:
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
         if name in self._known_attrs:
-            raise AttributeError(
-                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an `Accelerator` or `PartialState` was not reinitialized."
-            )
+            raise AttributeError(message("state_was_reset", kind, name))
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
 
 
@@ -190,9 +189,6 @@ def _precision(asked: str | None) -> str:
     return str(PrecisionType(str(chosen).lower()).value)
 
 
-_NOT_YET_MADE = "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before using any functionality from the `accelerate` library."
-
-
 class AcceleratorState(_Shared):
     """PartialState, and what an Accelerator has settled for the whole process."""
 
@@ -222,7 +218,7 @@ class AcceleratorState(_Shared):
             self._check_initialized(mixed_precision, cpu)
             return
         if not _from_accelerator:
-            raise ValueError(_NOT_YET_MADE)
+            raise ValueError(message("accelerator_not_made"))
         PartialState(cpu, **kwargs)
         given = {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
         given |= {"torch_tp_plugin": torch_tp_plugin, "parallelism_config": parallelism_config}
