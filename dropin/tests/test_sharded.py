@@ -13,7 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate._impl.commands.launch_variables import settings_for, variables_for
@@ -124,27 +130,50 @@ def _assert_close(found: Any, expected: Any, place: str) -> None:
         assert found == pytest.approx(expected, rel=0, abs=1e-5), place
 
 
-def test_a_plugin_takes_what_callers_and_variables_give() -> None:
-    plain = FullyShardedDataParallelPlugin()
-    assert (plain.fsdp_version, plain.reshard_after_forward) == (2, True)
-    assert type(plain.cpu_offload) is OffloadPolicy and plain.state_dict_type is StateDictType.SHARDED_STATE_DICT
-    given = FullyShardedDataParallelPlugin(
-        reshard_after_forward=0, transformer_cls_names_to_wrap="A, B", cpu_offload=True, mixed_precision_policy="bf16"
-    )
-    assert given.transformer_cls_names_to_wrap == ["A", "B"] and isinstance(given.cpu_offload, CPUOffloadPolicy)
+def test_a_plugin_takes_what_callers_and_variables_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_VERSION", raising=False)  # transformers may have set it
+    kind = FullyShardedDataParallelPlugin
+    plain, new = kind(), kind(fsdp_version=2)
+    assert (plain.fsdp_version, plain.sharding_strategy) == (1, ShardingStrategy.FULL_SHARD)
+    assert (plain.reshard_after_forward, new.reshard_after_forward) == (None, True)
+    assert (type(plain.cpu_offload), type(new.cpu_offload)) == (CPUOffload, OffloadPolicy)
+    assert [one.state_dict_type.name[:4] for one in (plain, new)] == ["FULL", "SHAR"]
+    given = kind(fsdp_version=2, reshard_after_forward="false", cpu_offload=True, mixed_precision_policy="bf16")
+    assert isinstance(given.cpu_offload, CPUOffloadPolicy)
     assert isinstance(given.mixed_precision_policy, MixedPrecisionPolicy)
     assert (given.to_hasten().reshard_after_forward, given.to_hasten().cpu_offload) == (False, True)
-    assert FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD").to_hasten().hybrid_shard
-    assert FullyShardedDataParallelPlugin(forward_prefetch=True).to_hasten().forward_prefetch_depth == 1
-    with patch_environment(FSDP_OFFLOAD_PARAMS="true", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_MIN_NUM_PARAMS="7"):
-        told = FullyShardedDataParallelPlugin().to_hasten()
-    assert (told.cpu_offload, told.state_dict_type, told.min_num_params) == (True, "FULL_STATE_DICT", 7)
+    assert kind(reshard_after_forward="SHARD_GRAD_OP").to_hasten().reshard_after_forward is False
+    assert kind(mixed_precision_policy="bf16").to_hasten().mixed_precision_policy.param_dtype is torch.bfloat16
+    assert kind(sharding_strategy="HYBRID_SHARD").to_hasten().hybrid_shard
+    assert kind(forward_prefetch=True).to_hasten().forward_prefetch_depth == 1
+    assert kind(auto_wrap_policy="NO_WRAP").to_hasten().auto_wrap_policy == "no_wrap"
+    words = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7", "FSDP_OFFLOAD_PARAMS": "true"}
+    with patch_environment(**words, FSDP_VERSION="2", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"):
+        told = kind()
+    assert told.auto_wrap_policy is size_based_auto_wrap_policy
+    taken = told.to_hasten()
+    assert (taken.cpu_offload, taken.state_dict_type, taken.min_num_params) == (True, "FULL_STATE_DICT", 7)
+
+
+def test_a_plugin_refuses_what_its_version_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    kind = FullyShardedDataParallelPlugin
     with pytest.raises(ConfigError, match="NO_SHARD keeps the whole model"):
-        FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD").to_hasten()
-    with pytest.raises(ValueError, match="fsdp_version=3 does not exist"):
-        FullyShardedDataParallelPlugin(fsdp_version=3)
-    with pytest.raises(ValueError, match="give one of FULL_STATE_DICT"):
-        FullyShardedDataParallelPlugin(state_dict_type="WHOLE")
+        kind(sharding_strategy="NO_SHARD").to_hasten()
+    wrong: dict[str, dict[str, Any]] = {
+        "fsdp_version=3 does not exist": {"fsdp_version": 3},
+        "not supported with FSDP1": {"reshard_after_forward": True},
+        "not supported with FSDP2": {"fsdp_version": 2, "sharding_strategy": "FULL_SHARD"},
+        "FSDP2 does not support LOCAL": {"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
+        "forward_prefetch is not yet": {"fsdp_version": 2, "forward_prefetch": True},
+        "`torch.distributed.fsdp.CPUOffload` in FSDP1": {"cpu_offload": OffloadPolicy()},
+        "Invalid mixed precision: no": {"mixed_precision_policy": "no"},
+        "Invalid auto wrap policy: x": {"auto_wrap_policy": "x"},
+        "requires `fsdp_version=2`": {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+    }
+    for words, options in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            kind(**options)
     with pytest.raises(TypeError, match="give a name, or a function"):
         FullyShardedDataParallelPlugin(auto_wrap_policy=3).to_hasten()
 
@@ -161,7 +190,9 @@ def test_policies_of_the_older_version_choose_modules() -> None:
     by_name = FullyShardedDataParallelPlugin(auto_wrap_policy=transformer_auto_wrap_policy).to_hasten()
     assert by_name.auto_wrap_policy == "transformer_based_wrap"
     with pytest.raises(ValueError, match="Could not find the transformer layer class Block"):
-        FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"]).set_auto_wrap_policy(model)
+        FullyShardedDataParallelPlugin(
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+        ).set_auto_wrap_policy(model)
 
 
 def test_flags_become_the_variables_that_libraries_read() -> None:

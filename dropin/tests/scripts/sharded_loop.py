@@ -107,7 +107,12 @@ def round_trips(folder):
     """State written half way by one layout goes on in another, by hand and with save_state."""
     before = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     writers = {
-        "sharded": {"fsdp_version": 1, "auto_wrap_policy": before, "sharding_strategy": "SHARD_GRAD_OP"},
+        "sharded": {
+            "fsdp_version": 1,
+            "auto_wrap_policy": before,
+            "sharding_strategy": "SHARD_GRAD_OP",
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
         "full": {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": True, "activation_checkpointing": True},
     }
     found = {}

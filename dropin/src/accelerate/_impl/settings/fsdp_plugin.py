@@ -1,41 +1,41 @@
-"""The FSDP plugin with the established fields, FSDP2 underneath whatever version is asked for."""
+"""The FSDP plugin with the established fields and checks; FSDP2 works underneath whatever version is asked for."""
 
 import logging
+import os
+import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch.distributed import fsdp
+from torch.distributed.fsdp import wrap
 
 import hasten
-from accelerate._impl.environment.variables import environment, str_to_bool
+from accelerate._impl.environment.constants import FSDP_AUTO_WRAP_POLICY
+from accelerate._impl.environment.variables import environment
 from accelerate._impl.settings.filled import Reading, fill, yes
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.strategies.fsdp.shard_groups import as_choice
 
-log = logging.getLogger("accelerate.utils.fsdp_plugin")
+log = logging.getLogger("accelerate.utils.dataclasses")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.
-_DTYPES = {"fp32": torch.float32, "no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-_AS_THEY_ARE = "sync_module_states mixed_precision_policy param_init_fn"
+_DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_GONE = {said.split()[0]: said for said in message("fsdp2_obsolete").split("\n")}
+_BY_CLASS, _BY_SIZE = wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy
+_POLICIES = dict(zip(FSDP_AUTO_WRAP_POLICY, (_BY_CLASS, _BY_SIZE, None), strict=True))
 _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
-_READ: dict[str, Reading] = {
-    **dict.fromkeys(
-        ("sharding_strategy", "reshard_after_forward", "backward_prefetch", "auto_wrap_policy"), (str, None)
-    ),
-    **dict.fromkeys(("use_orig_params", "sync_module_states", "forward_prefetch"), (yes, None)),
-    **dict.fromkeys(_SWITCHES, (yes, False)),
-    "min_num_params": (int, None),
-}
+_READ: dict[str, Reading] = {"backward_prefetch": (str, None), "auto_wrap_policy": (str, None)}
+_READ |= {"ignored_modules": (str, None), **dict.fromkeys(_SWITCHES, (yes, False))}
+_READ_BY_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
+_FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of sharded training. `fsdp_version` 1 is read as 2: FSDP1 is no longer used.
-
-    What is not given comes from the FSDP_* variables. Changes made to the plugin before a model is prepared count.
-    """
+    """Options of sharded training, or the FSDP_* variables, as of `fsdp_version`; an Accelerator reads them as FSDP2's."""
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None
@@ -58,76 +58,157 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: Any = None
     min_num_params: int | None = None
+    _whole = False  # whether the policy says that no block is sharded on its own
 
     def __post_init__(self) -> None:
-        self.fsdp_version = _version(_env("VERSION") if self.fsdp_version is None else str(self.fsdp_version))
-        self._take_environment()
-        self.set_cpu_offload()
-        if self.reshard_after_forward is None and self.sharding_strategy is None:
-            self.reshard_after_forward = True
-        self.reshard_after_forward = _reshard(self.reshard_after_forward)
-        self.transformer_cls_names_to_wrap = _words(self.transformer_cls_names_to_wrap)
-        if isinstance(self.mixed_precision_policy, str):
-            self.set_mixed_precision(self.mixed_precision_policy, override=True)
-        self.set_state_dict_type(self.state_dict_type or _env("STATE_DICT_TYPE") or "SHARDED_STATE_DICT")
-
-    def _take_environment(self) -> None:
-        """Fill what was not given from the FSDP_* variables; two have other names than the options."""
+        self.fsdp_version = int(self.fsdp_version or environment().get("FSDP_VERSION") or 1)
+        if self.fsdp_version not in (1, 2):
+            raise ValueError(f"fsdp_version={self.fsdp_version} does not exist; give 2, or leave it out.")
+        if self.cpu_ram_efficient_loading is not None:  # transformers reads it there
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(self.cpu_ram_efficient_loading)
+        self._settle_sharding()
         fill(self, "FSDP_", **_READ)
+        self._settle_places()
+        self._settle_policies()
+        self._settle_version()
+
+    def _settle_places(self) -> None:
+        self.backward_prefetch = _of(fsdp.BackwardPrefetch, self.backward_prefetch, NO_PREFETCH=None)
         if self.cpu_offload is None:
-            self.cpu_offload = yes(_env("OFFLOAD_PARAMS") or "no")
-        if self.transformer_cls_names_to_wrap is None:
-            self.transformer_cls_names_to_wrap = _env("TRANSFORMER_CLS_TO_WRAP")
+            self.cpu_offload = yes(environment().get("FSDP_OFFLOAD_PARAMS", "False"))
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        self.set_state_dict_type()
+
+    def _settle_sharding(self) -> None:
+        """Take what happens to weights after a forward, under the name of either version."""
+        by_name, now = self.sharding_strategy is not None, self.reshard_after_forward
+        wanted, names = "`bool`", {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)}
+        if self.fsdp_version == 1:
+            fill(self, "FSDP_", sharding_strategy=(str, "FULL_SHARD"))
+            self.sharding_strategy = _of(fsdp.ShardingStrategy, self.sharding_strategy, **names)
+            now = _of(fsdp.ShardingStrategy, now, **names)
+            wanted = "`str` or an instance of `torch.distributed.fsdp.fully_sharded_data_parallel.ShardingStrategy`"
+        elif now is None and not by_name:
+            now = environment().get("FSDP_RESHARD_AFTER_FORWARD") or "true"
+        self.reshard_after_forward = now = yes(now) if isinstance(now, str) else now
+        if isinstance(now, bool) == (self.fsdp_version == 1):
+            raise ValueError(message("fsdp_reshard_after_forward", now, self.fsdp_version, wanted))
+        if by_name:
+            log.warning(message("fsdp_sharding_strategy_deprecated"))
+
+    def _settle_policies(self) -> None:
+        """Make functions and objects of policies that are given by name."""
+        if isinstance(self.mixed_precision_policy, str | dict):
+            self.set_mixed_precision(self.mixed_precision_policy, override=isinstance(self.mixed_precision_policy, str))
+        if self.mixed_precision_policy is not None:
+            self.validate_mixed_precision_policy()
+        if not isinstance(name := self.auto_wrap_policy, str):
+            return
+        if name.upper() not in _POLICIES:
+            raise ValueError(f"Invalid auto wrap policy: {name}. Must be one of {FSDP_AUTO_WRAP_POLICY}")
+        self.auto_wrap_policy = _POLICIES[name.upper()]
+        if self.auto_wrap_policy is _BY_CLASS:
+            if self.transformer_cls_names_to_wrap is None:
+                self.transformer_cls_names_to_wrap = environment().get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+            if isinstance(self.transformer_cls_names_to_wrap, str):
+                self.transformer_cls_names_to_wrap = self.transformer_cls_names_to_wrap.split(",")
+        elif self.auto_wrap_policy is _BY_SIZE:
+            fill(self, "FSDP_", min_num_params=(int, 0))
+        else:
+            self._whole = True
+
+    def _settle_version(self) -> None:
+        """Fill what FSDP1 alone has, or leave it out; check what FSDP2 alone has."""
+        if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
+            need = "`fsdp_version=2`" if self.activation_checkpointing else "`activation_checkpointing=True`"
+            raise ValueError(f"`activation_checkpointing_offload=True` requires {need}.")
+        if self.fsdp_version == 2:
+            if self.forward_prefetch is not None:
+                raise ValueError(message("fsdp2_forward_prefetch"))
+            for name in [name for name in _GONE if getattr(self, name) is not None]:
+                log.warning(_GONE[name])
+                setattr(self, name, None)
+            return
+        fill(self, "FSDP_", **dict.fromkeys(_READ_BY_1, (yes, False)))
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            warnings.warn(message("fsdp_states_synchronized"), stacklevel=4)
+            self.sync_module_states = True
+        if self.sync_module_states:
+            self.param_init_fn = _emptied
 
     @classmethod
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
         """The plugin that shows settings which came from flags, the environment or a file."""
-        known = {name: getattr(settings, name) for name in cls.__dataclass_fields__ if hasattr(settings, name)}
-        policy = None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
-        made = cls(**{**known, "auto_wrap_policy": policy})
+        shown = "reshard_after_forward cpu_offload ignored_modules state_dict_type transformer_cls_names_to_wrap min_num_params"
+        known = {name: getattr(settings, name) for name in (*shown.split(), *_SWITCHES[:2])}
+        known["auto_wrap_policy"] = None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
+        names = known["transformer_cls_names_to_wrap"]
+        made = cls(fsdp_version=2, **{**known, "transformer_cls_names_to_wrap": names and list(names)})
+        made.cpu_ram_efficient_loading, made.param_init_fn = settings.cpu_ram_efficient_loading, settings.param_init_fn
         if settings.hybrid_shard:
             made.sharding_strategy = "HYBRID_SHARD" if settings.reshard_after_forward else "HYBRID_SHARD_ZERO2"
         return made
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose the form of checkpoints: sharded or full."""
-        chosen = state_dict_type or self.state_dict_type or "SHARDED_STATE_DICT"
-        self.state_dict_type = _state_dict_type(chosen) if isinstance(chosen, str) else chosen
-        if self.whole_checkpoints:
-            self.state_dict_config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            self.optim_state_dict_config = fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        else:
-            self.state_dict_config = fsdp.ShardedStateDictConfig(offload_to_cpu=True)
-            self.optim_state_dict_config = fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
+        chosen = state_dict_type or self.state_dict_type or environment().get("FSDP_STATE_DICT_TYPE")
+        self.state_dict_type = _of(fsdp.StateDictType, chosen or _FORMS[self.fsdp_version == 1])
+        if self.state_dict_type is fsdp.StateDictType.LOCAL_STATE_DICT:
+            if self.fsdp_version == 2:
+                raise ValueError(message("fsdp2_local_state_dict"))
+            return
+        kind, rank0 = ("Full", {"rank0_only": True}) if self.whole_checkpoints else ("Sharded", {})
+        for name, part in (("state_dict_config", ""), ("optim_state_dict_config", "Optim")):
+            made = getattr(fsdp, f"{kind}{part}StateDictConfig")(offload_to_cpu=True, **rank0)
+            setattr(self, name, getattr(self, name) or made)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
-        """Find the blocks to wrap; hasten does so in prepare(), so only names are checked here."""
-        for name in self.transformer_cls_names_to_wrap or ():
-            if get_module_class_from_name(model, name) is None:
-                raise ValueError(f"Could not find the transformer layer class {name} in the model.")
+        """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
+        if self.auto_wrap_policy is _BY_CLASS:
+            if self.transformer_cls_names_to_wrap is None:
+                self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
+            found = {one: get_module_class_from_name(model, one) for one in _words(self.transformer_cls_names_to_wrap)}
+            if missing := [name for name, kind in found.items() if kind is None]:
+                raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
+            self.auto_wrap_policy = partial(_BY_CLASS, transformer_layer_cls=set(found.values()))
+        elif self.auto_wrap_policy is _BY_SIZE:
+            self.auto_wrap_policy = (size := self.min_num_params or None) and partial(_BY_SIZE, min_num_params=size)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute and reduce in this precision, unless a policy was given and is not to be overridden."""
-        if self.mixed_precision_policy is not None and not override:
-            return
-        dtype = _DTYPES.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"mixed_precision={mixed_precision!r}: give one of {', '.join(_DTYPES)} or a dtype.")
-        self.mixed_precision_policy = fsdp.MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype
-        )
+        kind, names = self._policy()
+        if isinstance(dtype := mixed_precision, str) and dtype not in _DTYPES:
+            raise ValueError(f"Invalid mixed precision: {dtype}. Must be one of {list(_DTYPES)}")
+        dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
+        if isinstance(policy := self.mixed_precision_policy, dict):
+            self.mixed_precision_policy = kind(**_checked(policy, names))
+        elif policy is None or override:
+            last = torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
+            self.mixed_precision_policy = kind(**dict(zip(names, (dtype, dtype, last), strict=True)))
+
+    def _policy(self) -> tuple[Any, list[str]]:
+        """The version's class of precision policies and its dtypes."""
+        kind = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
+        return kind, ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise a ValueError for a policy of another class than the version's."""
+        if not isinstance(self.mixed_precision_policy, kind := self._policy()[0]):
+            raise ValueError(f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{kind.__name__}`.")
 
     def set_cpu_offload(self) -> None:
         """Turn a yes or no into torch's policy."""
-        if not isinstance(self.cpu_offload, fsdp.OffloadPolicy):
-            wanted = bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload))
-            pinned = torch.accelerator.is_available()
-            self.cpu_offload = fsdp.CPUOffloadPolicy(pin_memory=pinned) if wanted else fsdp.OffloadPolicy()
+        if isinstance(wanted := self.cpu_offload, bool):
+            new = fsdp.CPUOffloadPolicy() if wanted else fsdp.OffloadPolicy()
+            self.cpu_offload = fsdp.CPUOffload(offload_params=wanted) if self.fsdp_version == 1 else new
 
-    def validate_mixed_precision_policy(self) -> None:
-        """Kept for callers: hasten checks the policy in prepare()."""
+    def validate_cpu_offload(self) -> None:
+        """Raise a ValueError for a policy of another class than the version's."""
+        kind = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
+        if not isinstance(self.cpu_offload, kind):
+            raise ValueError(message("fsdp_cpu_offload", kind.__name__, self.fsdp_version, self.cpu_offload))
 
-    validate_cpu_offload = validate_mixed_precision_policy
     whole_checkpoints = shown(
         lambda self: self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT,
         "Whether checkpoints hold whole tensors instead of shards.",
@@ -135,27 +216,38 @@ class FullyShardedDataParallelPlugin:
 
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
-        offload = self.cpu_offload if isinstance(self.cpu_offload, fsdp.CPUOffloadPolicy) else None
-        values: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE.split()}
-        values |= {name: bool(getattr(self, name)) for name in _SWITCHES}
-        values |= {"cpu_offload": offload is not None, "cpu_offload_pin_memory": getattr(offload, "pin_memory", None)}
+        values: dict[str, Any] = {name: bool(getattr(self, name)) for name in _SWITCHES} | self._placed()
+        if isinstance(policy := self.mixed_precision_policy, fsdp.MixedPrecision):
+            policy = fsdp.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
+        values |= {"sync_module_states": self.sync_module_states, "mixed_precision_policy": policy}
+        values["param_init_fn"] = None if self.param_init_fn is _emptied else self.param_init_fn
         values["state_dict_type"] = "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT"
         values |= {**self._blocks(), **self._translated(say)}
         return hasten.FullyShardedDataParallelPlugin(**{n: value for n, value in values.items() if value is not None})
 
+    def _placed(self) -> dict[str, Any]:
+        offload: Any = self.cpu_offload
+        if not getattr(offload, "offload_params", isinstance(offload, fsdp.CPUOffloadPolicy)):
+            return {"cpu_offload": False}
+        pinned = getattr(offload, "pin_memory", True) and torch.accelerator.is_available()
+        return {"cpu_offload": True, "cpu_offload_pin_memory": pinned}
+
     def _blocks(self) -> dict[str, Any]:
         """What is sharded on its own, and what is not sharded."""
-        ignored = self.ignored_modules
+        ignored, names = self.ignored_modules, _words(self.transformer_cls_names_to_wrap or ())
+        policy = as_choice(self.auto_wrap_policy)
         return {
-            "auto_wrap_policy": as_choice(self.auto_wrap_policy),
+            "auto_wrap_policy": "no_wrap" if policy is None and self._whole else policy,
             "ignored_modules": ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
             "min_num_params": self.min_num_params or None,
-            "transformer_cls_names_to_wrap": tuple(self.transformer_cls_names_to_wrap or ()) or None,
+            "transformer_cls_names_to_wrap": tuple(names) or None,
         }
 
     def _translated(self, say: bool) -> dict[str, Any]:
         """What FSDP1 knew by other names."""
         old = {name: getattr(getattr(self, name), "name", getattr(self, name)) for name in _FSDP1.split()}
+        if old["reshard_after_forward"] is not None and self.fsdp_version == 1:
+            del old["sharding_strategy"]  # a default
         found, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
         for sentence in said if say else ():
             log.info(sentence)
@@ -164,37 +256,28 @@ class FullyShardedDataParallelPlugin:
         return {"reshard_after_forward": reshard, "hybrid_shard": hybrid, "forward_prefetch_depth": depth}
 
 
-def _env(name: str) -> str | None:
-    return environment().get(f"FSDP_{name}") or None
+def _of(kind: Any, given: Any, **names: Any) -> Any:
+    """The member of a torch enum that a word or a number in a word stands for; other values as they are."""
+    if not isinstance(given, str):
+        return given
+    word = given.upper()
+    return kind(int(word)) if word.isdigit() else names[word] if word in names else kind[word]
 
 
-def _version(asked: str | None) -> int:
-    if asked not in (None, "1", "2"):
-        raise ValueError(f"fsdp_version={asked} does not exist; give 2, or leave it out.")
-    if asked == "1":
-        log.info("fsdp_version=1 is read as 2: FSDP1 is no longer used")
-    return 2
+def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    known = list(_DTYPES.values())
+    if policy.keys() != set(names) or any(one not in known for one in policy.values()):
+        raise ValueError(message("fsdp_precision_policy", policy, names, known))
+    return policy
 
 
-def _words(names: Any) -> list[str] | None:
-    words = names.split(",") if isinstance(names, str) else names
-    return None if words is None else [word.strip() for word in words]
+def _words(names: Any) -> list[str]:
+    return [word.strip() for word in (names.split(",") if isinstance(names, str) else names)]
 
 
-def _state_dict_type(word: str) -> fsdp.StateDictType:
-    name = word.upper().removeprefix("STATEDICTTYPE.")
-    known = {kind.name: kind for kind in fsdp.StateDictType} | {str(kind.value): kind for kind in fsdp.StateDictType}
-    if name not in known:
-        raise ValueError(f"state_dict_type={word!r}: give one of {', '.join(fsdp.StateDictType.__members__)}.")
-    return known[name]
-
-
-def _reshard(value: Any) -> Any:
-    """True or False from the words and numbers that stand for them; the name of a strategy stays."""
-    if value is None:
-        return None
-    word = str(getattr(value, "name", value))
-    return bool(str_to_bool(word)) if word.lower() in ("true", "false", "1", "0") else word
+def _emptied(module: torch.nn.Module) -> torch.nn.Module:
+    """Allocate the module's tensors, which the first rank fills."""
+    return module.to_empty(device=torch.accelerator.current_accelerator() or "cpu", recurse=False)
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:

@@ -23,6 +23,8 @@ class FollowedPlugin:
         caps = components(accelerator).strategy.caps
         if given is None and caps.sharded_state and not caps.owns_precision:  # engines shard without FSDP
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
+        if self.plugin is not None:
+            self.plugin.fsdp_version = 2  # which the model is sharded by: libraries ask
         self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
 
     def follow_form(self) -> None:
