@@ -6,7 +6,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -216,8 +215,6 @@ def run_copies(
                     progress(done)
     finally:
         files.close()
-        if cold is not None:
-            cold.close()
         increment_version(targets)  # as an in-place operation of torch does
 
 
@@ -307,7 +304,7 @@ def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, cold: ColdR
         if cold is None or way is None:
             return _fill_plainly(wanted, buffer, files)
         with cold.timed(way, size):
-            if way == "direct" and _fill_directly(wanted, buffer, cold.pool):
+            if way == "direct" and _fill_directly(wanted, buffer):
                 return size
             if way == "direct":
                 cold.refuse()
@@ -316,10 +313,9 @@ def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, cold: ColdR
         files.finish(wanted.file)
 
 
-def _fill_directly(wanted: _FileRange, buffer: HostBuffer, pool: ThreadPoolExecutor) -> bool:
+def _fill_directly(wanted: _FileRange, buffer: HostBuffer) -> bool:
     """Read a range past the page cache and copy it to its tensors; returns False where this is not supported."""
-    memory = buffer.take(room_for(wanted.stop - wanted.start))
-    staged = read_directly(wanted.file, wanted.start, wanted.stop, memory, pool)
+    staged = read_directly(wanted.file, wanted.start, wanted.stop, buffer.take(room_for(wanted.stop - wanted.start)))
     if staged is None:
         return False
     if wanted.devices:
