@@ -176,6 +176,7 @@ class Times:
     own: list[float]
     plain: list[float]
     losses: list[float]
+    plain_losses: list[float]
     parameters: int
 
 
@@ -187,8 +188,8 @@ def in_turns(size: Size, device: torch.device, way: Way, rounds: int, each: int)
     for _ in range(rounds):
         for one in (plain, own):
             one.step_s.append(one.steps(each))
-    losses = [round(float(loss), 6) for loss in own.losses[:6]]
-    return Times(own.step_s, plain.step_s, losses, own.num_parameters)
+    losses, without = ([round(float(loss), 6) for loss in one.losses[:6]] for one in (own, plain))
+    return Times(own.step_s, plain.step_s, losses, without, own.num_parameters)
 
 
 def alone(size: Size, device: torch.device, way: Way, each: int) -> float:
@@ -299,16 +300,21 @@ def main() -> None:
     )  # before the first product, for deterministic algorithms
     start_one_rank()
     names = [way for way in ways(not given.no_peer) if way.name == PLAIN or _is_wanted(way.name, given.only)]
+    if len(names) == 1:
+        parser.error(f"no way to train has a name with one of {given.only}")
     equal = check(names, size, device, given.each)
-    peaks, times = {}, {}
+    peaks, times = {}, dict[str, Times]()
     for way in names:
         peaks[way.name] = alone(size, device, way, given.each)
         cleared(device)
-    for way in names:
+    for way in names[1:]:
         times[way.name] = in_turns(size, device, way, given.rounds, given.each)
         cleared(device)
-    rows = summary(times, equal, peaks)
-    parameters = times[PLAIN].parameters
+    one = next(iter(times.values()))
+    without = [seconds for found in times.values() for seconds in found.plain]
+    plain = Times(without, without, one.plain_losses, one.plain_losses, one.parameters)
+    rows = summary({PLAIN: plain, **times}, equal, peaks)
+    parameters = one.parameters
     page = table(rows, size, parameters)
     print(page)
     record(

@@ -75,7 +75,7 @@ CUDA_PLANS = (
         ),
     ),
     Plan("offload_tokens.py", always=("--parts", "timing")),
-    Plan("sharding.py", always=("--rounds", "3")),
+    Plan("sharding.py", always=("--rounds", "4", "--steps", "5")),
     Plan("offload_training.py", always=("--rounds", "2", "--each", "4", "--only", "optimizer", "all", "FSDP2")),
     Plan("language_models.py", always=("--rounds", "2", "--only", "bare", "hasten, performance", "fp8, blocks")),
 )
