@@ -32,6 +32,8 @@ from hasten.checkpoint.store.disk import (
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
+_READ_BYTES = 2 * CHUNK_BYTES - room_for(CHUNK_BYTES)
+"""Most bytes of a read: with room for alignment they fit a chunk, because torch page-locks memory in powers of two."""
 _GAP_BYTES = 65536  # a smaller gap between two tensors is read and discarded rather than skipped
 _MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
 
@@ -237,14 +239,14 @@ def _grouped(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileRange]
     for _, at, number, size in sorted(places):
         file, target = copies[number].file, copies[number].target
         assert file is not None, "only copies from a file are read"
-        for low in range(0, size, CHUNK_BYTES):
-            start, high = at + low, min(low + CHUNK_BYTES, size)
+        for low in range(0, size, _READ_BYTES):
+            start, high = at + low, min(low + _READ_BYTES, size)
             last = ranges[-1] if ranges else None
             if (
                 last is None
                 or file is not last.file
                 or not 0 <= start - last.stop < _GAP_BYTES
-                or last.stop - last.start >= CHUNK_BYTES
+                or at + high - last.start > _READ_BYTES
                 or len(last.targets) >= _MOST_TENSORS
             ):
                 last = _FileRange(file, start, start)

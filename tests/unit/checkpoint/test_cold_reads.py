@@ -16,7 +16,8 @@ from hasten.bigmodel import load as bigmodel_load
 from hasten.bigmodel.load import load_checkpoint_in_model
 from hasten.checkpoint.export import save_model
 from hasten.checkpoint.format.formats import MappedFile
-from hasten.checkpoint.reshard import Copy, run_copies
+from hasten.checkpoint.format.manifest import CHUNK_BYTES
+from hasten.checkpoint.reshard import Copy, _grouped, run_copies
 from hasten.checkpoint.store import cold_reads
 from hasten.checkpoint.store.cold_reads import ColdReads, is_cached, read_directly, room_for
 from hasten.checkpoint.store.disk import default_threads
@@ -92,6 +93,21 @@ def test_copies_are_equal_in_both_ways(file: MappedFile) -> None:
         assert torch.equal(targets[1], content()[3000 : 3000 + 2**20])
 
 
+def test_no_read_needs_more_memory_than_a_chunk() -> None:
+    """torch page-locks powers of two: a read of some bytes more than a chunk would take twice its memory and time."""
+    for sizes in ([5 * CHUNK_BYTES + 3], [CHUNK_BYTES // 4 + 1] * 9, [1, CHUNK_BYTES - 1, 7, 2 * CHUNK_BYTES]):
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        file, start, copies = mock.Mock(path="f"), 0, []
+        for size in sizes:
+            file.place = lambda source: source.storage_offset()
+            copies.append(Copy(torch.empty(size, dtype=torch.uint8), data[start : start + size], file))
+            start += size
+        _, ranges = _grouped(copies)
+        assert max(room_for(one.stop - one.start) for one in ranges) <= CHUNK_BYTES
+        assert [(one.start, one.stop) for one in ranges] == sorted((one.start, one.stop) for one in ranges)
+        assert sum(high - low for one in ranges for _, _, low, high in one.targets) == sum(sizes)
+
+
 def test_a_file_system_without_direct_reads_is_read_plainly(file: MappedFile) -> None:
     opened, flag = os.open, os.O_DIRECT
 
@@ -130,14 +146,14 @@ def test_the_first_blocks_decide(file: MappedFile, direct_s: float, chosen: str)
         mock.patch.object(cold_reads, "perf_counter", clock),
         mock.patch.object(cold_reads, "is_cached", return_value=False),
     ):
-        for number in range(first + 52):
+        for number in range(first + 44):
             if (way := reads.way(file, 0, SIZE)) is None:
                 break
             ways.append(way)
             with reads.timed(way, SIZE):
                 now += 100.0 if number < first - 1 else direct_s if way == "direct" else 2.0
-    assert ways[: first + 48] == ["direct"] * (first + 32) + ["plain"] * 16
-    assert ways[first + 48 :] == (["direct"] * 4 if chosen == "direct" else [])
+    assert ways[: first + 40] == ["direct"] * (first + 32) + ["plain"] * 8
+    assert ways[first + 40 :] == (["direct"] * 4 if chosen == "direct" else [])
     assert reads.chosen == chosen
 
 
@@ -152,7 +168,7 @@ def test_direct_reads_that_were_refused_are_not_chosen_by_blocks_that_end_later(
         mock.patch.object(cold_reads, "perf_counter", clock),
         mock.patch.object(cold_reads, "is_cached", return_value=False),
     ):
-        last = 2 * default_threads() + 47
+        last = 2 * default_threads() + 39
         for number in range(last + 1):
             way = reads.way(file, 0, SIZE)
             with reads.timed(way, SIZE):
