@@ -2,4 +2,4 @@
 
 from accelerate._impl.surface.lazy import lazy
 
-__getattr__, __dir__ = lazy(__name__, {"": "examples scripts"}, "testing training")
+__getattr__, __dir__ = lazy(__name__)

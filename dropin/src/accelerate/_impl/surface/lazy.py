@@ -1,19 +1,25 @@
-"""Faces that load what they show on first use: names by the module that has them, and all that some modules define."""
+"""Faces that load what they show on first use (`lazy.json`): names by the module that has them, and all that some modules define."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
+
+_FACES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
-def lazy(face: str, homes: Mapping[str, str], whole: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a face: names by module, modules under the empty name, `whole` modules searched in order."""
-    modules = frozenset(f"{homes.get('', '')} {whole}".split())
-    table = {name: module for module, names in homes.items() if module for name in names.split()}
-    unread = [f"{face}.{name}" for name in whole.split()]
+def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a face: names by module; `whole` modules are searched in order, the fastest to load first."""
+    homes = {home: names.split() for home, names in _FACES[face].items()}
+    whole = homes.pop("whole", [])
+    modules = frozenset([*homes.pop("modules"), *whole])
+    table = {name: module for module, names in homes.items() for name in names}
+    unread = [f"{face}.{name}" for name in whole]
 
     def read_until(name: str) -> None:
         while unread and name not in table:
