@@ -199,6 +199,9 @@ def test_flags_become_the_variables_that_libraries_read() -> None:
     found = variables_for([*FLAGS, "--mixed_precision", "bf16", "--fsdp_offload_params", "true", "x.py"])
     assert found["ACCELERATE_USE_FSDP"] == found["FSDP_OFFLOAD_PARAMS"] == "true"
     assert (found["FSDP_TRANSFORMER_CLS_TO_WRAP"], found["ACCELERATE_MIXED_PRECISION"]) == ("Block", "bf16")
+    plain = variables_for(["--use_fsdp", "--num_processes=2", "x.py"])
+    said = {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_VERSION": "2"}
+    assert {**plain, **said, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"} == plain  # defaults are said, too
     assert not any(name.startswith("FSDP") for name in variables_for(["--cpu", "x.py"]))
 
 

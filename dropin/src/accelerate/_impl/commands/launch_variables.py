@@ -18,7 +18,8 @@ from hasten.config.source import SettingEntry, SettingSource
 
 # Any in this file: values of settings.
 _SEQUENCES: Final = "PARALLELISM_CONFIG_SP_"
-_ALWAYS: Final = (_SEQUENCES, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_")
+_FSDP: Final = ("FSDP_ACTIVATION_", "FSDP_CPU_RAM_", "FSDP_RESHARD_", "FSDP_STATE_DICT_", "FSDP_SYNC_")
+_ALWAYS: Final = (_SEQUENCES, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_", *_FSDP)
 _OPTIONS: Final = ("parallelism", "sp_handler")
 _NO_OPTIONS: Final = DeepSpeedSequenceParallelConfig()
 
@@ -52,7 +53,7 @@ def spelled(config: Config) -> dict[str, str]:
     if config.strategy in ("fsdp", "deepspeed"):
         found |= {f"ACCELERATE_USE_{config.strategy.upper()}": "true", **_said(config, config.strategy)}
     if config.strategy == "fsdp":
-        found |= {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": found.get("FSDP_CPU_OFFLOAD", "")}
+        found |= {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": found.get("FSDP_CPU_OFFLOAD", "false")}
     if config.parallelism.sp_size > 1:
         found |= {name: word for name, word in _said(config, "parallelism").items() if name.startswith(_SEQUENCES)}
     return {name: word for name, word in found.items() if word}
