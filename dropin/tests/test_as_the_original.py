@@ -38,10 +38,15 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 from accelerate.utils import (
     DDPCommunicationHookType,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
     ProfileKwargs,
     ProjectConfiguration,
+    TERecipeKwargs,
     TorchDynamoPlugin,
+    TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
     compile_regions,
     convert_dict_to_env_variables,
@@ -111,6 +116,7 @@ def test_options_of_a_compilation_that_variables_set_are_passed_on(monkeypatch: 
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
     assert TorchDynamoPlugin().to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
+    assert TorchDynamoPlugin(backend="eager", dynamic=False).to_kwargs()["dynamic"] is False
 
 
 @pytest.mark.parametrize("way", ["save", "model", "state"])
@@ -179,6 +185,52 @@ def test_sizes_of_a_mesh_by_axis_and_its_backends() -> None:
     assert ParallelismConfig(tp_size=2)._sizes["tp"] == 2
     with pytest.raises(ValueError, match=r"cp_backend must be one of \['torch'\], but got other"):
         ParallelismConfig(cp_backend="other")
+
+
+def test_sizes_are_checked_against_an_accelerator() -> None:
+    there = Mock(num_processes=4, is_fsdp2=True, multi_device=False, distributed_type="FSDP")
+    for sizes, message in (
+        ({"dp_shard_size": 2}, "does not match num_processes"),
+        ({"tp_size": 4}, "no dimension for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ParallelismConfig(**sizes)._validate_accelerator(there)
+    ParallelismConfig(dp_shard_size=4)._validate_accelerator(there)
+    there.is_fsdp2, there.distributed_type = False, "NO"
+    with pytest.raises(ValueError, match=r"is only compatible DistributedType\.FSDP .* but got NO\."):
+        ParallelismConfig(dp_shard_size=4)._validate_accelerator(there)
+
+
+def test_recipes_are_filled_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TERecipeKwargs().fp8_format == "HYBRID" and TERecipeKwargs().override_linear_precision == (False,) * 3
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
+    monkeypatch.setenv("ACCELERATE_FP8_FORMAT", "E4M3")
+    told = TERecipeKwargs()
+    assert (told.margin, told.fp8_format, told.to_hasten().margin) == (3, "E4M3", 3)
+    wrong: dict[str, Any] = {
+        "fp8_format": TERecipeKwargs,
+        "amax_compute_algo": TERecipeKwargs,
+        "opt_level": MSAMPRecipeKwargs,
+    }
+    for name, kind in wrong.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be one of"):
+            kind(**{name: "other"})
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="`backend` must be 'MSAMP' or 'TE'"):
+        FP8RecipeKwargs(backend="other")
+    with pytest.warns(UserWarning, match="Async tensor parallelism"):
+        TorchTensorParallelConfig(enable_async_tp=True)
+
+
+def test_a_deepspeed_plugin_is_selected_by_the_state_and_names_what_is_missing() -> None:
+    plugin = DeepSpeedPlugin(transformer_moe_cls_names="Linear,Expert")
+    with pytest.raises(NotImplementedError, match="can only be set through calling"):
+        plugin.selected = True
+    with pytest.raises(Exception, match="a transformer layer class called 'Expert'"):
+        plugin.set_moe_leaf_modules(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(ValueError, match="DeepSpeed is not enabled"):
+        Accelerator(cpu=True).state.get_deepspeed_plugin("any")
+    with pytest.warns(UserWarning, match="only applicable for ZeRO Stage 3"):
+        assert not DeepSpeedPlugin(zero3_init_flag=True).zero3_init_flag
 
 
 @pytest.mark.parametrize(("word", "made"), [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})])

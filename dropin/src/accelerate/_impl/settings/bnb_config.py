@@ -35,7 +35,7 @@ class BnbQuantizationConfig:
         for names, kind, words in _KINDS:
             for name in names.split():
                 if not isinstance(getattr(self, name), kind):
-                    raise ValueError(f"{name} must be {words}, not {getattr(self, name)!r}")
+                    raise ValueError(f"{name.replace('fp32', 'fp_32')} must be {words}")
         self._check_bits()
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         if self.torch_dtype is None:
@@ -45,7 +45,7 @@ class BnbQuantizationConfig:
 
     def _check_bits(self) -> None:
         if self.load_in_8bit == self.load_in_4bit:
-            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}: set one of them")
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}")
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}")
 
@@ -54,5 +54,5 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if value not in dict(_DTYPES):
-        raise ValueError(f"{name} must be a torch.dtype or in ['fp32','fp16','bf16'] but found {value!r}")
+        raise ValueError(f"{name} must be in ['fp32','fp16','bf16'] but found {value}")
     return dict(_DTYPES)[value]

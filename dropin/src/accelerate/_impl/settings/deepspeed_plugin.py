@@ -61,10 +61,11 @@ class DeepSpeedPlugin:
     _told: Any = field(init=False, repr=False, default=None, compare=False)
 
     def __post_init__(self) -> None:
-        variables = environment()
+        variables: Any = environment()
         if self.enable_msamp:
             raise NotImplementedError(message("no_msamp"))
-        self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
+        self.enable_msamp = False
+        self.msamp_opt_level = self.msamp_opt_level or variables.get("ACCELERATE_FP8_OPT_LEVEL", "O1")
         self._take_config(variables)
         self._settle_building(variables)
 
@@ -72,7 +73,7 @@ class DeepSpeedPlugin:
         """Decide whether models are built partitioned, and prepare DeepSpeed for it."""
         if self.zero3_init_flag is None:
             said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
-            self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
+            self.zero3_init_flag = bool(str_to_bool(said))
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             warnings.warn(message("zero3_init_only_there"), stacklevel=4)
             self.zero3_init_flag = False
@@ -240,9 +241,15 @@ class DeepSpeedPlugin:
             import_module("hasten.strategies.engines.deepspeed.engine").join(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Nothing: prepare() marks the classes of `transformer_moe_cls_names`."""
+        """Check that the model has the classes of `transformer_moe_cls_names`, which prepare() marks."""
+        for name in filter(None, (self.transformer_moe_cls_names or "").split(",")):
+            if not any(type(part).__name__ == name.strip() for part in model.modules()):
+                raise Exception(message("moe_class_missing", name))
 
-    selected = shown("_selected", "Whether this plugin is the one in use.")
+    def _set_selected(self, value: bool) -> None:
+        raise NotImplementedError(message("selected_by_state"))
+
+    selected = shown("_selected", "Whether this plugin is the one in use.", _set_selected)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this plugin the one in use. Raises: ValueError when called by hand."""

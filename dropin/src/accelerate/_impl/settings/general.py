@@ -1,5 +1,6 @@
 """Every settings class by its established home; those of loaders, projects and parallel axes are defined here."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,10 @@ class TorchTensorParallelConfig:
     """Options of tensor parallelism."""
 
     enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn("Async tensor parallelism is currently not supported, ignoring this option.", stacklevel=3)
 
 
 @dataclass

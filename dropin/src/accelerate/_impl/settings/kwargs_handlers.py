@@ -12,11 +12,19 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import hasten
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
-from accelerate._impl.settings.filled import fill, yes
+from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface import left_out
+from accelerate._impl.surface.messages import message
 from hasten.strategies.ddp.strategy import comm_hook
 
 # Any in this file: the values of settings, and foreign configuration objects.
+_READ: dict[type, Callable[[str], Any]] = {
+    bool: yes,
+    tuple: lambda word: tuple(yes(one.strip("( )")) for one in word.split(",")),
+}
+_TE: dict[str, Reading] = {
+    one.name: (_READ.get(type(one.default), type(one.default)), one.default) for one in fields(hasten.TERecipeKwargs)
+}
 
 
 class KwargsHandler:
@@ -184,6 +192,14 @@ class TERecipeKwargs(KwargsHandler):
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
 
+    def __post_init__(self) -> None:
+        fill(self, "ACCELERATE_", fp8_format=(str, "HYBRID"))
+        fill(self, "ACCELERATE_FP8_", **_TE)
+        if self.fp8_format not in (known := ("HYBRID", "E4M3", "E5M2")):
+            raise ValueError(f"`fp8_format` must be one of {' or '.join(known)}.")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError("`amax_compute_algo` must be one of max or most_recent")
+
 
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
@@ -193,6 +209,8 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         fill(self, "ACCELERATE_FP8_", opt_level=(str, "O2"))
+        if self.opt_level not in ("O1", "O2"):
+            raise ValueError("`opt_level` must be one of O1 or O2")
 
 
 @dataclass
@@ -202,9 +220,13 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
-        said = "FP8RecipeKwargs is deprecated and will be removed in Accelerate v2.0.0. Please use one of the proper FP8 recipe kwargs classes such as TERecipeKwargs or MSAMPRecipeKwargs instead."
-        warnings.warn(said, FutureWarning, stacklevel=3)
-        self.backend = "MSAMP" if (self.backend or "TE").upper() == "MSAMP" else "TE"
+        warnings.warn(message("fp8_recipe_deprecated"), FutureWarning, stacklevel=3)
+        fill(self, "ACCELERATE_FP8_", backend=(str, "TE"))
+        kind: Any = str(self.backend).upper()
+        if kind not in ("MSAMP", "TE"):
+            raise ValueError(message("fp8_backend"))
+        self.backend = kind
+        super().__post_init__()
 
     def to_hasten(self) -> Any:
         names = [one.name for one in fields(TERecipeKwargs)]
@@ -226,7 +248,7 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         prefix = "ACCELERATE_DYNAMO_"
         fill(self, prefix, backend=(str, "no"), mode=(str, "default"), use_regional_compilation=(yes, False))
-        fill(self, f"{prefix}USE_", fullgraph=(yes, False), dynamic=(lambda word: yes(word) or None, None))
+        fill(self, f"{prefix}USE_", fullgraph=(yes, False), dynamic=(yes, None))
         self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,7 +259,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """What torch.compile takes, also what variables have set."""
-        plain = {"backend": "no", "mode": "default", "use_regional_compilation": self.use_regional_compilation}
-        return {name: value for name, value in self.to_dict().items() if value and value != plain.get(name)}
+        plain, values = {"backend": "no", "mode": "default", "dynamic": None}, self.to_dict()
+        del values["use_regional_compilation"]
+        return {name: value for name, value in values.items() if value not in (None, plain.get(name, False))}
 
     _values = to_dict

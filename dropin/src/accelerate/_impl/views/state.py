@@ -252,9 +252,12 @@ class AcceleratorState(_Shared):
 
     def _named_plugins(self, name: str) -> dict[str, Any]:
         plugins = self._shared_state.get("deepspeed_plugins")
+        if plugins is None:
+            raise ValueError(message("deepspeed_not_enabled"))
         if not isinstance(plugins, dict) or name not in plugins:
-            known = sorted(plugins) if isinstance(plugins, dict) else "none by name"
-            raise ValueError(f"There is no DeepSpeed plugin named {name!r}; there are: {known}.")
+            raise ValueError(
+                f"There is no DeepSpeed plugin named {name!r}; there are: {sorted(plugins) if isinstance(plugins, dict) else 'none by name'}."
+            )
         return plugins
 
     @staticmethod
