@@ -182,6 +182,7 @@ bench: $(READY) ## run the benchmarks and write one table
 bench-cuda: $(READY) ## measure every published table on one GPU, ten to twelve minutes, and write the pages
 	$(BIN)/python benchmarks/run_all.py --cuda
 	$(BIN)/python benchmarks/published.py --write
+	$(BIN)/python benchmarks/headline.py
 
 # As root, for its network namespaces. A second call continues; FAULTS=20 makes a short run.
 bench-survive: ## inject 200 faults into replicas in every phase, beside restarts and torchft; write the result: an hour

@@ -28,6 +28,12 @@ def test_pages_show_what_was_measured(published: dict[str, Any]) -> None:
         )
 
 
+def test_the_picture_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    headline = runpy.run_path(str(ROOT / "benchmarks" / "headline.py"))
+    assert headline["drawn_in"](headline["PICTURE"]) == headline["panels"](), "run python benchmarks/headline.py"
+
+
 def test_every_run_names_its_commit_machine_and_date(published: dict[str, Any]) -> None:
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         for run in published["read"](file.stem):
