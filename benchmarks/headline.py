@@ -25,7 +25,7 @@ def panels() -> list[Panel]:
     loads = newest("cold_loading", "cuda")
     bound = newest("full_loop", "cuda")["input_bound"]
     return [
-        ("forward of a 20 GB model\nfrom host memory", "s", forward),
+        (f"forward of a {offload[('cpu forward', 'hasten')]['GB']:.0f} GB model\nfrom host memory", "s", forward),
         (
             f"load {loads['gigabytes']:.1f} GB to the GPU\nfrom the page cache",
             "s",

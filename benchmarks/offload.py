@@ -112,6 +112,7 @@ class Bench:
         self.rows: list[Row] = []
         self.tiny = device.type == "cpu"
         self.width, self.depth, self.tokens = (64, 6, 16) if self.tiny else (5120, 8 if quick else 32, 1024)
+        self.layers = 2 if self.tiny else 4 if quick else 16
         self.small_depth = 4 if self.tiny else 3 if quick else 11
         self.rounds = 2 if quick or self.tiny else 3
         self.bandwidth = 0.0
@@ -528,9 +529,11 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="*", default=["cpu", "half", "disk", "growth", "diffusers"])
+    parser.add_argument("--depth", type=int, help="blocks of the model (32 of 0.63 GB)")
     chosen = parser.parse_args()
     device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
     bench = Bench(device, chosen.quick)
+    bench.depth = chosen.depth or bench.depth
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="hasten-offload-"))
     parts: dict[str, Callable[[Bench], None]] = {

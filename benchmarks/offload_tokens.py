@@ -107,7 +107,7 @@ def repacked(model: nn.Module, alignment: int) -> None:
 
 def timing(bench: Bench) -> None:
     """Seconds a token beside Accelerate, and the logits of every step beside the resident model's."""
-    config = settings(bench.device, 2 if bench.tiny else 4 if bench.quick else 16)
+    config = settings(bench.device, bench.layers)
     source, empty = built(bench, config)
     ours, peer = (on_host(bench, source, empty) for _ in range(2))
     ids = torch.randint(3, 100, (1, 8), device=bench.device)
@@ -147,7 +147,7 @@ def timing(bench: Bench) -> None:
 
 def half_resident(bench: Bench) -> None:
     """Seconds a token with half of the weights on the device."""
-    config = settings(bench.device, 2 if bench.tiny else 4 if bench.quick else 16)
+    config = settings(bench.device, bench.layers)
     source, empty = built(bench, config)
     ours: Any = on_host(bench, source, empty)
     ids = torch.randint(3, 100, (1, 8), device=bench.device)
@@ -262,9 +262,11 @@ def main() -> None:
     parts = {"timing": timing, "half": half_resident, "steps": step_by_step}
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="*", default=list(parts), choices=list(parts))
+    parser.add_argument("--layers", type=int, help="layers of the model (16 of 0.40 GB)")
     chosen = parser.parse_args()
     device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
     bench, started = Bench(device, chosen.quick), time.perf_counter()
+    bench.layers = chosen.layers or bench.layers
     try:
         failed = measure(bench, {name: parts[name] for name in chosen.parts})
     finally:
