@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME
-from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.surface.messages import message
 from hasten.checkpoint import inspect as hasten_merge
 from hasten.checkpoint.format.torch_folder import is_torch_folder
 
 # Any in this file: argparse's subparsers and namespaces.
-_FLAGS: Flags = {
-    "checkpoint_directory": {"type": str, "help": "the sharded checkpoint"},
-    "output_path": {"type": str, "help": "where the model goes"},
-    "--unsafe_serialization": {"action": "store_true", "help": "write .bin files"},
-    "--remove_checkpoint_dir": {"action": "store_true", "help": "then remove it"},
-}
 
 
 def merge_fsdp_weights(
@@ -49,7 +43,5 @@ def merge_command(args: Any) -> None:
     )
 
 
-_ABOUT = "Merge the weights of a sharded checkpoint into one model."
-merge_command_parser = parser_of("merge-weights", merge_command, _FLAGS, _ABOUT)
-run = runner("merge-weights", merge_command_parser)
-main = main_of(run)
+merge_command_parser = parser_of("merge-weights", merge_command)
+run, main = runner("merge-weights", merge_command_parser)

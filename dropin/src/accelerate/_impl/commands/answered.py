@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from accelerate import __version__
-from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's namespaces.
 _HEADING: Final = "\nCopy-and-paste the text below in your GitHub issue\n"
-CONFIG_FILE: Final[Flags] = {"--config_file": {"default": None}}
 
 
 def chosen_file(args: Any) -> list[str]:
@@ -67,7 +66,7 @@ def test_command(args: Any) -> int:
     return hasten(["test", *chosen_file(args)])
 
 
-env_command_parser = parser_of("env", env_command, CONFIG_FILE)
-test_command_parser = parser_of("test", test_command, CONFIG_FILE)
-run_env, run_test = runner("env", env_command_parser), runner("test", test_command_parser)
-main_env, main_test = main_of(run_env), main_of(run_test)
+env_command_parser = parser_of("env", env_command)
+test_command_parser = parser_of("test", test_command)
+run_env, main_env = runner("env", env_command_parser)
+run_test, main_test = runner("test", test_command_parser)

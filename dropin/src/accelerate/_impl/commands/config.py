@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from accelerate._impl.commands.answered import CONFIG_FILE, chosen_file
-from accelerate._impl.environment.parsers import main_of, parser_of, runner
+from accelerate._impl.commands.answered import chosen_file
+from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.environment.variables import get_current_device_type
 from accelerate._impl.settings.config_file import ClusterConfig, default_config_file, load_config_from_file
 from hasten.cli.main import main as hasten
@@ -26,7 +26,7 @@ def config_command(args: Any) -> None:
         sys.exit(code)
 
 
-config_command_parser = parser_of("config", config_command, CONFIG_FILE)
+config_command_parser = parser_of("config", config_command)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -64,19 +64,9 @@ def _written(config: Any, path: Path) -> None:
     (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
 
 
-def default_command_parser(parser: Any, parents: Any) -> Any:
-    """The parser of `accelerate config default`."""
-    about = "Create a default config file for Accelerate with only a few flags set."
-    parser = parser.add_parser("default", parents=parents, help=about)
-    parser.add_argument("--config_file", default=default_config_file, dest="save_location")
-    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
-    parser.set_defaults(func=default_config_command)
-    return parser
-
-
 def default_config_command(args: Any) -> None:
     """Run `accelerate config default`."""
-    file = write_basic_config(args.mixed_precision, args.save_location)
+    file = write_basic_config(args.mixed_precision, args.save_location or default_config_file)
     if file:
         print(f"accelerate configuration saved at {file}")  # noqa: T201  the command answers on the terminal
 
@@ -90,19 +80,11 @@ def update_config(args: Any) -> str:
     return str(file)
 
 
-def update_command_parser(parser: Any, parents: Any) -> Any:
-    """The parser of `accelerate config update`."""
-    about = "Update an existing config file with the latest defaults while maintaining the old configuration."
-    parser = parser.add_parser("update", parents=parents, help=about)
-    parser.add_argument("--config_file", default=None)
-    parser.set_defaults(func=update_config_command)
-    return parser
-
-
 def update_config_command(args: Any) -> None:
     """Run `accelerate config update`."""
     print(f"Successfully updated the configuration file at {update_config(args)}.")  # noqa: T201  the command answers
 
 
-run = runner("config", get_config_parser)
-main = main_of(run)
+default_command_parser = parser_of("default", default_config_command)
+update_command_parser = parser_of("update", update_config_command)
+run, main = runner("config", get_config_parser)

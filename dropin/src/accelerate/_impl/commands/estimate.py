@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from accelerate._impl.environment.packages import is_timm_available, is_transformers_available
-from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.models.other import convert_bytes
 from accelerate._impl.models.planning import calculate_maximum_sizes
 from accelerate._impl.surface.messages import message
@@ -18,18 +18,6 @@ from hasten.optional import need
 
 # Any in this file: argparse's namespaces, models and what the Hub says of them.
 _PARTS: Final = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}
-_MODEL: Final[Flags] = {
-    "model_name": {"help": "a name on the Hub, or a folder of weights"},
-    "--library_name": {"choices": ["timm", "transformers"], "help": "taken from the model"},
-    "--dtypes": {"nargs": "+", "default": [*_PARTS], "choices": [*_PARTS]},
-    "--trust_remote_code": {"action": "store_true"},
-}
-_REFUSED: Final = {
-    "gated": "is gated. You must be authenticated to access it. Please run `huggingface-cli login`.",
-    "repo": "does not exist on the Hub. If you are trying to access a private repo, make sure you are authenticated via `huggingface-cli login` and have access.",
-}
-_UNKNOWN: Final = "is not supported yet, please open an issue on GitHub for us to add support."
-_NO_LIBRARY: Final = "does not have any library metadata on the Hub, please manually pass in a `--library_name` to use (such as `transformers`)"
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
@@ -62,7 +50,7 @@ def create_empty_model(
     """Return a model of the Hub on the meta device."""
     info = verify_on_hub(model_name, access_token)
     if isinstance(info, str):
-        raise OSError(f"Repo for model `{model_name}` {_REFUSED[info]}")
+        raise OSError(message("model_gated", model_name) if info == "gated" else message("model_repo", model_name))
     library = _checked(model_name, library_name or info.library_name)
     print(f"Loading pretrained config for `{model_name}` from `{library}`...")  # noqa: T201  the command's answer
     if library == "transformers":
@@ -73,9 +61,9 @@ def create_empty_model(
 
 def _checked(name: str, library: str | None) -> str:
     if not library:
-        raise ValueError(f"Model `{name}` {_NO_LIBRARY}")
+        raise ValueError(message("no_library_metadata", name))
     if library not in ("timm", "transformers"):
-        raise ValueError(f"Library `{library}` {_UNKNOWN}")
+        raise ValueError(message("library_unknown", library))
     if not (is_timm_available() if library == "timm" else is_transformers_available()):
         raise ImportError(message("library_missing", name, library))
     return library
@@ -140,6 +128,5 @@ def _worded(size: float) -> str:
     return "N/A" if size < 0 else convert_bytes(size)
 
 
-estimate_command_parser = parser_of("estimate-memory", estimate_command, _MODEL)
-run = runner("estimate-memory", estimate_command_parser)
-main = main_of(run)
+estimate_command_parser = parser_of("estimate-memory", estimate_command)
+run, main = runner("estimate-memory", estimate_command_parser)

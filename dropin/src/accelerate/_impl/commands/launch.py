@@ -6,16 +6,19 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from accelerate._impl.commands.launch_flags import REFUSED, add_flags, words_of
 from accelerate._impl.commands.launch_variables import sequence_options_apart, settings_for, variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
+from accelerate._impl.commands.validating import _validate_launch_command
 from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import environment, patch_environment
-from accelerate._impl.settings.config_file import SageMakerConfig, load_config_from_file
+from accelerate._impl.settings.config_file import SageMakerConfig
 from accelerate._impl.surface.messages import message
 from hasten.cli import launch_cmd
 from hasten.config.root import Config
@@ -25,14 +28,11 @@ from hasten.launch.base import look
 
 # Any in this file: values of flags.
 _ALONE = (Config().strategy, Config().parallelism)
-_ABOUT = (
-    "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
-)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`, alone or as a subcommand."""
-    options: dict[str, Any] = {"description": _ABOUT, "add_help": True, "allow_abbrev": False}
+    options: dict[str, Any] = {"description": message("about_launch"), "add_help": True, "allow_abbrev": False}
     make = partial(CustomArgumentParser, "Accelerate launch command")
     parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
     add_flags(parser)
@@ -44,15 +44,27 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start what a parsed command line asks for; raises CalledProcessError, or exits with the job's code when `quiet`."""
-    _failed(run(words_of(args)), [args.training_script, *args.training_script_args], args)
+    """Start what a parsed command line asks for; raises CalledProcessError, or exits with 1 when `quiet`."""
+    args.words = words_of(args)  # without what is in the settings file, which hasten reads itself
+    args, saved, _ = _validate_launch_command(args)
+    _launcher_for(args, saved)(args)
+
+
+def _launcher_for(args: argparse.Namespace, saved: Any) -> Callable[[argparse.Namespace], None]:
+    if args.use_deepspeed and not args.cpu:
+        return deepspeed_launcher
+    if (args.use_fsdp or args.use_megatron_lm or args.multi_gpu) and not args.cpu:
+        return multi_gpu_launcher
+    if args.tpu and not args.cpu:
+        return tpu_pod_launcher if args.tpu_use_cluster else tpu_launcher
+    return partial(sagemaker_launcher, saved) if isinstance(saved, SageMakerConfig) else simple_launcher
 
 
 def _failed(code: int, command: list[str], args: argparse.Namespace) -> None:
     if code and not getattr(args, "quiet", False):
         raise subprocess.CalledProcessError(code, command)
     if code:
-        sys.exit(code)
+        sys.exit(1)
 
 
 def run(words: Sequence[str]) -> int:
@@ -65,22 +77,29 @@ def run(words: Sequence[str]) -> int:
     if tuple(words[:1]) in (("-h",), ("--help",)):
         words = ["--help_all", *words[1:]]  # as complete as the original's
     try:
-        variables, settings = dict(variables_for(words)), [*sequence_options_apart(words), *_one_on_the_cpu(words)]
+        variables, settings = dict(variables_for(words)), [*sequence_options_apart(words), *_on_the_cpu(words)]
     except HastenError:  # said by the launch itself, in its own way
         variables, settings = {}, []
     with patch_environment(**variables):
         return _launch(words, settings)
 
 
-def _one_on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
-    """The original's meaning of a number of processes on the CPU, where nothing asks for several: one process."""
+def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
+    """The original's meaning where there is no accelerator: no devices to choose, and one process if nothing asks for several."""
     config = settings_for(words)
-    asked, several = config.launch.num_processes or 1, (config.strategy, config.parallelism) != _ALONE
-    elsewhere = config.launch.num_machines > 1 or config.launch.launcher not in ("auto", "single")
-    if asked == 1 or several or elsewhere or not (config.cpu or look().device == "cpu"):
+    launch, asked = config.launch, config.launch.num_processes or 1
+    several = launch.multi_gpu or (config.strategy, config.parallelism) != _ALONE
+    elsewhere = launch.num_machines > 1 or launch.launcher not in ("auto", "single")
+    if (config.cpu and launch.multi_gpu) or not (config.cpu or look().device == "cpu"):
         return []
-    sys.stderr.write(f"accelerate launch starts 1 process on the CPU; for {asked}, use torchrun or hasten launch.\n")
-    return [SettingEntry(("launch", "num_processes"), 1, SettingSource("code", "of the drop-in"))]
+    given = {"multi_gpu": False, "gpu_ids": "all"} if launch.multi_gpu or launch.gpu_ids != "all" else {}
+    if given:
+        sys.stderr.write(message("no_accelerator"))
+    if asked > 1 and not several and not elsewhere:
+        sys.stderr.write(message("one_process", asked))
+        given["num_processes"] = 1
+    source = SettingSource("code", "of the drop-in")
+    return [SettingEntry(("launch", name), value, source) for name, value in given.items()]
 
 
 def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
@@ -90,18 +109,19 @@ def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
         return launch_cmd.main(words, program="accelerate", settings=[*settings, *quiet])
     except HastenError as error:
         refused = isinstance(error, ConfigError)
-        sys.stderr.write(f"accelerate launch: {error}\n{_said_of_the_file(words) if refused else ''}")
+        sys.stderr.write(f"accelerate launch: {error}\n{_as_the_original_says(words) if refused else ''}")
         return 2 if refused else 1
 
 
-def _said_of_the_file(words: Sequence[str]) -> str:
-    """What the established reader of settings files says against the file, in its words."""
-    parser = CustomArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file")
+def _as_the_original_says(words: Sequence[str]) -> str:
+    """What the established parser and reader of settings files say against the words, to the letter."""
     try:
-        load_config_from_file(parser.parse_known_args(words)[0].config_file)
+        with redirect_stderr(StringIO()):
+            _validate_launch_command(launch_command_parser().parse_known_args(words)[0])
     except (ValueError, OSError) as error:
-        return f"{error}\n" if isinstance(error, ValueError) else ""
+        return f"{type(error).__name__}: {error}\n"
+    except SystemExit:
+        return ""  # words of hasten's own
     return ""
 
 
@@ -111,7 +131,9 @@ main = main_of(run)
 def simple_launcher(args: argparse.Namespace) -> None:
     """Run the script in one process; raises CalledProcessError, or exits with its code when `quiet`."""
     command, env = prepare_simple_launcher_cmd_env(args)
-    _failed(subprocess.run(command, env=env, check=False).returncode, command, args)
+    process = subprocess.Popen(command, env=env)
+    process.wait()
+    _failed(process.returncode, command, args)
 
 
 def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None]:
@@ -120,7 +142,11 @@ def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None
     def launch(args: argparse.Namespace) -> None:
         for name in switches:
             setattr(args, name, True)
-        launch_command(args)
+        _failed(
+            run(getattr(args, "words", None) or words_of(args)),
+            [args.training_script, *args.training_script_args],
+            args,
+        )
 
     launch.__doc__ = about
     return launch

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.environment.parsers import parser_of, runner
+from accelerate._impl.surface.messages import message
 from hasten.config.files import contents
 from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.errors import ConfigError
@@ -17,16 +18,7 @@ from hasten.errors import ConfigError
 _GONE = dict.fromkeys(
     ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"), "has been removed in FSDP2"
 ) | {"fsdp_forward_prefetch": "is not yet implemented in FSDP2"}
-_ALREADY = (
-    "Config already specifies FSDP2, skipping conversion...",
-    "If the config doesn't use new argument names, change `fsdp_version` to `1` and rerun the command.",
-)
 _LOG = logging.getLogger("accelerate.commands.to_fsdp2")
-_FLAGS: Flags = {
-    "--config_file": {"type": str, "required": True, "help": "the file to convert"},
-    "--overwrite": {"action": "store_true", "help": "write over it"},
-    "--output_file": {"type": str, "default": None, "help": "where to write instead"},
-}
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -37,7 +29,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
     fsdp: dict[str, Any] = {}
     if config["fsdp_config"].get("fsdp_version") == 2:
-        return config, [*_ALREADY]
+        return config, [message("already_fsdp2"), message("change_fsdp_version")]
     for name, value in config["fsdp_config"].items():
         if name in _GONE:
             said.append(f"Argument {name} {_GONE[name]}, skipping this key...")
@@ -92,7 +84,5 @@ def _target(args: Any) -> Path:
     return target
 
 
-_ABOUT = "Convert an FSDP1 config into an FSDP2 config."
-to_fsdp2_command_parser = parser_of("to-fsdp2", to_fsdp2_command, _FLAGS, _ABOUT)
-run = runner("to-fsdp2", to_fsdp2_command_parser)
-main = main_of(run)
+to_fsdp2_command_parser = parser_of("to-fsdp2", to_fsdp2_command)
+run, main = runner("to-fsdp2", to_fsdp2_command_parser)

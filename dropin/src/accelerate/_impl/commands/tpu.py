@@ -8,21 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
+from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
 
-_SWITCH: dict[str, Any] = {"action": "store_true"}  # Any: what argparse takes
-_FLAGS: Flags = {
-    "--config_file": {"help": "the settings file that names the TPU"},
-    "--tpu_name": {"help": "the TPU; else the settings file's"},
-    "--tpu_zone": {"help": "its zone; else the settings file's"},
-    "--use_alpha": {**_SWITCH, "help": "call `gcloud alpha`"},
-    "--command_file": {"help": "a file of commands, one a line"},
-    "--command": {"action": "append", "nargs": "+", "help": "a command; may be given several times"},
-    "--install_accelerate": {**_SWITCH, "help": "install accelerate there first"},
-    "--accelerate_version": {"default": "latest", "help": "a release, `latest`, or `dev`"},
-    "--debug": {**_SWITCH, "help": "print the command instead of running it"},
-}
 _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 
 
@@ -68,7 +56,5 @@ def _installation(args: argparse.Namespace) -> list[str]:
 
 
 tpu_command = tpu_command_launcher
-_ABOUT = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
-tpu_command_parser = parser_of("tpu-config", tpu_command_launcher, _FLAGS, _ABOUT)
-run = runner("tpu-config", tpu_command_parser)
-main = main_of(run)
+tpu_command_parser = parser_of("tpu-config", tpu_command_launcher)
+run, main = runner("tpu-config", tpu_command_parser)

@@ -14,13 +14,8 @@ from accelerate._impl.settings.config_file import default_config_file, load_conf
 
 # Any in this file: values of flags.
 _KINDS: Final = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp")
-_SWITCHES: Final = {"MULTI_GPU": "multi_gpu", "XLA": "tpu"} | {
-    one.upper(): f"use_{one}" for one in ("deepspeed", "fsdp", "megatron_lm")
-}
-_READ = json.loads(Path(__file__).with_name("launch_defaults.json").read_text())
+_SWITCHES: Final = {"XLA": "tpu"} | {one.upper(): f"use_{one}" for one in ("deepspeed", "fsdp", "megatron_lm")}
 TEXTS: Final = json.loads(Path(__file__).with_name("launch_variables.json").read_text())
-DEFAULTS: Final[dict[str, Any]] = {name: tuple(one) if isinstance(one, list) else one for name, one in _READ.items()}
-"""What the original's parser gives for flags that were not."""
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
@@ -65,7 +60,9 @@ def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
     for name in ("tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "commands", "command_file"):
         if getattr(args, name, None) is None:
             setattr(args, name, values.get(name))
-    switch = _SWITCHES.get(str(getattr(values.get("distributed_type"), "value", "")))
+    kind = str(getattr(values.get("distributed_type"), "value", ""))
+    several = "multi_gpu" if kind.startswith("MULTI_") and kind != "MULTI_CPU" else None
+    switch = _SWITCHES.get(kind, several)
     if switch is not None and not values.get("use_cpu"):
         setattr(args, switch, True)
     args.use_parallelism_config = bool(args.use_parallelism_config or values.get("parallelism_config"))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 from hasten.errors import HastenError
 
-Flags = Mapping[str, Mapping[str, Any]]
 # Any in this file: argparse's own arguments and namespaces.
+_TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""What each command is about, and its flags as argparse takes them."""
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
@@ -46,18 +49,18 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return made, rest
 
 
-def parser_of(
-    name: str, command: Callable[[Any], object], flags: Flags, about: str | None = None
-) -> Callable[..., argparse.ArgumentParser]:
+def parser_of(name: str, command: Callable[[Any], object]) -> Callable[..., argparse.ArgumentParser]:
     """What makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
 
-    def command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # Any: argparse's own
+    about = _TABLE[name].get("about")
+
+    def command_parser(subparsers: Any = None, parents: Sequence[Any] = ()) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = (
-            subparsers.add_parser(name, description=about)
+            subparsers.add_parser(name, description=about, help=about, parents=parents)
             if subparsers is not None
             else CustomArgumentParser(f"Accelerate {name} command", description=about)
         )
-        for flag, options in flags.items():
+        for flag, options in _TABLE[name]["flags"].items():
             parser.add_argument(flag, **options)
         if subparsers is not None:
             parser.set_defaults(func=command)
@@ -66,8 +69,10 @@ def parser_of(
     return command_parser
 
 
-def runner(name: str, make_parser: Callable[..., argparse.ArgumentParser]) -> Callable[[Sequence[str]], int]:
-    """`accelerate NAME` on words: its exit code, 2 after saying in one sentence what was asked for and cannot be."""
+def runner(
+    name: str, make_parser: Callable[..., argparse.ArgumentParser]
+) -> tuple[Callable[[Sequence[str]], int], Callable[[], NoReturn]]:
+    """`accelerate NAME` on words (its exit code, 2 after saying in one sentence what cannot be), and its entry point."""
 
     def run(words: Sequence[str]) -> int:
         commands = CustomArgumentParser("accelerate")
@@ -82,7 +87,7 @@ def runner(name: str, make_parser: Callable[..., argparse.ArgumentParser]) -> Ca
         except subprocess.CalledProcessError as error:
             return error.returncode
 
-    return run
+    return run, main_of(run)
 
 
 def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:

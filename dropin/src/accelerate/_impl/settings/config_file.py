@@ -27,7 +27,7 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
     path = Path(config_file if config_file is not None else default_config_file)
     if config_file is not None and not path.is_file():
         raise FileNotFoundError(message("no_config_file", config_file))
-    if not path.is_file():
+    if not path.is_file() and Path(default_json_config_file).is_file():
         path = Path(default_json_config_file)
     text = contents(path)
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
