@@ -44,7 +44,6 @@ LEFT_NAMES = {
     **dict.fromkeys(("description", "_description", "_StoreAction", "_StoreConstAction", "_StoreTrueAction"), _HELP),
     **dict.fromkeys(("ConversionStatus", "_validate_to_fsdp2_args"), _FSDP2),
     **dict.fromkeys(("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING"), _FSDP2),
-    "mocked_dataloaders": "needs the original's own test data",
     "mocked_dataloaders_for_autoregressive_models": "needs the original's own test data",
     "logger": "a module's own logger; `accelerate.logging.get_logger(module)` gives it",
     "annotations": "a feature of `__future__`",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.estimate import estimate_command_parser
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+from accelerate.test_utils.training import mocked_dataloaders
+from accelerate.utils import patch_environment, purge_accelerate_environment
+from accelerate.utils.environment import CPUInformation, get_cpu_distributed_information
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 # Any in this file: namespaces of argparse.
@@ -130,3 +135,114 @@ def test_a_file_for_this_machine_is_json_and_yaml(tmp_path: Path) -> None:
 def test_namespaces_name_what_was_given() -> None:
     args = estimate_command_parser().parse_args(["bert", "--dtypes", "int8"])
     assert args.nondefault == {"model_name", "dtypes"} and not hasattr(args, "func")
+
+
+def test_each_kind_of_launch_has_its_launcher(tmp_path: Path) -> None:
+    """`launch_command` asks the launcher of its module, so that one put in its place acts."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(yaml.safe_dump({**SETTINGS, "distributed_type": "MULTI_XPU", "num_processes": 2, "use_cpu": False}))
+    kinds = {
+        "--cpu": "simple",
+        "--multi_gpu --num_processes=2": "multi_gpu",
+        "--use_fsdp": "multi_gpu",
+        "--use_deepspeed": "deepspeed",
+        "--tpu": "tpu",
+        "--tpu --tpu_cluster": "tpu_pod",
+        f"--config_file={file}": "multi_gpu",
+    }
+    for words, name in kinds.items():
+        with mock.patch(f"accelerate.commands.launch.{name}_launcher") as started:
+            launching.launch_command(launch_command_parser().parse_args([*words.split(), "train.py"]))
+        assert started.call_count == 1, words
+    with pytest.raises(ValueError, match="only use one of"):
+        launching.launch_command(launch_command_parser().parse_args(["--cpu", "--multi_gpu", "train.py"]))
+
+
+def test_devices_that_are_not_there_are_told_and_the_cpu_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('of', os.environ.get('WORLD_SIZE', '1'), flush=True)")
+    for words, processes in ((["--multi_gpu", "--num_processes", "2"], 2), (["--gpu_ids", "0"], 1)):
+        monkeypatch.setattr("sys.argv", ["accelerate", "launch", *words, str(script)])
+        main()
+        out, err = capfd.readouterr()
+        assert out.count(f"of {processes}") == processes and "no accelerator was found" in err
+
+
+def test_a_wrong_command_line_is_told_in_the_words_of_the_original(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["accelerate", "launch", "--cpu", "--multi_gpu", "train.py"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "ValueError: You can only use one of `--cpu`, `--multi_gpu`" in capsys.readouterr().err
+
+
+def test_the_parser_has_the_groups_and_types_of_the_original() -> None:
+    parser = launch_command_parser()
+    assert "FSDP Arguments:" in parser.format_help() and "Megatron-LM Arguments:" in parser.format_help()
+    args = parser.parse_args(["--fp8_override_linear_precision", "yes,no,yes", "--fp8-pad-inner-dim", "no", "train.py"])
+    assert (args.fp8_override_linear_precision, args.fp8_pad_inner_dim) == ((1, 0, 1), 0)
+    assert args.nondefault == {
+        "fp8_override_linear_precision",
+        "fp8_pad_inner_dim",
+        "training_script",
+        "training_script_args",
+    }
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--fp8_format", "other", "train.py"])
+
+
+def test_commands_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["accelerate"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    listed = "{config,estimate-memory,env,launch,merge-weights,tpu-config,test,to-fsdp2}"
+    assert listed in capsys.readouterr().out
+
+
+def test_tests_and_those_of_subclasses_leave_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    @purge_accelerate_environment
+    class Base:
+        def setUp(self) -> None:
+            os.environ["ACCELERATE_OF_THE_CASE"] = "1"
+
+        def test_one(self) -> str:
+            os.environ["ACCELERATE_OF_THE_TEST"] = "1"
+            return os.environ["ACCELERATE_OF_THE_CASE"]
+
+    class Derived(Base):
+        def test_two(self) -> str:
+            return self.test_one()
+
+    for name in ("ACCELERATE_OF_THE_CASE", "ACCELERATE_OF_THE_TEST"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    case = Derived()
+    case.setUp()
+    assert case.test_one() == case.test_two() == "1" and "ACCELERATE_OF_THE_TEST" not in os.environ
+
+
+def test_the_place_of_a_process_has_four_numbers() -> None:
+    with patch_environment(rank=1, world_size=4, local_rank=1, local_world_size=2):
+        found = get_cpu_distributed_information()
+    assert found == CPUInformation(1, 4, 1, 2) and pickle.loads(pickle.dumps(found)) == found
+
+
+def test_samples_of_examples_become_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "tests" / "test_samples" / "MRPC"
+    folder.mkdir(parents=True)
+    rows = "".join(f"{'yes' if at % 2 else 'no'},a {at},b {at}\n" for at in range(5))
+    for name in ("train", "dev"):
+        (folder / f"{name}.csv").write_text(f"label,sentence1,sentence2\n{rows}")
+    tokenizer = mock.Mock(side_effect=lambda first, second, **how: {"input_ids": [[1, 2]] * len(first)})
+    tokenizer.pad = lambda examples, **how: (how["padding"], [one["labels"] for one in examples])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    with mock.patch.object(transformers.AutoTokenizer, "from_pretrained", return_value=tokenizer):
+        train, held_out = mocked_dataloaders(Namespace(distributed_type="NO"))
+    assert train.batch_size == 2 and list(held_out) == [("longest", [at % 2]) for at in range(5)]

@@ -1,4 +1,3 @@
 """Reading and patching the process's environment, and looking at the machine."""
 
 from accelerate._impl.environment.variables import *
-from hasten.runtime.topology import Topology as CPUInformation

@@ -11,6 +11,7 @@ import torch
 
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.environment.versions import compare_versions
+from accelerate._impl.surface.messages import message
 from hasten.optional import available
 
 # Any in this file: decorated functions.
@@ -47,7 +48,6 @@ is_msamp_available = _probe("msamp", "ms-amp")
 is_peft_available = _probe("peft")
 is_pynvml_available = _probe("pynvml", "pynvml", "nvidia-ml-py")
 is_torchao_available = _probe("torchao")
-is_rich_available = _probe("rich")
 is_timm_available = _probe("timm")
 is_transformers_available = _probe("transformers")
 is_wandb_available = _probe("wandb")
@@ -71,6 +71,10 @@ is_4bit_bnb_available = _says("Whether bitsandbytes knows four bits.", lambda: i
 is_8bit_bnb_available = _says("Whether bitsandbytes knows eight bits.", lambda: is_bnb_available("0.37.2"))
 is_bitsandbytes_multi_backend_available = _says(
     "Whether bitsandbytes works on more than CUDA.", lambda: is_bnb_available("0.46.0")
+)
+is_rich_available = _says(
+    "Whether rich is installed and asked for.",
+    lambda: _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH"),
 )
 is_amdsmi_available = _says("Whether amdsmi can be imported.", lambda: available("amdsmi"))
 is_tensorboard_available = _says(
@@ -159,7 +163,9 @@ is_habana_gaudi1 = _says("Whether the Gaudi device is of the first generation.",
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the device computes in bfloat16."""
-    if torch.cuda.is_available():
+    if is_xpu_available():
+        return bool(torch.xpu.is_bf16_supported())
+    if is_cuda_available():
         return bool(torch.cuda.is_bf16_supported())
     return not is_mps_available()
 
@@ -172,7 +178,7 @@ def _required(package: str, installed: Callable[[], bool]) -> Callable[[Callable
         @wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not installed():
-                raise ImportError(f"`{func.__name__}` requires {package}; install it with `pip install {package}`.")
+                raise ImportError(message("package_required", package))
             return func(*args, **kwargs)
 
         return run
@@ -180,5 +186,5 @@ def _required(package: str, installed: Callable[[], bool]) -> Callable[[Callable
     return decorate
 
 
-deepspeed_required = _required("deepspeed", is_deepspeed_available)
-torchao_required = _required("torchao", is_torchao_available)
+deepspeed_required = _required("deepspeed", lambda: is_deepspeed_available())
+torchao_required = _required("torchao", lambda: is_torchao_available())

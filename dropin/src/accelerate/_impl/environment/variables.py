@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field, make_dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -89,10 +90,19 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """A function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
     if not isinstance(func_or_cls, type):
         return _purged(func_or_cls)
-    for name, value in list(vars(func_or_cls).items()):
-        if callable(value) and (name.startswith("test") or name in ("setUp", "tearDown")):
-            setattr(func_or_cls, name, _purged(value))
-    return func_or_cls
+    whole: Any = func_or_cls
+    _purge_tests(whole, whole)
+    whole.__init_subclass__ = classmethod(lambda cls, **options: _purge_tests(whole, cls, **options))
+    return whole
+
+
+def _purge_tests(whole: Any, cls: Any, **options: Any) -> None:
+    """Purge after the tests of a class, or of a subclass of it."""
+    if cls is not whole:
+        super(whole, cls).__init_subclass__(**options)
+    for name, value in list(vars(cls).items()):
+        if callable(value) and name.startswith("test"):
+            setattr(cls, name, _purged(value))
 
 
 def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,15 +165,23 @@ def check_cuda_fp8_capability() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
-def get_cpu_distributed_information() -> Topology:
+_PLACE = (("rank", 0), ("world_size", 1), ("local_rank", 0), ("local_world_size", 1))
+CPUInformation: Any = make_dataclass(
+    "CPUInformation",
+    [(name, int, field(default=value)) for name, value in _PLACE],
+    namespace={"__module__": __name__, "__doc__": "The place of a process among those of its job."},
+)
+
+
+def get_cpu_distributed_information() -> Any:
     """The place of this process among those of its job, from the variables of any launcher."""
-    return Topology.from_env(os.environ)
+    here = Topology.from_env(os.environ)
+    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the cores near its device."""
-    here = Topology.from_env(os.environ)
-    set_affinity(local_process_index, here.local_world_size, None)
+    set_affinity(local_process_index, get_cpu_distributed_information().local_world_size, None)
 
 
 override_numa_affinity = set_numa_affinity

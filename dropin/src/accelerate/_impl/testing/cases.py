@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -64,25 +65,17 @@ def _needs(wanted: Callable[[], bool], what: str, reason: str = "") -> Callable[
     return decorate
 
 
+def _have(number: str, kinds: list[str]) -> bool:
+    """Whether there is one device, or there are several, of these kinds; `-kind` is any other kind."""
+    found = torch_device in kinds if not kinds[0].startswith("-") else f"-{torch_device}" not in kinds
+    return found and number in ("any", "one" if device_count == 1 else "several")
+
+
 skip = _needs(lambda: False, "to be run by hand", "Test was skipped")
 slow = _needs(lambda: _run_slow_tests, "RUN_SLOW", "test is slow")
-require_cpu = _needs(lambda: torch_device == "cpu", "only a CPU")
-require_cuda_or_xpu = _needs(lambda: torch_device in ("cuda", "xpu"), "a CUDA device or an XPU")
-require_cuda_or_hpu = _needs(lambda: torch_device in ("cuda", "hpu"), "a CUDA device or an HPU")
-require_non_cpu = _needs(lambda: torch_device != "cpu", "an accelerator")
-require_non_xpu = _needs(lambda: torch_device != "xpu", "anything but an XPU")
-require_non_hpu = _needs(lambda: torch_device != "hpu", "anything but an HPU")
 require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), "a TPU")
 require_non_torch_xla = _needs(lambda: not imports.is_torch_xla_available(), "no torch_xla")
-require_single_device = _needs(lambda: torch_device != "cpu" and device_count == 1, "one accelerator")
-require_single_gpu = _needs(lambda: torch_device == "cuda" and device_count == 1, "one CUDA device")
-require_single_xpu = _needs(lambda: torch_device == "xpu" and device_count == 1, "one XPU")
-require_multi_device = _needs(lambda: device_count > 1, "several accelerators")
-require_multi_gpu = _needs(lambda: torch_device == "cuda" and device_count > 1, "several CUDA devices")
-require_multi_xpu = _needs(lambda: torch_device == "xpu" and device_count > 1, "several XPUs")
-require_multi_gpu_or_xpu = _needs(lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several GPUs or XPUs")
-require_fsdp2 = _needs(lambda: True, "FSDP2")
-require_tp = _needs(lambda: True, "tensor parallelism")
+require_fsdp2, require_tp = _needs(lambda: True, "FSDP2"), _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
     lambda: imports.is_transformers_available() and imports.is_datasets_available(), "transformers and datasets"
 )
@@ -91,6 +84,9 @@ for _name, _probe in vars(imports).items():
     if _name.startswith("is_") and _name.endswith("_available"):
         _what = _name.removeprefix("is_").removesuffix("_available")
         globals()[f"require_{_what}"] = _needs(_probe, _what)
+for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
+    _what, _number, *_kinds = _line.split()
+    globals()[f"require_{_what}"] = _needs(partial(_have, _number, _kinds), _what.replace("_", " "))
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:

@@ -15,9 +15,9 @@ from hasten.runtime.logs import RankLogger
 class MultiProcessAdapter(RankLogger):
     """A logger that speaks on the main process only, unless a call says otherwise."""
 
-    def __init__(self, logger: Any, extra: object = None) -> None:
+    def __init__(self, logger: Any, extra: Any = None) -> None:
         super().__init__(logger if isinstance(logger, logging.Logger) else logger.logger)
-        self.logger = logger
+        self.logger, self.extra = logger, extra if extra is not None else {}
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
