@@ -15,12 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState, load_checkpoint_and_dispatch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedType,
     fsdp2_apply_ac,
     fsdp2_load_full_state_dict,
+    load_checkpoint_in_model,
     load_fsdp_model,
     load_fsdp_optimizer,
     save_fsdp_model,
@@ -176,10 +177,26 @@ def late_changes():
     assert all(bool((value == 2.0).all()) for value in (p.full_tensor() for p in model.parameters()))
 
 
+def whole_weights(folder):
+    """A file fills sharded models, and any model on every rank where only the first one has it."""
+    accelerator = start()
+    model, plain, file = accelerator.prepare(make()[0]), make()[0], folder / "whole.safetensors"
+    if accelerator.is_main_process:
+        save_file({name: torch.full_like(value, 3.0) for name, value in plain.state_dict().items()}, file)
+    mine = file if accelerator.is_main_process else folder / "nowhere.safetensors"
+    load_checkpoint_in_model(model, mine, broadcast_from_rank0=True)
+    load_checkpoint_and_dispatch(plain, mine, broadcast_from_rank0=True)
+    again = accelerator.prepare(make()[0])
+    load_checkpoint_in_model(again, file)
+    full = [parameter.full_tensor() for one in (model, again) for parameter in one.parameters()]
+    assert all(bool((value == 3.0).all()) for value in (*full, *plain.parameters()))
+
+
 def main(folder):
     losses, weights = by_flags()
     found = {"losses": losses, "weights": weights, "continued": round_trips(folder)}
     late_changes()
+    whole_weights(folder)
     if PartialState().is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
 

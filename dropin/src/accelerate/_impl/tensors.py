@@ -164,9 +164,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        raise pickle.PicklingError(
-            "Cannot pickle a prepared model with automatic mixed precision, please unwrap the model with `Accelerator.unwrap_model(model)` before pickling it."
-        )
+        raise pickle.PicklingError(message("pickled_with_precision"))
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,7 +144,8 @@ def load_checkpoint_and_dispatch(
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     filling = (model, checkpoint, places, offload_folder, dtype)
     if places is None or all(str(place) in OFFLOAD for place in places.values()):
-        load_checkpoint_in_model(*filling, offload_buffers=offload_buffers, strict=strict)
+        over = (strict, full_state_dict, broadcast_from_rank0)
+        load_checkpoint_in_model(*filling, False, offload_buffers, None, False, *over)
         index: Any = None  # what goes to the disk was written to the folder
     else:
         index = dict(fill_model(*filling, offload_buffers, None, strict).offload_index) or None

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accelerate._impl import ambient
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -26,8 +27,10 @@ from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight
 from hasten.bigmodel.tensors import align_module_device
 from hasten.checkpoint.export import read_model, weight_files
 from hasten.errors import CheckpointError
+from hasten.modules.names import is_dtensor
 from hasten.optional import need
 
+log = logging.getLogger("accelerate.utils.modeling")
 # Any in this file: device maps and foreign models.
 
 
@@ -121,15 +124,33 @@ def load_checkpoint_in_model(
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Fill a model from a checkpoint, each weight where the map says; those for the disk are written to the folder."""
+    if device_map is None and (broadcast_from_rank0 or any(map(is_dtensor, model.parameters()))):
+        _load_over_processes(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+        return
     options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict)
+    loaded = fill_model(model, checkpoint, *options)
+    _write_for_the_disk(model, loaded, device_map or {}, offload_folder or "", offload_buffers)
+
+
+def _write_for_the_disk(
+    model: nn.Module, loaded: Loaded, places: Mapping[str, Any], folder: Any, buffers: bool
+) -> None:
+    """Write the weights that the map sends to the disk, with their index."""
     index: dict[str, Any] = {}
-    for name, weight in OffloadedWeightsLoader(index=fill_model(model, checkpoint, *options).offload_index).items():
-        offload_weight(weight, name, offload_folder or "", index)
-    for name, tensor in [*model.named_parameters(), *(model.named_buffers() if offload_buffers else ())]:
-        if not tensor.is_meta and str((device_map or {}).get(maps.owner_in(device_map or {}, name) or "")) == "disk":
-            offload_weight(tensor.detach(), name, offload_folder or "", index)
+    for name, weight in OffloadedWeightsLoader(index=loaded.offload_index).items():
+        offload_weight(weight, name, folder, index)
+    for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
+        if not tensor.is_meta and str(places.get(maps.owner_in(places, name) or "")) == "disk":
+            offload_weight(tensor.detach(), name, folder, index)
             tensors.set_module_tensor_to_device(model, name, "meta")
-    save_offload_index(index, offload_folder or "")
+    save_offload_index(index, folder)
+
+
+def _load_over_processes(model: nn.Module, checkpoint: Path, strict: bool, full: bool, from_first: bool) -> None:
+    """Fill a model that is sharded, or one that gets what the first rank reads. Ranks: every rank."""
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=from_first, strict=strict)
+    state: Any = {} if from_first and torch.distributed.get_rank() > 0 else read_model(_located(checkpoint))
+    set_model_state_dict(model, state, options=options)
 
 
 def fill_model(
@@ -192,9 +213,7 @@ def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: 
         listed = ", ".join(f'"{name}"' for name in names)
         raise RuntimeError(f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. ")
     if names:
-        logging.getLogger("accelerate.utils.modeling").warning(
-            f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: {set(names)}. This may or may not be an issue - make sure that the checkpoint does not have unnecessary parameters, or that the model definition correctly corresponds to the checkpoint."
-        )
+        log.warning(message("weights_not_used", checkpoint, kind, set(names)))
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
@@ -251,9 +270,7 @@ def _check_format(file: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     if metadata is None:
-        logging.getLogger("accelerate.utils.modeling").warning(
-            f"The safetensors archive passed at {file} does not contain metadata. Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
-        )
+        log.warning(message("no_metadata", file))
     elif (kind := metadata.get("format", "pt")) != "pt":
         raise ValueError(f"The checkpoint passed was saved with {kind}, we need a the pt format.")
 

@@ -193,9 +193,7 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
     for group in tied_params:
         places = {name: _place_of(name, device_map) for name in group}
         if len(set(places.values())) > 1:
-            _log.warning(
-                f"Tied parameters are on different devices: {places}. Please modify your custom device map or set `device_map='auto'`. "
-            )
+            _log.warning(message("ties_apart", places))
 
 
 def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:

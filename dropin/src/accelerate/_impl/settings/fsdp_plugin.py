@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import wrap
 
 import hasten
-from accelerate._impl.environment.constants import FSDP_AUTO_WRAP_POLICY
+from accelerate._impl.environment.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface.messages import message
@@ -29,8 +29,7 @@ _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cp
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
 _READ: dict[str, Reading] = {"backward_prefetch": (str, None), "auto_wrap_policy": (str, None)}
 _READ |= {"ignored_modules": (str, None), **dict.fromkeys(_SWITCHES, (yes, False))}
-_READ_BY_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
-_FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+_WHOLE = fsdp.StateDictType.FULL_STATE_DICT
 
 
 @dataclass
@@ -130,7 +129,9 @@ class FullyShardedDataParallelPlugin:
                 log.warning(_GONE[name])
                 setattr(self, name, None)
             return
-        fill(self, "FSDP_", **dict.fromkeys(_READ_BY_1, (yes, False)))
+        fill(
+            self, "FSDP_", **dict.fromkeys(("use_orig_params", "sync_module_states", "forward_prefetch"), (yes, False))
+        )
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             warnings.warn(message("fsdp_states_synchronized"), stacklevel=4)
             self.sync_module_states = True
@@ -153,7 +154,7 @@ class FullyShardedDataParallelPlugin:
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose the form of checkpoints: sharded or full."""
         chosen = state_dict_type or self.state_dict_type or environment().get("FSDP_STATE_DICT_TYPE")
-        self.state_dict_type = _of(fsdp.StateDictType, chosen or _FORMS[self.fsdp_version == 1])
+        self.state_dict_type = _of(fsdp.StateDictType, chosen or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1])
         if self.state_dict_type is fsdp.StateDictType.LOCAL_STATE_DICT:
             if self.fsdp_version == 2:
                 raise ValueError(message("fsdp2_local_state_dict"))
@@ -209,10 +210,7 @@ class FullyShardedDataParallelPlugin:
         if not isinstance(self.cpu_offload, kind):
             raise ValueError(message("fsdp_cpu_offload", kind.__name__, self.fsdp_version, self.cpu_offload))
 
-    whole_checkpoints = shown(
-        lambda self: self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT,
-        "Whether checkpoints hold whole tensors instead of shards.",
-    )
+    whole_checkpoints = shown(lambda self: self.state_dict_type is _WHOLE, "Whether checkpoints hold whole tensors.")
 
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
@@ -251,9 +249,8 @@ class FullyShardedDataParallelPlugin:
         found, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
         for sentence in said if say else ():
             log.info(sentence)
-        depth = found.forward_prefetch_depth or None
-        reshard, hybrid = found.reshard_after_forward, found.hybrid_shard
-        return {"reshard_after_forward": reshard, "hybrid_shard": hybrid, "forward_prefetch_depth": depth}
+        names = ("reshard_after_forward", "hybrid_shard", "forward_prefetch_depth")
+        return {name: getattr(found, name) for name in names}
 
 
 def _of(kind: Any, given: Any, **names: Any) -> Any:

@@ -254,11 +254,11 @@ class AcceleratorState(_Shared):
         plugins = self._shared_state.get("deepspeed_plugins")
         if plugins is None:
             raise ValueError(message("deepspeed_not_enabled"))
-        if not isinstance(plugins, dict) or name not in plugins:
+        if name not in (known := plugins if isinstance(plugins, dict) else {}):
             raise ValueError(
-                f"There is no DeepSpeed plugin named {name!r}; there are: {sorted(plugins) if isinstance(plugins, dict) else 'none by name'}."
+                f"There is no DeepSpeed plugin named {name!r}; there are: {sorted(known) or 'none by name'}."
             )
-        return plugins
+        return known
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
