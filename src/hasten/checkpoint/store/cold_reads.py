@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from torch import Tensor
@@ -22,7 +23,9 @@ from hasten.checkpoint.store.disk import byte_view, default_threads
 Way = Literal["plain", "direct"]
 ALIGN_BYTES: Final = 4096
 """Alignment of direct reads in the file and in memory; that of every common disk divides it."""
-_TRIALS: Final[Mapping[Way, int]] = {"direct": 32, "plain": 8}  # blocks read in each way before one is chosen
+_TRIALS: Final[Mapping[Way, int]] = MappingProxyType(
+    {"direct": 32, "plain": 8}
+)  # blocks read in each way before one is chosen
 _GAIN = 1.3  # direct reads must be this much faster, because plain ones leave the file in the cache for the next load
 _DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 
