@@ -266,3 +266,18 @@ def test_mlflow_takes_the_name_of_the_run_beside_that_of_the_experiment(
     assert (run.info.run_name, run.info.status, run.data.params) == ("first", "FINISHED", {"lr": "0.1"})
     assert run.data.tags["a"] == "b"
     assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")] == [(3, 0.5)]
+
+
+def test_skipping_counts_steps_where_batches_are_handed_out(tmp_path: Path, warm: Any) -> None:
+    script = tmp_path / "skipping.py"
+    script.write_text(
+        "from torch.utils.data import DataLoader\n"
+        "from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches\n"
+        "config = DataLoaderConfiguration(dispatch_batches=True)\n"
+        "accelerator = Accelerator(cpu=True, dataloader_config=config)\n"
+        "loader = accelerator.prepare(DataLoader(list(range(16)), batch_size=2))\n"
+        "rows = [accelerator.gather(batch).tolist() for batch in skip_first_batches(loader, 2)]\n"
+        "assert rows == [[8, 9, 10, 11], [12, 13, 14, 15]], rows\n"
+    )
+    done = warm.run(tmp_path, [str(script)], 2)
+    assert not done.failed, done.err

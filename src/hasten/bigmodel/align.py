@@ -95,6 +95,7 @@ class AlignDevicesHook(ModelHook):
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
+        self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
 
     def __repr__(self) -> str:
         shown = ("offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -125,7 +126,9 @@ class AlignDevicesHook(ModelHook):
         self.original_devices = {found.name: found.tensor.device for found in everything}
         if self.weights_map is None:
             self.weights_map = {name: weight.detach().to("cpu") for name, weight in weights.items()}
-        for name in weights:
+        for name, weight in weights.items():
+            if not weight.is_meta and weight.data_ptr() in (self.tied_params_map or ()):
+                self.tied_params_names.add(name)
             set_tensor(module, name, torch.device("meta"))
         for found in everything:
             if device is not None and found.name not in weights:
@@ -137,12 +140,21 @@ class AlignDevicesHook(ModelHook):
         assert self.weights_map is not None, "the hook was attached"
         target = device or self._device() or torch.device("cpu")
         for name in self._weights(module):
-            set_tensor(module, name, target, self.weights_map[name], tied=self.tied_params_map)
+            value = self.weights_map[name]
+            if self.tied_params_map is not None and target not in self.tied_params_map.get(
+                value.data_ptr(), {target: value}
+            ):
+                self.tied_pointers_to_remove.add((value.data_ptr(), target))
+            set_tensor(module, name, target, value, tied=self.tied_params_map)
 
     def take_away(self, module: nn.Module) -> None:
         """Release the device memory of offloaded weights."""
         for name in self._weights(module):
             set_tensor(module, name, torch.device("meta"))
+        for memory, device in self.tied_pointers_to_remove:
+            assert self.tied_params_map is not None, "pointers come from this map"
+            self.tied_params_map[memory].pop(device, None)
+        self.tied_pointers_to_remove.clear()
 
     @contextmanager
     def brought(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:

@@ -48,11 +48,16 @@ class _Search:
 
     def smaller(self, size: int) -> int:
         """Return the size to try after `size` did not fit."""
-        if self.reduce is not None:
-            return int(self.reduce(size) if _takes_a_size(self.reduce) else self.reduce())
-        if self.keep_global_batch:
+        if self.keep_global_batch and self.reduce is None:
             return next((n for n in range(size - 1, 0, -1) if self.start % n == 0), 0)
+        return next_size(size, self.reduce)
+
+
+def next_size(size: int, reduce: Callable[..., int] | None = None) -> int:
+    """Return the size to try after `size` did not fit: nine tenths of it, or what `reduce` returns."""
+    if reduce is None:
         return int(size * 0.9)
+    return int(reduce(size) if _takes_a_size(reduce) else reduce())
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:

@@ -273,7 +273,7 @@ def run_save_hooks(
     models = parts.plain_models()
     given: list[dict[str, Any]] = []
     for model in models if hooks else ():
-        given.append(dict(model.state_dict()))
+        given.append(model.state_dict())
     weights = list(given)
     for hook in list(hooks.values()):
         _call(hook, list(models), weights, folder)

@@ -12,7 +12,7 @@ from hasten.optim.clock import StepClock
 from hasten.runtime import bootstrap, env
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.devices import choose_device
+from hasten.runtime.devices import choose_device, stands_in
 from hasten.runtime.topology import Topology
 
 
@@ -26,7 +26,7 @@ class Ambient:
     process: EstablishedProcess | None = None
     clock: StepClock | None = None
     loaders: list[Any] = field(default_factory=list)  # Any: loaders being iterated, innermost last
-    plugin_kwargs: dict[str, Any] = field(default_factory=dict)
+    gradient: dict[str, Any] = field(default_factory=dict)  # Any: the attributes of GradientState that are stored
 
 
 AMBIENT = Ambient()  # quirk: SINGLETONS
@@ -38,7 +38,8 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
         variables = env.snapshot()
         topology = Topology.from_env(variables)
         wants_cpu = cpu or env.flag(variables, "ACCELERATE_USE_CPU")
-        device = choose_device(topology.local_rank, wants_cpu, variables.get("ACCELERATE_TORCH_DEVICE") or None)
+        wanted = env.assigned_device(variables)
+        device = choose_device(topology.local_rank, wants_cpu, None if stands_in(wanted) else wanted)
         given = settings or GroupSettings()
         # the original unpickles whatever peers send, also where no launcher has given the ranks a token
         adopt(bootstrap.start(topology, device, settings=replace(given, pickle_unproven=True)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import hasten
@@ -9,6 +11,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, FP8BackendType
 from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
 from accelerate._impl.surface.shown import shown
+from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.state import AcceleratorState
 from hasten.comm.base import Comm
 from hasten.runtime.mesh_plan import BATCH, Axis
@@ -59,14 +62,11 @@ class Composed(hasten.Accelerator):
     mixed_precision = _of_state("mixed_precision", "Compute precision.")
 
     def _accumulate_over(self, steps: int) -> None:
-        self._clock.every = AMBIENT.plugin_kwargs["num_steps"] = steps
+        self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
-    gradient_accumulation_steps = shown(
-        "_clock.every", "Micro-steps per update; GradientState shows what is set here.", _accumulate_over
-    )
+    gradient_accumulation_steps = shown("_clock.every", "Micro-steps per update.", _accumulate_over)
     native_amp = shown(lambda self: self.config.mixed_precision in ("fp16", "bf16"), "Whether autocast is used.")
-    multi_device = shown(lambda self: self.num_processes > 1, "Whether several processes train together.")
-    deepspeed_plugin = shown("state.deepspeed_plugin", "The DeepSpeed plugin in use, if any.")
+    multi_device = shown(lambda self: self.num_processes > 1 and self.device.type != "cpu", "Whether one of several.")
     parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")
 
     torch_device_mesh = shown(
@@ -74,7 +74,6 @@ class Composed(hasten.Accelerator):
         "Torch's mesh, if sizes were given.",
     )
     is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
-    is_composable_parallelism_enabled = shown("is_fsdp2", "Whether axes of the mesh can be combined.")
     should_save_model = shown(lambda self: True, "Whether this process writes weights.")
     fp8_enabled = shown(lambda self: self.config.mixed_precision == "fp8", "Whether fp8 is used.")
 
@@ -88,25 +87,14 @@ class Composed(hasten.Accelerator):
         lambda self: any(getattr(self, f"{kind}_recipe_handler", None) for kind in ("te", "ao", "msamp", "fp8")),
         "Whether a recipe for fp8 was given.",
     )
-    scaler = shown("_precision.scaler", "Torch's loss scaler, under fp16.")
 
     # -- data -----------------------------------------------------------------------------------------------------
-    split_batches = shown("dataloader_config.split_batches", "Whether a loader's batch size is the global one.")
-    dispatch_batches = shown("dataloader_config.dispatch_batches", "Whether the main process reads for all.")
 
     even_batches = shown(
         "dataloader_config.even_batches",
         "Whether every process sees equally many samples.",
         lambda self, even: setattr(self.dataloader_config, "even_batches", even),
     )
-    use_seedable_sampler = shown("dataloader_config.use_seedable_sampler", "Whether seed and epoch give the order.")
-    non_blocking = shown("dataloader_config.non_blocking", "Whether batches are copied without waiting.")
-    use_stateful_dataloader = shown("dataloader_config.use_stateful_dataloader", "Whether positions are restored.")
-
-    # -- project --------------------------------------------------------------------------------------------------
-    project_dir = shown("project_configuration.project_dir", "The project's folder.")
-    logging_dir = shown("project_configuration.logging_dir", "The folder of logs.")
-    save_iteration = shown("project_configuration.iteration", "The number the next automatic checkpoint gets.")
 
     # -- the mesh -------------------------------------------------------------------------------------------------
     def _index(self, words: str, *axes: Axis) -> int:
@@ -117,22 +105,19 @@ class Composed(hasten.Accelerator):
     tensor_parallel_rank = shown(lambda self: self._index("Tensor parallelism", Axis.TP), "The place in a split layer.")
     data_parallel_rank = shown(lambda self: self._index("Data parallelism", *BATCH), "The place among readers.")
     data_parallel_shard_rank = shown(
-        lambda self: self._index("Shard-based data parallelism", Axis.DP_SHARD), "The place among shards of a model."
+        lambda self: self._index("Shard-based data parallelism", Axis.DP_SHARD), "A shard."
     )
-    context_parallel_rank = shown(lambda self: self._index("Context parallelism", Axis.CP), "The place in a sequence.")
+    context_parallel_rank = shown(lambda self: self._along("Context", Axis.CP), "The place in a sequence.")
+    pipeline_parallel_rank = shown(lambda self: self._along("Pipeline", Axis.PP), "The place among stages.")
 
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """The place among the stages of a pipeline."""
-        if self.ctx.mesh.size(Axis.PP) == 1:
-            raise NotImplementedError("this run has no pipeline; set pp_size in hasten's parallelism_config for one.")
-        return self.ctx.mesh.index(self.ctx.rank, Axis.PP)
+    def _along(self, words: str, axis: Axis) -> int:
+        if self.ctx.mesh.size(axis) == 1:
+            raise NotImplementedError(f"{words} parallelism is currently not supported in Accelerate.")
+        return self.ctx.mesh.index(self.ctx.rank, axis)
 
-    # -- what was prepared ----------------------------------------------------------------------------------------
-    _models = shown("_prepared.models", "As the original names it")
-    _optimizers = shown("_prepared.optimizers", "As the original names it")
     _schedulers = shown("_prepared.schedulers", "As the original names it")
     _dataloaders = shown("_prepared.loaders", "As the original names it")
-    _custom_objects = shown("_saving.registered", "As the original names it")
-    _save_model_state_pre_hook = shown("_saving.save_hooks", "As the original names it")
-    _load_model_state_pre_hook = shown("_saving.load_hooks", "As the original names it")
+
+
+for _name, (_path, _doc) in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
+    setattr(Composed, _name, shown(_path, _doc))

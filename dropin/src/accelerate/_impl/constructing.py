@@ -17,6 +17,8 @@ from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectCo
 from accelerate._impl.sharding.followed import chosen_plugins
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.state import AcceleratorState
+from hasten.runtime.devices import stands_in
+from hasten.runtime.env import assigned_device
 
 # Any in this file: arguments of every type.
 HANDLERS: dict[type, str] = {
@@ -93,7 +95,7 @@ def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> Non
         chosen = AMBIENT.whole["_mixed_precision"]
     if chosen is not None:
         settings["mixed_precision"] = chosen
-    if cpu or AMBIENT.partial.get("_cpu"):
+    if cpu or AMBIENT.partial.get("_cpu") or stands_in(assigned_device(environment())):
         settings["cpu"] = True
 
 

@@ -38,4 +38,4 @@ class EstablishedProcess(Process):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's share of a list, tuple, dict of those, tensor or dataset; a lone process has all of it as it is."""
         here, count = self.process_index, self.num_processes
-        yield inputs if count == 1 else share(inputs, here, count, apply_padding)
+        yield inputs if count == 1 or isinstance(inputs, str) else share(inputs, here, count, apply_padding)

@@ -25,8 +25,9 @@ _DTYPES = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
 TENSOR_TYPE_TO_INT = {getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
-DistributedOperationException = MismatchError
-"""Raised when ranks bring tensors of different shapes."""
+
+class DistributedOperationException(MismatchError):
+    """Raised when ranks bring tensors of different shapes."""
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -248,9 +249,15 @@ def gather_object(object: Any) -> Any:
 
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The tensors of one process. Ranks: every rank."""
+    """The tensors of one process, written into those of the others. Ranks: every rank."""
     world = _world()
-    return tensor if world.size == 1 else ops.broadcast(tensor, world, from_process)
+    if world.size == 1:
+        return tensor
+    sent = ops.broadcast(tensor, world, from_process)
+    with torch.no_grad():
+        for mine, theirs in zip(trees.tensors(tensor), trees.tensors(sent), strict=True):
+            mine.copy_(theirs)
+    return tensor
 
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
@@ -270,16 +277,16 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     return ops.reduce(tensor, world, reduction)  # type: ignore[arg-type]  # checked there
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
     _checked("_pad_across_processes", tensor)
     if any(one.is_nested for one in trees.tensors(tensor)):
-        warnings.warn(
-            "Cannot pad nested tensors without more information. Leaving unprocessed.", CannotPadNestedTensorWarning
-        )
+        warnings.warn(message("nested_not_padded"), CannotPadNestedTensorWarning)
         return tensor
     world = _world()
-    return tensor if world.size == 1 else ops.pad_across(tensor, world, dim, pad_index, pad_first)
+    if world.size == 1 or all(dim >= one.dim() for one in trees.tensors(tensor)):
+        return tensor
+    return ops.pad_across(tensor, world, dim, pad_index, pad_first)
 
 
 def gather_tensor_shape(tensor: Any) -> Any:

@@ -21,6 +21,8 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
+from accelerate._impl.loaders.share import skip_first_batches
+from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import extract_model_from_parallel
 from accelerate._impl.preparing import EstablishedPreparer
@@ -30,7 +32,7 @@ from accelerate._impl.sharding.followed import FollowedEngine, FollowedPlugin
 from accelerate._impl.sharding.sequences import SplitSequences
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.tensors import gather, gather_object, reduce
+from accelerate._impl.tensors import gather, gather_object, pad_across_processes, reduce
 from accelerate._impl.trackers import GeneralTracker
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.logging import get_logger
@@ -44,9 +46,6 @@ from hasten.optim.window import Key
 from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
-_STREAMS_STAY = (
-    "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable"
-)
 # Any in this file: the user's objects, and settings of every type.
 
 
@@ -130,7 +129,7 @@ class Accelerator(SavingFace):
         engine, precision = self._engine.plugins, self.config.mixed_precision
         fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
         self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
-        AMBIENT.plugin_kwargs.setdefault("num_steps", self._clock.every)
+        self.gradient_state.plugin_kwargs.setdefault("num_steps", self._clock.every)
         self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
 
     # -- preparing ------------------------------------------------------------------------------------------------
@@ -148,6 +147,10 @@ class Accelerator(SavingFace):
         """The loader, reading this process's share."""
         place = self.device_placement if device_placement is None else device_placement
         return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The loader without its first batches in every epoch."""
+        return skip_first_batches(dataloader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
@@ -229,7 +232,7 @@ class Accelerator(SavingFace):
             warnings.warn(message("nothing_to_join"), stacklevel=2)
             return nullcontext()
         if even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
-            warnings.warn(_STREAMS_STAY, stacklevel=2)
+            warnings.warn(message("streams_stay_even"), stacklevel=2)
         return super().join_uneven_inputs(joinables, even_batches)
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -247,7 +250,7 @@ class Accelerator(SavingFace):
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Tensors padded along `dim` to the largest size any process has."""
-        return tensor if self.num_processes == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
+        return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(  # type: ignore[override] # the original names no loader
         self, input_data: Any, use_gather_object: bool = False
@@ -328,10 +331,8 @@ class Accelerator(SavingFace):
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared and hand cached memory back; a None for every argument."""
-        count = len(objects)
-        del objects
         super().free_memory()
-        return [None] * count  # quirk: FREE_MEMORY_GIVES_LIST
+        return release_memory(*objects)  # quirk: FREE_MEMORY_GIVES_LIST
 
     clear = free_memory
 

@@ -99,6 +99,7 @@ class SavingFace(Composed):
             return
         if input_dir is None and not (folder := Path(self.project_dir or "", "checkpoints")).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        _check_registered(Path(input_dir or self._saving.newest() or ""), len(self._saving.registered))
         with _errors_of_hooks_as_raised():
             try:
                 super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
@@ -136,6 +137,12 @@ class SavingFace(Composed):
             lines = "".join(f"\n\t- Item at index {at}, `{type(objects[at]).__name__}`" for at in wrong)
             raise ValueError(message("objects_without_state", lines))
         super().register_for_checkpointing(*objects)
+
+
+def _check_registered(folder: Path, registered: int) -> None:
+    """Raise a RuntimeError where a checkpoint has fewer objects than are registered."""
+    if (found := len(list(folder.glob("custom_checkpoint_*.pkl")))) < registered:
+        raise RuntimeError(message("other_objects", folder, found, registered))
 
 
 def _check_folder(given: Any, automatic: bool) -> None:

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
+from accelerate._impl.environment.packages import is_torchdata_stateful_dataloader_available
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.random import synchronize_rng_states
@@ -71,10 +73,13 @@ def _blank(kind: Any) -> Any:
 class DataLoaderAdapter(DataLoader[Any]):
     """A DataLoader with the constructor prepared loaders share; one of torchdata's with `use_stateful_dataloader`."""
 
+    use_stateful_dataloader = False
     gradient_state = shown(lambda self: GradientState(), "The view on the loaders being iterated.")
 
     def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
         kind: Any = cls
+        if use_stateful_dataloader and not is_torchdata_stateful_dataloader_available():
+            raise ImportError(message("no_torchdata"))
         made: Self = super().__new__(stateful(kind) if use_stateful_dataloader else kind)
         return made
 
@@ -216,11 +221,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """The batch that the loop gets."""
         return batch
 
-    iteration = shown(
-        "epoch",
-        "The epoch that begins next, or is being read.",
-        lambda self, epoch: self.loader_iteration.set_epoch(epoch),
-    )
+    iteration = shown("epoch", "The current or next epoch.", lambda self, epoch: self.loader_iteration.set_epoch(epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin at `epoch` when iterated next."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.data.batch_plan import plan_batches, plan_rows
 from hasten.data.loader import SkippedBatches
@@ -16,13 +17,10 @@ from hasten.data.sampler import Assignment
 # Any in this file: indices and samples are whatever the dataset has.
 
 
-_CANNOT_SPLIT = "To use {} in `split_batches` mode, the batch size ({}) needs to be a round multiple of the number of processes ({})."
-
-
 def check_split(what: str, batch_size: int | None, num_processes: int, least: int = 1) -> None:
     """Refuse batches that cannot be split equally."""
     if batch_size is not None and batch_size > least and batch_size % num_processes:
-        raise ValueError(_CANNOT_SPLIT.format(what, batch_size, num_processes))
+        raise ValueError(message("cannot_split", what, batch_size, num_processes))
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -86,7 +84,7 @@ class BatchSamplerShard(BatchSampler):
         self.sampler = getattr(self.batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
         if self.split_batches:
             if self.batch_size is None:
-                raise ValueError(_CANNOT_SPLIT.format("`BatchSamplerShard`", None, self.num_processes))
+                raise ValueError(message("cannot_split", "`BatchSamplerShard`", None, self.num_processes))
             check_split("`BatchSamplerShard`", self.batch_size, self.num_processes, least=0)
 
     total_length = shown(lambda self: len(self.batch_sampler), "Batches of all processes.")

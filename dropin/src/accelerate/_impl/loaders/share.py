@@ -10,17 +10,18 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accelerate._impl import ambient
 from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.kinds import DataLoaderDispatcher, DataLoaderShard
+from accelerate._impl.loaders.kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
+    SkipBatchSampler,
     check_split,
     get_sampler,
 )
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import like, shown
 from accelerate._impl.views.logging import get_logger
-from hasten.data.loader import skip_first_batches as skip_first_batches
+from hasten.data import loader as own
 from hasten.runtime.mesh import readers_of
 
 logger = get_logger("accelerate.data_loader")
@@ -60,6 +61,17 @@ def prepare_data_loader(
     share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
     order = share.order(data_seed, use_seedable_sampler)
     return share.loader(order, device if put_on_device else None, rng_types, slice_fn_for_dispatch, non_blocking)
+
+
+@like(own.skip_first_batches)
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
+    made: Any = own.skip_first_batches(dataloader, num_batches)
+    if type(made) is own.SkippingLoader:  # hasten's classes, under the names of the original's
+        made, state = SkipDataLoader.__new__(SkipDataLoader), vars(made)
+        made.__dict__.update(state)
+    elif type(made.batch_sampler) is own.SkippedBatches:
+        made.batch_sampler.__class__ = SkipBatchSampler
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +136,7 @@ class Share:
             made = DataLoaderShard(dataset, **kwargs)
         made.device = device
         made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
-        made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
+        made.even_batches = self.even or self.dispatch or isinstance(dataset, IterableDatasetShard)
         return made
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from accelerate._impl.surface.messages import message
-from hasten.errors import StepError
-from hasten.optim import batch_size
+from hasten.optim.batch_size import next_size, should_reduce_batch_size
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -41,21 +40,23 @@ def find_executable_batch_size(
     return decorate if function is None else decorate(function)
 
 
-def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+def _searching(size: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
     names = list(signature(function).parameters)
 
-    def noted(size: int, *args: Any, **kwargs: Any) -> Any:
-        nonlocal start  # the next call goes on from here
-        start = size
-        return function(size, *args, **kwargs)
-
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size  # the next call goes on from here
+        clear_device_cache(garbage_collection=True)
         if len(names) < len(args) + 1:
             given = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
             raise TypeError(message("batch_size_given", function.__name__, given))
-        try:
-            return batch_size.find_executable_batch_size(noted, start, reduce_fn)(*args, **kwargs)
-        except StepError as error:
-            raise RuntimeError("No executable batch size found, reached zero.") from error
+        while size > 0:
+            try:
+                return function(size, *args, **kwargs)
+            except Exception as error:  # all but a lack of memory are re-raised
+                if not should_reduce_batch_size(error):
+                    raise
+            clear_device_cache(garbage_collection=True)
+            size = next_size(size, reduce_fn)
+        raise RuntimeError("No executable batch size found, reached zero.")
 
     return run

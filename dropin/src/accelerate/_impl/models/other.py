@@ -89,15 +89,14 @@ def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
-    outer = model
-    inner = _inside(model._orig_mod if is_compiled_module(model) else model)
+    inner = _inside(model._orig_mod if is_compiled_module(model) else model, recursive)
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    if is_compiled_module(outer) and keep_torch_compile:
-        outer._orig_mod = inner
-        return outer
+    if is_compiled_module(model) and keep_torch_compile:
+        model._orig_mod = inner
+        return model
     return inner
 
 
@@ -114,9 +113,11 @@ def _restore_forward(model: Any) -> None:
         model.forward = before
 
 
-def _inside(model: Any) -> Any:
+def _inside(model: Any, everywhere: bool = False) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
+    for part in list(model.modules()) if everywhere else ():
+        part.__dict__["_modules"].update({name: _inside(one) for name, one in part.named_children()})
     return model
 
 

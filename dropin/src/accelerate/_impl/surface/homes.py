@@ -21,27 +21,29 @@ class Face(ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
-            vars(self).setdefault("__replaced__", {}).setdefault(name, vars(self)[name])
-            self._replace(name, value)
+            replaced = vars(self).setdefault("__replaced__", {})
+            original, rooms = replaced.setdefault(name, (vars(self)[name], self._rooms(name)))
+            for names in rooms:
+                names[name] = value
+            if value is original:
+                del replaced[name]
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in (replaced := vars(self).get("__replaced__", {})):
-            self._replace(name, replaced.pop(name))
+        original, rooms = vars(self).get("__replaced__", {}).pop(name, (None, ()))
+        for names in rooms:
+            names[name] = original
         super().__delattr__(name)
 
-    def _replace(self, name: str, value: object) -> None:
-        """Let the name mean another object in the rooms where it means the same as here."""
+    def _rooms(self, name: str) -> list[dict[str, object]]:
+        """Return the names of the rooms behind this face, and of no other face, where `name` means the same as here."""
         shown = vars(self)
         inside = [vars(one) for one in shown.values() if isinstance(one, type)]
         called = [one for names in (shown, *inside) for one in names.values() if isinstance(one, FunctionType)]
-        behind = {one.__globals__["__name__"] for one in called} | {
-            room for room, face in HOMES.items() if face == self.__name__
-        }
-        for room in behind & sys.modules.keys() if name in shown else ():
-            names = vars(sys.modules[room])
-            if room.startswith("accelerate._impl") and names.get(name) is shown[name]:
-                names[name] = value
+        homeless = {one.__globals__["__name__"] for one in called} - HOMES.keys()
+        behind = homeless | {room for room, face in HOMES.items() if face == self.__name__}
+        rooms = [vars(sys.modules[room]) for room in behind & sys.modules.keys() if room.startswith("accelerate._impl")]
+        return [names for names in rooms if names.get(name) is shown[name]]
 
 
 class Rooms(SourceFileLoader):

@@ -22,8 +22,7 @@ def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Gene
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
     """Give every process the states the main process has. Ranks: every rank."""
     names: list[str] = [str(RNGType(kind)) for kind in rng_types]
-    if generator is None:
-        names = [name for name in names if name != "generator"]
+    assert generator is not None or "generator" not in names, "Need a generator to synchronize its seed."
     world: Any = ambient.start().world
     if names and world.size > 1:
         seeding.synchronize_rng_states(names, world, generator)

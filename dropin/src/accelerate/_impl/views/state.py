@@ -130,10 +130,7 @@ class PartialState(_Shared):
     def _reset_state() -> None:
         ambient.forget_process()
 
-    use_distributed = shown(
-        lambda self: self.distributed_type != DistributedType.NO and self.num_processes > 1,
-        "Whether there are other processes.",
-    )
+    use_distributed = shown(lambda self: self.num_processes > 1, "Whether there are other processes.")
 
     default_device = shown(lambda self: torch.device(choose_device(0).type), "The device a process gets by default.")
 
