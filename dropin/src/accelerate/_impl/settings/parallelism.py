@@ -138,7 +138,8 @@ class ParallelismConfig:
     def _validate_accelerator(self, accelerator: Any) -> None:
         if self.total_size > 1 and self.total_size != accelerator.num_processes:
             raise ValueError(message("total_size_differs", self.total_size, accelerator.num_processes))
-        split = accelerator.is_fsdp2 or accelerator.multi_device or accelerator.distributed_type == "DEEPSPEED"
+        kinds = ("MULTI_CPU", "DEEPSPEED")  # the original refuses CPU processes
+        split = accelerator.is_fsdp2 or accelerator.multi_device or accelerator.distributed_type in kinds
         if self.total_size > 1 and not split:
             raise ValueError(message("sizes_of_another_kind", accelerator.distributed_type))
         if self.total_size > 1 and accelerator.is_fsdp2 and not self.dp_shard_cp_dim_names:
