@@ -293,7 +293,10 @@ class _Watch:
         return RankOutcome(rank, "raised", error=error, details=report.traceback, skipped=report.skipped)
 
     def _stop(self) -> None:
-        """Record the stacks of the remaining ranks and interrupt them; the pool kills those that do not stop."""
+        """Record the stacks of the remaining ranks, kill what they have forked, and interrupt them.
+
+        The pool kills those that do not stop.
+        """
         status: Status = "interrupted" if any(o.status != "returned" for o in self._done.values()) else "hung"
         stopped = dict(self._pending)
         for worker in stopped.values():
@@ -305,6 +308,7 @@ class _Watch:
             self._add_stacks_of_forks(rank, worker)
         stacks = {rank: _own_frames(self._read("stack", rank)) for rank in stopped}
         for worker in stopped.values():
+            worker.kill_children()
             worker.signal(signal.SIGINT)
         self._collect(INTERRUPT_S, patience_s=INTERRUPT_S)
         for rank in stopped:

@@ -33,6 +33,12 @@ class Worker:
         self.pipe.close()
         self.signal(signal.SIGKILL)
 
+    def kill_children(self) -> None:
+        """Kill the process's child processes, which would outlive it."""
+        for pid in self._children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
@@ -40,11 +46,15 @@ class Worker:
 
     def forks(self, handling: int) -> list[int]:
         """Return the process ids of this worker's child processes that have a handler for a signal."""
+        return [pid for pid in self._children() if _handles(pid, handling)]
+
+    def _children(self) -> list[int]:
+        """Return the process ids of this worker's child processes; empty where /proc is missing."""
         found = []
         for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
-            with suppress(OSError):
+            with suppress(OSError):  # the thread ended in the meantime
                 found += [int(pid) for pid in task.read_text().split()]
-        return [pid for pid in found if _handles(pid, handling)]
+        return found
 
 
 def _handles(pid: int, number: int) -> bool:

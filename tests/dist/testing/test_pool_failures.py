@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,11 @@ def wait_in_a_fork() -> None:
     time.sleep(3600)
 
 
-def fork_and_wait(ctx: ProcessContext) -> None:
+def fork_and_wait(ctx: ProcessContext, folder: Path) -> None:
     child = multiprocessing.get_context("fork").Process(target=wait_in_a_fork, daemon=True)
     child.start()
-    subprocess.Popen(["sleep", "10"])  # has no handler for the signal, and is left alone
+    asleep = subprocess.Popen(["sleep", "3600"])  # has no handler for the signal, which is not sent to it
+    (folder / str(ctx.rank)).write_text(f"{child.pid} {asleep.pid}")
     child.join()
 
 
@@ -141,11 +143,19 @@ def test_hang_is_stopped_after_the_timeout_with_all_stacks(
     assert "in meet" in text
 
 
-def test_stacks_of_forked_processes_are_shown_with_their_rank(rank_pool: Pool) -> None:
-    text = str(failure(rank_pool, fork_and_wait, timeout_s=1.0))
+def test_stacks_of_forked_processes_are_shown_with_their_rank_and_the_processes_end(
+    rank_pool: Pool, tmp_path: Path
+) -> None:
+    text = str(failure(rank_pool, partial(fork_and_wait, folder=tmp_path), timeout_s=1.0))
     assert "rank 0 hung, rank 1 hung" in text
     assert text.count("in wait_in_a_fork") == 2
     assert text.count(", forked by rank 0:") == 1
+    pids = [pid for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(pids) == 4
+    assert not alive
 
 
 @pytest.mark.parametrize(
