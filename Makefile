@@ -179,7 +179,7 @@ dist: $(READY) ## build sdist and wheel of both distributions, check them, and t
 bench: $(READY) ## run the benchmarks and write one table
 	$(BIN)/python benchmarks/run_all.py
 
-bench-cuda: $(READY) ## measure every published table on one GPU, ten to thirteen minutes, and write the pages
+bench-cuda: $(READY) ## measure every published table on one GPU, ten minutes, and write the pages
 	$(BIN)/python benchmarks/run_all.py --cuda
 	$(BIN)/python benchmarks/published.py --write
 	$(BIN)/python benchmarks/headline.py

@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py            # short runs on the CPU, about ten minutes on two quiet cores
     python benchmarks/run_all.py --full     # the settings the committed results were made with
-    python benchmarks/run_all.py --cuda     # what the published tables are made from, on one GPU in ten to thirteen minutes
+    python benchmarks/run_all.py --cuda     # what the published tables are made from, on one H200 in ten minutes
 
 A benchmark that fails is named with the end of what it printed, and the others run all the same; the exit status then is 1.
 Each script also writes a page of its own beside the table of all, all.md: short runs to build/benchmarks, full ones to benchmarks/results.
