@@ -27,6 +27,7 @@
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
     │   ├── CorruptCheckpointError        size, checksum, structure or shape is not what was written
+    │   ├── OtherModelError (RuntimeError)  names, shapes or dtypes are not those of the model
     │   ├── UnsafeCheckpointError         reading it would run code or leave its folder
     │   ├── CheckpointBusyError           another process is writing to the same folder
     │   ├── CheckpointVersionError        written by a version this one cannot read
@@ -216,6 +217,10 @@ class IncompleteCheckpointError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError):
     """Error for a checkpoint whose size, checksum, structure or shape differs from what was written."""
+
+
+class OtherModelError(CheckpointError, RuntimeError):
+    """Error for a checkpoint whose tensors have other names, shapes or dtypes than the model's."""
 
 
 class UnsafeCheckpointError(CheckpointError):

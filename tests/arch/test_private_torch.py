@@ -38,6 +38,7 @@ NOT_TORCH: Final = frozenset(
         "_format_args",
         "_option_string_actions",
         "_asdict",
+        "_dataloaders",  # the drop-in's own, in a table
         "_hf_hook",  # transformers and accelerate
         "_attn_implementation",
         "_no_split_modules",

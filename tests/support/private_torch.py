@@ -108,6 +108,13 @@ NAMES: Final = (
     Name("torch", "_C", (_HOSTS,), _MEAN),
     Name("torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"),
     Name("torch.autograd:Variable", "_execution_engine", (_HOSTS, _WEIGHTS), f"{_MEAN}; {_STREAMED}"),
+    # schedules that follow each other: the end of the last one
+    Name(
+        "torch.optim.lr_scheduler:SequentialLR",
+        "_schedulers",
+        ("src/hasten/optim/scheduler.py",),
+        "schedules of several parts cannot be prepared",
+    ),
     # offload: the hooks of an optimizer in their order
     Name("torch.optim:Optimizer", "_optimizer_step_post_hooks", (_UPDATE,), _STREAMED),
     # FSDP2: gradients held between reductions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -50,17 +51,24 @@ def set_tensor(
     memory = 0 if source.is_meta else source.data_ptr()
     shared = tied.get(memory, {}).get(device) if tied is not None and memory else None
     with torch.no_grad():
-        fresh = shared if shared is not None else source.to(device, dtype, non_blocking=non_blocking)
+        fresh: Any = source.to(device, dtype, non_blocking=non_blocking) if shared is None else shared
     if is_buffer:
         owner._buffers[last] = fresh
         return
-    if not isinstance(fresh, nn.Parameter) or fresh.requires_grad != now.requires_grad:
-        grads = now.requires_grad and fresh.is_floating_point()
+    grads = now.requires_grad and fresh.is_floating_point()
+    if fresh is not now and (shared is None or not isinstance(fresh, nn.Parameter) or fresh.requires_grad != grads):
         kind: Any = type(now)  # Any: a subclass with another constructor
-        fresh = nn.Parameter(fresh, grads) if kind is nn.Parameter else kind(fresh, requires_grad=grads, **now.__dict__)
+        options = {} if kind is nn.Parameter else _options(now)
+        fresh = kind(fresh, requires_grad=grads, **options)
     if tied is not None and memory in tied:
         tied[memory][device] = fresh
     owner._parameters[last] = fresh
+
+
+def _options(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes of a parameter that its class takes as arguments."""
+    known = signature(type(parameter)).parameters
+    return {name: one for name, one in parameter.__dict__.items() if name in known}
 
 
 class AlignDevicesHook(ModelHook):
@@ -104,6 +112,9 @@ class AlignDevicesHook(ModelHook):
 
     def _device(self) -> torch.device | None:
         return None if self.execution_device is None else device_of(self.execution_device)
+
+    def _skipped(self) -> Collection[str]:
+        return [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys or ()
 
     def _weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that are offloaded; buffers that no state dict holds stay in place."""
@@ -177,16 +188,13 @@ class AlignDevicesHook(ModelHook):
         device = self._device()
         if device is None:
             return args, kwargs
-        skip = [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys or ()
-        return moved(args, device), {
-            key: value if key in skip else moved(value, device) for key, value in kwargs.items()
-        }
+        return moved(args, device), moved(kwargs, device, self._skipped())
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
             self.take_away(module)
         if self.io_same_device and self.input_device is not None:
-            output = moved(output, self.input_device)
+            output = moved(output, self.input_device, self._skipped())
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -268,10 +276,9 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Attach hooks that move the inputs of a module and its submodules to a device; modules that have a hook keep it."""
-    if hook_of(module) is None and any(True for _ in module.parameters()):
+    """Attach hooks that move a module, its submodules and their inputs to a device; modules that have a hook keep it."""
+    if hook_of(module) is None and module.state_dict():
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        hook.init_hook = lambda module: module  # type: ignore[method-assign]  # weights are not moved
         add_hook_to_module(module, hook, append=True)
     if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():
@@ -309,13 +316,23 @@ def attach_align_device_hook_on_blocks(
         if away[name]:
             full = ".".join(word for word in (module_name, name) if word)
             attach_align_device_hook(part, device, True, weights_map, offload_buffers, full, *options)
-        else:
-            hook = AlignDevicesHook(device, place_submodules=True, skip_keys=skip_keys, io_same_device=name == "")
+        if hook_of(part) is None or not away[name]:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=name == "",
+                offload_buffers=offload_buffers and not away[name],
+                place_submodules=not away[name],
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
             add_hook_to_module(part, hook, append=True)
         if device is not None:
-            attach_execution_device_hook(part, device, *options)
+            whole = preload_module_classes if away[name] else None
+            attach_execution_device_hook(part, device, skip_keys, whole, tied_params_map)
     if "" not in devices or "" not in away:
-        hook = AlignDevicesHook(devices.get(""), io_same_device=True, skip_keys=skip_keys)
+        hook = AlignDevicesHook(
+            devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
+        )
         add_hook_to_module(module, hook, append=True)
 
 

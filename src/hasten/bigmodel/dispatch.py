@@ -325,19 +325,19 @@ class CpuOffload(ModelHook):
     def __init__(
         self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
-        self.execution_device = choose_device(0) if execution_device is None else device_of(execution_device)
+        self.execution_device = choose_device(0) if execution_device is None else execution_device
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        there = next((parameter.device for parameter in module.parameters()), self.execution_device)
-        if there != self.execution_device:
-            if self.prev_module_hook is not None:
-                self.prev_module_hook.offload()
-            module.to(self.execution_device)
-        return moved(args, self.execution_device), moved(kwargs, self.execution_device)
+        earlier, device = self.prev_module_hook, device_of(self.execution_device)
+        if earlier is not None and any(parameter.device.type != "cpu" for parameter in earlier.model.parameters()):
+            earlier.offload()
+        if any(parameter.device != device for parameter in module.parameters()):
+            module.to(device)
+        return moved(args, device), moved(kwargs, device)
 
 
 class UserCpuOffloadHook:

@@ -1,6 +1,6 @@
 """Offloading by hooks: each module's weights are put in place for its forward and return to the meta device afterwards.
 
-For models that compute on the CPU, where streaming has nothing to copy. Arguments are those of the functions in `dispatch.py`.
+For models that compute on the CPU or the meta device, where streaming has nothing to copy. Arguments are those of the functions in `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.align import (
     AlignDevicesHook,
+    TiedMap,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
+from hasten.bigmodel.device_map import OFFLOAD, owner_in
 from hasten.bigmodel.dispatch import Place
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, write_missing
 from hasten.modules.hooks import add_hook_to_module
+from hasten.modules.names import tied_groups
 
 
 def cpu_offload(
@@ -56,22 +59,29 @@ def _offload(
 def dispatch_model(
     model: nn.Module,
     device_map: Mapping[str, Place],
+    main_device: Place = "cpu",
     state_dict: Mapping[str, Tensor] | None = None,
     offload_dir: str | Path = "",
     offload_buffers: bool = False,
     skip_keys: str | Collection[str] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Return the model with hooks on the modules of the map, which are on the CPU or offloaded to files of `offload_dir`."""
-    away = [name for name, place in device_map.items() if str(place) == "disk"]
-    weights = None
-    if away:
-        parts = tuple(f"{name}." for name in away)
-        state = {name: one for name, one in model.state_dict().items() if "" in away or f"{name}.".startswith(parts)}
-        write_missing(state, offload_dir)
-        weights = OffloadedWeightsLoader(state_dict or {}, offload_dir)
-    devices = {**dict.fromkeys(device_map, "cpu"), "": "cpu"}
-    offload = {name: name in away for name in device_map}
-    options = (offload_buffers, "", skip_keys, preload_module_classes)
-    attach_align_device_hook_on_blocks(model, devices, offload, weights, *options)
+    """Return the model with hooks on the modules of the map.
+
+    Weights on "disk" are in files of `offload_dir`; those on "cpu" are in a state dict if the main device is another one.
+    """
+    resting = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
+    away = {name: str(place) in resting for name, place in device_map.items()}
+    state = model.state_dict()
+    owners = {name: str(device_map.get(owner_in(device_map, name) or "")) for name in state}
+    on_disk = {name: one for name, one in state.items() if owners[name] == "disk"}
+    if on_disk:
+        write_missing(on_disk, offload_dir)
+    if state_dict is None:
+        state_dict = {name: one for name, one in state.items() if owners[name] in resting - {"disk"}}
+    weights = OffloadedWeightsLoader(state_dict, offload_dir, None if on_disk else {}) if any(away.values()) else None
+    devices = {name: main_device if str(place) in OFFLOAD else place for name, place in device_map.items()}
+    ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in tied_groups(model)}
+    options = (offload_buffers, "", skip_keys, preload_module_classes, ties)
+    attach_align_device_hook_on_blocks(model, {"": main_device, **devices}, away, weights, *options)
     return model

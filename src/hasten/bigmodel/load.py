@@ -170,8 +170,7 @@ class _Plan:
         """Return the target dtype of a weight; only floating point weights are converted."""
         if not found.tensor.is_floating_point():
             return found.tensor.dtype
-        words = found.name.split(".")
-        if any(one in words or found.name.startswith(f"{one}.") for one in self.keep_in_fp32):
+        if any(one == found.name or f".{one}." in f".{found.name}" for one in self.keep_in_fp32):
             return torch.float32
         return found.tensor.dtype if self.dtype is None else self.dtype
 

@@ -84,6 +84,10 @@ def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return fresh
 
 
+class _EmptyWeightsError(PrepareError, RuntimeError):
+    """Error for a forward with weights on the meta device; torch's own error for it is a RuntimeError."""
+
+
 def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise in a forward pre-hook if real inputs meet meta weights; the hook removes itself once the weights are loaded."""
     if "forward" in module.__dict__:
@@ -91,7 +95,7 @@ def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     empty = [name for name, param in module._parameters.items() if param is not None and param.is_meta]
     if empty:
         if any(not tensor.is_meta for tensor in tensors((args, kwargs))):
-            raise PrepareError(
+            raise _EmptyWeightsError(
                 f"{type(module).__name__} was called, but its {empty[0]} was built on the meta device and has no values. Load the "
                 "weights first: load_checkpoint_and_dispatch(model, folder, device_map='auto'), "
                 "load_checkpoint_in_model(model, folder), or model.to_empty(device=...) and an initialisation."

@@ -122,7 +122,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
-        self.state_dict = dict(state_dict or {})
+        self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         self.index = dict(index if index is not None else read_offload_index(save_folder or "."))
         self.device = device

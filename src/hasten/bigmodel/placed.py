@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,10 +63,18 @@ class SavedWeights:
 _MOVES: Final = ("to", "cuda")
 
 
-def moved(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on `device`, or the tree itself if they are there already."""
+def moved(tree: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
+    """Return the tree with its tensors on `device`, or the tree itself if they are there already.
+
+    Values under `skip_keys`, at any depth of nested dicts, are left where they are.
+    """
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
+    if skip_keys and isinstance(tree, dict):
+        fresh = copy(tree)
+        for key in fresh.keys() - set(skip_keys):
+            fresh[key] = moved(tree[key], device, skip_keys)
+        return fresh
     non_blocking = device.type != "cpu"  # an asynchronous copy to the host could be read before it is complete
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), tree)
 
@@ -82,18 +91,14 @@ class PlacedForward(forwarding.Forward):
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on the device."""
-        skip = self.skip_keys
-        return moved(args, self.device), {k: v if k in skip else moved(v, self.device) for k, v in kwargs.items()}
+        return moved(args, self.device), moved(kwargs, self.device, self.skip_keys)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = next(iter(tensors((args, kwargs))), None) if self.return_to_input else None
         args, kwargs = self.inputs(args, kwargs)
         output = self.inner(*args, **kwargs)
         if given is not None and not given.is_meta:
-            kept = {key: output[key] for key in self.skip_keys if isinstance(output, dict) and key in output}
-            output = moved(output, given.device)
-            for key, value in kept.items():
-                output[key] = value
+            output = moved(output, given.device, self.skip_keys)
         return output
 
 
@@ -169,7 +174,7 @@ class Immovable:
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model = model
-        self.name = name
+        self.name = self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not forwarding.is_dispatched(self.model):  # a copy of the model, or one that was dispatched again

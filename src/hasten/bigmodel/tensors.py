@@ -66,14 +66,15 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
     try:
         for name, param in before.items():
             if param.device != target:
-                module._parameters[name] = nn.Parameter(param.detach().to(target), param.requires_grad)
+                set_tensor(module, name, target)
         yield
     finally:
         with torch.no_grad():
             for name, param in before.items():
                 now = module._parameters.get(name)
                 if now is not None and now is not param:
-                    param.copy_(now)
+                    if not now.is_meta:
+                        param.copy_(now)
                     module._parameters[name] = param
         increment_version(list(before.values()))  # changes through .data do not count otherwise
 

@@ -24,7 +24,13 @@ from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
 from hasten.checkpoint.writer import FileLayout, encode, hub_index, plan_component
-from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    OtherModelError,
+)
 from hasten.modules.names import local_tensor, plain_name
 
 _UNITS = (
@@ -290,7 +296,7 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
 
     Sharded parameters read only their slice of the mapped file, so host memory stays near model size / world size.
     Everything is checked before any tensor changes. Ranks: every rank that holds a shard of the model.
-    Raises: CheckpointError naming missing and unexpected tensors and those of another shape.
+    Raises: OtherModelError naming missing and unexpected tensors and those of another shape.
     """
     check_path(folder, "load_model(directory)")
     stored = read_model(folder, allow_pickle)
@@ -304,7 +310,7 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
         unexpected=sorted(stored.keys() - live.keys() - names_of_other_stages(model)),
     )
     if strict and (report.missing or report.unexpected):
-        raise CheckpointError(
+        raise OtherModelError(
             f"{folder}: the files lack {few(report.missing)} and have {few(report.unexpected)}, which the model does "
             "not. Nothing was loaded. Give the files of this model, or load with strict=False."
         )
@@ -312,7 +318,7 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
     wrong = [name for name in both if live[name].shape != stored[name].shape]
     if wrong:
         name = wrong[0]
-        raise CheckpointError(
+        raise OtherModelError(
             f"{folder}: {name} is {tuple(stored[name].shape)} in the files and {tuple(live[name].shape)} in the model"
             f"{f', and {len(wrong) - 1} more differ' if len(wrong) > 1 else ''}. Nothing was loaded."
         )

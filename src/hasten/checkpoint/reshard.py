@@ -30,7 +30,7 @@ from hasten.checkpoint.store.disk import (
     read_all,
     worker_pool,
 )
-from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 
 _READ_BYTES = 2 * CHUNK_BYTES - room_for(CHUNK_BYTES)
 """Most bytes of a read: with room for alignment they fit a chunk, because torch page-locks memory in powers of two."""
@@ -70,14 +70,14 @@ def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], e
 def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> list[Copy]:
     """Return the copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
 
-    Raises: CheckpointError when the shape differs; CorruptCheckpointError when a region is in no file.
+    Raises: OtherModelError when the shape differs; CorruptCheckpointError when a region is in no file.
     """
     live = target.data if isinstance(target, Slice) else target.detach()
     shape = target.shape if isinstance(target, Slice) else tuple(live.shape)
     offset = target.offset if isinstance(target, Slice) else (0,) * live.dim()
     for piece in pieces:
         if piece.shape != shape:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"{name} has shape {tuple(shape)} here and {tuple(piece.shape)} in the checkpoint. Nothing was loaded. "
                 "Build the model as it was when it was saved, or load with strict=False to leave this tensor out."
             )

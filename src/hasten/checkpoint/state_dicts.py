@@ -16,7 +16,7 @@ from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.format.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import FoundComponent
 from hasten.checkpoint.reshard import Copy, plan_copies, whole
-from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 from hasten.modules.names import is_dtensor, plain_name, stage_part
 
 
@@ -72,7 +72,7 @@ class ModelPlan:
 def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
-    Raises: CheckpointError naming missing and unexpected tensors and those of another shape or dtype, when strict.
+    Raises: OtherModelError naming missing and unexpected tensors and those of another shape or dtype, when strict.
     """
     plan = ModelPlan(model)
     state = {}
@@ -86,7 +86,7 @@ def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> 
     if plan.report.unexpected:
         plan.report.unexpected = sorted({*plan.report.unexpected} - names_of_other_stages(model))
     if strict and (plan.report.missing or plan.report.unexpected):
-        raise CheckpointError(
+        raise OtherModelError(
             f"{found.name}: the checkpoint lacks {few(plan.report.missing)} and has {few(plan.report.unexpected)}, "
             "which the model does not. Nothing was loaded. Build the model as it was when it was saved, or load with "
             "strict=False."
@@ -107,7 +107,7 @@ def _plan_tensor(plan: ModelPlan, found: FoundComponent, name: str, value: Tenso
     pieces, target = found.of(name), as_stored(value)
     stored_dtype = pieces[0].data.dtype
     if strict and stored_dtype != value.dtype:
-        raise CheckpointError(
+        raise OtherModelError(
             f"{found.name}: {name} is {value.dtype} here and {stored_dtype} in the checkpoint; a cast would change its "
             "numbers. Nothing was loaded. Build the model in the dtype it was saved in, or load with strict=False."
         )

@@ -111,7 +111,8 @@ def _plan_slices(name: str, component: Component, rank: int, ranks: Sequence[int
 def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
     """Split the keys into files of at most `limit` bytes (a larger tensor fills one file); main-only keys come first.
 
-    Names that share memory stay together, so that the tensor is stored once.
+    Without main-only keys, files are filled as the Hub's tools fill them: on both sides of a tensor that has a file of
+    its own. Names that share memory stay together, so that the tensor is stored once.
     """
     owners = tied(component.tensors)
     names: dict[str, list[str]] = {}
@@ -122,14 +123,16 @@ def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
     used = 0
     for own in sorted(names, key=lambda key: key not in component.main_only):
         size = num_bytes(component.tensors[own])
+        if size > limit and not component.main_only:
+            shards.append(tuple(names[own]))
+            continue
         held_by_main = not shards and own in component.main_only
         if current and used + size > limit and not held_by_main:
             shards.append(tuple(current))
             current, used = [], 0
         current += names[own]
         used += size
-    shards.append(tuple(current))
-    return shards
+    return [*shards, tuple(current)] if current or not shards else shards
 
 
 def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, object]:

@@ -125,7 +125,7 @@ def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
 
 def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
     """Return every tensor padded with `pad_index` along `dim` to the largest size on any rank."""
-    sizes = iter(_meet(f"pad_across dim {dim}", tree, comm, free_dim=dim).sizes)
+    sizes = iter(_meet(f"pad_across dim {dim}", tree, comm, free_dim=dim, alike=False).sizes)
 
     def pad(x: Tensor) -> Tensor:
         most = max(next(sizes))
@@ -166,15 +166,20 @@ class _Met(NamedTuple):
     """Every rank's tensors as bytes; None if they were not in the envelopes."""
 
 
-def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False) -> _Met:
-    """Raise unless all ranks pass the same structure; with `carry`, small tensors are sent in the envelope."""
+def _meet(
+    op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False, alike: bool = True
+) -> _Met:
+    """Raise unless all ranks pass the same structure; with `carry`, small tensors are sent in the envelope.
+
+    Without `alike` the tensors have as many dimensions on every rank, of any size.
+    """
     found = [tree] if isinstance(tree, Tensor) else trees.tensors(tree)
     sizes = [1] * len(found) if free_dim is None else [_size(x, free_dim) for x in found]
     if comm.size == 1:
         return _Met([(size,) for size in sizes])
     fits_header = len(sizes) <= NUM_SIZES
     num_bytes = _num_bytes(found) if carry and fits_header else -1
-    mine = EnvelopeHead(_digest(_describe(op, tree, free_dim)), num_bytes, tuple(sizes) if fits_header else ())
+    mine = EnvelopeHead(_digest(_describe(op, tree, free_dim, alike)), num_bytes, tuple(sizes) if fits_header else ())
     length = comm.envelopes.length
     content = _content(found) if 0 <= num_bytes <= length - HEADER.size else b""
     envelope = bytearray((mine.packed() + content).ljust(length, b"\0"))
@@ -250,13 +255,14 @@ def _size(x: Tensor, dim: int | None) -> int:
     return int(x.shape[dim])
 
 
-def _describe(op: str, tree: Tree, free_dim: int | None) -> str:
+def _describe(op: str, tree: Tree, free_dim: int | None, alike: bool = True) -> str:
     lines = [op]
     for path, leaf in trees.paths(tree):
         if isinstance(leaf, Tensor):
             shape = list(_rows(leaf).shape if free_dim == 0 else leaf.shape)
             if free_dim is not None and -len(shape) <= free_dim < len(shape):
                 shape[free_dim] = -1
+            shape = shape if alike else [-1] * len(shape)
             lines.append(f"{'.'.join(map(str, path)) or 'tensor'}: {shape} {str(leaf.dtype).removeprefix('torch.')}")
     return "\n".join(lines)
 

@@ -166,8 +166,10 @@ class Loader(DataLoader[Any]):
         items = parts.source.open(at)
         cursor = parts.cursor
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
-        alike = (parts.source.size(), at.consumed, parts.total_batch_size, parts.source.steps())
-        cursor.pads_like = None if None in alike else alike
+        size, total = parts.source.size(), parts.total_batch_size
+        known = size is not None and total is not None  # the length of a stream is not asked for
+        steps = parts.source.steps() if known else None
+        cursor.pads_like = None if steps is None else (size, at.consumed, total, steps)
         if not opened:
             parts.clock.loaders.opening(cursor)
         return items if parts.move is None else parts.move(items), at

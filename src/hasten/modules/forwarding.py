@@ -65,7 +65,7 @@ def replace(module: nn.Module, forward: Forward) -> None:
     """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
     forward.inner = module.forward
-    for name in ("__name__", "__qualname__"):  # as functools.wraps() would copy them
+    for name in ("__name__", "__qualname__", "__doc__"):  # as functools.wraps() would copy them
         forward.__dict__[name] = getattr(forward.inner, name, "forward")
     module.__dict__[FORWARD] = forward
 

@@ -38,7 +38,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Sequence of hooks, called in order both before and after the forward."""
+    """Sequence of hooks, called in order at every point."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -59,7 +59,7 @@ class SequentialHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        for hook in reversed(self.hooks):
+        for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 

@@ -232,6 +232,8 @@ class StepClock:
                 window = self._current = self._open(None)
                 window.losses = waiting
                 self.pending = False
+        elif window.micro == window.losses == 0:  # nothing was divided by an earlier length
+            window.every = self.every
         if window.weighted is None:
             window.weighted = weight is not None
         elif window.weighted is (weight is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -339,8 +340,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        else:
+        elif inspect.signature(clear).parameters:
             clear(set_to_none)
+        else:  # a class of the user's that takes no argument
+            clear()
         if (separate := self._clock.separate_gradients) is not None:
             separate.drop(self.parameters)
 

@@ -132,8 +132,10 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
     elif recipe.recipe_name is not None:
         config = ao.Float8LinearConfig.from_recipe_name(recipe.recipe_name)
     else:
-        gather = recipe.enable_fsdp_float8_all_gather and sharded
+        gather = recipe.enable_fsdp_float8_all_gather
         config = ao.Float8LinearConfig(pad_inner_dim=recipe.pad_inner_dim, enable_fsdp_float8_all_gather=gather)
+    if config.enable_fsdp_float8_all_gather and not sharded:
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
     if emulate and not config.emulate:
         config = dataclasses.replace(config, emulate=True)
     wanted = layer_filter(model, recipe)

@@ -128,8 +128,10 @@ class Topology:
         return self.rendezvous
 
 
-def _torch(env: Mapping[str, str]) -> Topology:
-    """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK."""
+def _torch(env: Mapping[str, str]) -> Topology | None:
+    """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK; None where LOCAL_RANK=-1 stands alone."""
+    if env.get("LOCAL_RANK") == "-1" and "RANK" not in env:  # scripts for several processes say so that there is one
+        return None
     rank, world_size = companion(env, "RANK", "LOCAL_RANK"), companion(env, "WORLD_SIZE", "RANK")
     node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if "LOCAL_RANK" not in env:

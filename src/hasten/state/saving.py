@@ -133,7 +133,7 @@ class Saving:
         self._mesh: dict[str, int] = {}
         for axis in Axis:
             self._mesh[str(axis)] = getattr(ctx.mesh, axis)
-        self._project = project
+        self.project = project
         self._parts = parts
         self.registered = parts.registered
         self._notes = dict(notes or {})
@@ -165,7 +165,7 @@ class Saving:
     # -- objects to save ------------------------------------------------------------------------------------------
     def skip_number(self) -> None:
         """Leave out the number of the next automatic checkpoint, because another process writes to its folder."""
-        self.iteration = next_number(open_store(automatic_root(self._project)).names(), self.iteration) + 1
+        self.iteration = next_number(open_store(automatic_root(self.project)).names(), self.iteration) + 1
 
     def reserve(self) -> None:
         """Allocate the host memory for background saves now, during training, so that the first save is fast too.
@@ -226,7 +226,7 @@ class Saving:
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
         world, rank = self._ctx.world, self._rank
-        with agreeing(world, "save_state", self._project.checkpoint_arrival_s) as together:
+        with agreeing(world, "save_state", self.project.checkpoint_arrival_s) as together:
             if self._background is not None:
                 self.wait_for_saves()
             if len(modes := set(together.share((blocking, output_dir is None)))) > 1:
@@ -239,7 +239,7 @@ class Saving:
                 together.share()
                 self._writer().comm = world.twin()
             store, name = self._target(together, output_dir)
-            each_node, node = self._project.save_on_each_node, self._ctx.topology.node_rank
+            each_node, node = self.project.save_on_each_node, self._ctx.topology.node_rank
             group = start(store, world, name, node=node, each_node=each_node)
             with group.discarding(rank):
                 together.label = f"collecting the state for {name!r}"
@@ -255,7 +255,7 @@ class Saving:
 
     def keep_in_memory(self, every: int) -> None:
         """Copy the state into the memory of this machine and its neighbour, every `every` updates."""
-        project, updates = self._project, partial(num_updates, self._parts)
+        project, updates = self.project, partial(num_updates, self._parts)
         root = memory_root(self._ctx, every)
         self.memory = MemoryCopies(self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s)
         self.memory.follow(self._parts.clock.loaders)
@@ -323,7 +323,7 @@ class Saving:
         return outcome
 
     def _retain(self, store: CheckpointStore) -> Sequence[str]:
-        project = self._project
+        project = self.project
         policy = Retention(
             total_limit=project.total_limit,
             keep_best=project.keep_best,
@@ -351,13 +351,13 @@ class Saving:
         go.set()
 
     def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
-        check_naming(output_dir, self._project.automatic_checkpoint_naming)
+        check_naming(output_dir, self.project.automatic_checkpoint_naming)
         if output_dir is not None:
             store, name = locate(output_dir)
             if isinstance(store, LocalStore):
                 store.keeps_exports = self.keeps_exports
             return store, name
-        store = open_store(automatic_root(self._project))
+        store = open_store(automatic_root(self.project))
         together.label = f"looking for checkpoints in {store.address}"
         number = next_number(store.names(), self.iteration) if self._ctx.is_main else None
         return store, numbered(together.share(number)[0])
@@ -429,12 +429,12 @@ class Saving:
         verify: bool = True,
         must_exist: bool = True,
     ) -> list[LoadReport] | None:
-        world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
+        world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
         with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
             previous = outside.enter_context(PreviousState())  # also when the ranks fail to leave the block together
             if self._background is not None:
                 self.wait_for_saves()
-            if (source := find_source(self._project, self.memory, together, input_dir, must_exist)) is None:
+            if (source := find_source(self.project, self.memory, together, input_dir, must_exist)) is None:
                 return None
             store, name, from_memory = source
             verify = verify and not from_memory  # memory copies are verified already

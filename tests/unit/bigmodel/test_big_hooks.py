@@ -109,16 +109,19 @@ def test_the_model_before_is_sent_back_when_the_next_one_is_called() -> None:
     sent: list[str] = []
 
     class Handle:
+        model = build()
+
         def offload(self) -> None:
             sent.append("back")
 
-    hook = CpuOffload("cpu", Handle())  # type: ignore[arg-type]
-    hook.execution_device = torch.device("meta")  # another device than the one the model is on
+    hook = CpuOffload("meta", Handle())  # type: ignore[arg-type]  # another device than the one the model is on
     model = build()
     hook.pre_forward(model)
+    assert sent == [], "the model before is on the host"
+    assert next(model.parameters()).is_meta
+    Handle.model.to("meta")
     hook.pre_forward(model)
     assert sent == ["back"]
-    assert next(model.parameters()).is_meta
 
 
 def test_layers_are_kept_small_and_computed_large() -> None:

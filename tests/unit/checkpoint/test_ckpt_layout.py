@@ -72,3 +72,10 @@ def test_files_of_hidden_kinds_start_with_a_dot() -> None:
         for name, kind, per_rank in (("loader", "loader", True), ("custom", "object", False), ("model", "model", False))
     ]
     assert names == [".loader_1.safetensors", ".custom.safetensors", "model.safetensors"]
+
+
+def test_a_large_tensor_has_a_file_of_its_own_while_another_is_being_filled() -> None:
+    sizes = {"large": 40, "a": 10, "b": 10, "larger": 50, "c": 10, "d": 10}
+    component = Component({name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}, None, "model")
+    plans = plan_component("model", component, 0, (0,), FileLayout(30, 30))
+    assert [plan.keys for plan in plans] == [("large",), ("larger",), ("a", "b", "c"), ("d",)]

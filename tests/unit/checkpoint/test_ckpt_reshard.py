@@ -11,7 +11,7 @@ import torch
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reshard import overlap, plan_copies, whole
-from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.errors import CorruptCheckpointError, OtherModelError
 
 
 def boxes(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -61,7 +61,7 @@ def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
     half = Piece(torch.zeros(2, 3), (4, 3), (0, 0))
     with pytest.raises(CorruptCheckpointError, match=r"layer\.w: the files hold 6 of the 12"):
         plan_copies("layer.w", torch.empty(4, 3), [half])
-    with pytest.raises(CheckpointError, match=r"layer\.w has shape \(5, 3\) here and \(4, 3\)"):
+    with pytest.raises(OtherModelError, match=r"layer\.w has shape \(5, 3\) here and \(4, 3\)"):
         plan_copies("layer.w", torch.empty(5, 3), [half])
     both = [half, Piece(torch.ones(2, 3), (4, 3), (2, 0))]
     assert torch.equal(whole(both, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)]))

@@ -109,7 +109,7 @@ def test_hooks_come_and_go() -> None:
     assert log == ["init a", "init b", "pre a", "pre b", "post a", "post b"]
     log.clear()
     add_hook_to_module(model, Note("c", log))
-    assert log == ["detach b", "detach a", "init c"]
+    assert log == ["detach a", "detach b", "init c"]
     outer = nn.Sequential(model)
     remove_hook_from_module(outer, recurse=True)
     assert hook_of(model) is None

@@ -368,3 +368,14 @@ def test_norms_equal_torch(norm_type: float) -> None:
     broken.grad = torch.tensor([float("nan")])
     with pytest.raises(StepError, match="the gradient norm is nan"):
         clip_norm(broken, 1.0, error_if_nonfinite=True)
+
+
+def test_an_optimizer_whose_zero_grad_takes_nothing_is_cleared() -> None:
+    class Older(torch.optim.SGD):
+        def zero_grad(self) -> None:  # type: ignore[override]  # as classes of users are written
+            super().zero_grad()
+
+    loop = Loop(make=functools.partial(Older, lr=0.1))
+    loop.model(torch.ones(1, 6)).sum().backward()
+    loop.optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in loop.model.parameters())

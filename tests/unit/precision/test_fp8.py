@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def test_filters_and_recipes() -> None:
     only = AORecipeKwargs(module_filter_func=lambda module, name: name == "4", recipe_name="rowwise")
     build("fp8", CPU, fp8=FP8Config(ao=only)).convert(net)
     assert kinds(net) == ["Linear", "Linear", "Float8Linear"]
+    given = import_module("torchao.float8").Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    for sharded in (False, True):
+        net = model()
+        build("fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(config=given)), sharded=sharded).convert(net)
+        assert vars(net[2])["config"].enable_fsdp_float8_all_gather is sharded, (
+            "gathered in fp8 only where there are shards"
+        )
     none = AORecipeKwargs(module_filter_func=lambda module, name: False)
     with pytest.raises(PrecisionError, match="found no linear layer to convert"):
         build("fp8", CPU, fp8=FP8Config(ao=none)).convert(model())

@@ -95,6 +95,9 @@ def without(env: Mapping[str, str], *names: str) -> dict[str, str]:
 def test_nothing_set_is_one_process() -> None:
     assert Topology.from_env({}) == Topology()
     assert Topology.from_env({"WORLD_SIZE": "8"}) == Topology(), "a size without a rank says nothing about this process"
+    assert Topology.from_env({"LOCAL_RANK": "-1"}) == Topology(), (
+        "scripts for several processes say so that there is one"
+    )
 
 
 def test_torchrun() -> None:

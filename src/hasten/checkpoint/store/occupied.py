@@ -120,7 +120,7 @@ def is_same(path: Path, file: FileRecord) -> bool:
 
 
 def rewritten(folder: Path) -> bool:
-    """Return True if another tool has replaced files of the checkpoint in a folder after it was saved.
+    """Return True if another tool has replaced files of the checkpoint in a folder, or copied it without its hidden files.
 
     A damaged file is not a replaced one: it has kept its modification time.
     """
@@ -128,7 +128,11 @@ def rewritten(folder: Path) -> bool:
         saved = (folder / MANIFEST_NAME).stat().st_mtime_ns
     except OSError:
         return False
-    files = [file for name, file in listed(folder).items() if (folder / name).is_file()]
+    known = listed(folder)
+    hidden = [name for name in known if name.startswith(".")]
+    if hidden and not any((folder / name).exists() for name in hidden):
+        return True
+    files = [file for name, file in known.items() if (folder / name).is_file()]
     newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
     return any(not is_same(folder / file.name, file) for file in newer)
 
