@@ -42,7 +42,7 @@ LEFT_NAMES = {
     **dict.fromkeys(("_ask_field", "_ask_options", "_convert_compute_environment", "menu", "sagemaker"), _WIZARD),
     **dict.fromkeys(("CustomHelpFormatter", "SubcommandHelpFormatter", "clean_option", "options_to_group"), _HELP),
     **dict.fromkeys(("description", "_description", "_StoreAction", "_StoreConstAction", "_StoreTrueAction"), _HELP),
-    **dict.fromkeys(("ConversionStatus", "_validate_to_fsdp2_args"), _FSDP2),
+    "ConversionStatus": _FSDP2,
     **dict.fromkeys(("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING"), _FSDP2),
     "mocked_dataloaders_for_autoregressive_models": "needs the original's own test data",
     "logger": "a module's own logger; `accelerate.logging.get_logger(module)` gives it",

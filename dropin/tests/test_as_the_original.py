@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accelerate import Accelerator, ParallelismConfig, cpu_offload_with_hook, init_empty_weights
-from accelerate._impl.commands.validating import _validate_launch_command
+from accelerate._impl.commands.launch_flags import _validate_launch_command
 from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
 from accelerate.commands.env import env_command, env_command_parser
 from accelerate.commands.estimate import create_ascii_table, estimate_training_usage
@@ -247,7 +247,7 @@ def test_settings_of_older_files_and_of_the_cloud(tmp_path: Path, capsys: pytest
     assert found.mixed_precision == "fp16" and list(found.to_dict())[:2] == ["compute_environment", "distributed_type"]
     env_command(env_command_parser().parse_args(["--config_file", str(file)]))
     assert "- `Accelerate` config passed:\n\t- compute_environment: LOCAL_MACHINE\n" in capsys.readouterr().out
-    cloud = SageMakerConfig("AMAZON_SAGEMAKER", "NO", "no", False, False)
+    cloud = SageMakerConfig("AMAZON_SAGEMAKER", "NO", "no", False, False, "ml.p3.2xlarge", "role")
     assert (cloud.base_job_name, cloud.py_version) == ("accelerate-sagemaker-1", "py38")
 
 
@@ -448,7 +448,7 @@ def test_hooks_of_gradients_are_registered_by_hand() -> None:
     module.register_comm_hook.assert_not_called()
     kinds = DDPCommunicationHookType
     DistributedDataParallelKwargs(comm_hook=kinds.POWER_SGD, comm_wrapper=kinds.FP16).register_comm_hook(module)
-    state, hook = module.register_comm_hook.call_args.args
+    state, hook = (module.register_comm_hook.call_args.kwargs[name] for name in ("state", "hook"))
     assert (type(state).__name__, hook.__name__) == ("PowerSGDState", "fp16_compress_wrapper_hook")
 
 

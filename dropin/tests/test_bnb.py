@@ -74,7 +74,7 @@ def test_models_are_quantized_from_files_or_from_memory(settings: dict[str, Any]
         model.load_state_dict(whole.state_dict())
     config = BnbQuantizationConfig(bnb_4bit_compute_dtype="fp32", torch_dtype="fp32", **settings)
     if empty:
-        with pytest.raises(ValueError, match="weights_location"):
+        with pytest.raises(RuntimeError, match="weights_location"):
             load_and_quantize_model(model, config, device_map={"": "cpu"})
     made = load_and_quantize_model(model, config, tmp_path if empty else None, device_map={"": "cpu"})
     assert has_4bit_bnb_layers(made) == ("load_in_4bit" in settings)

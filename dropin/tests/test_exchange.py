@@ -65,8 +65,11 @@ def test_a_model_and_a_checkpoint_may_share_a_folder(accelerator: Any, tmp_path:
     accelerator.load_state(tmp_path)
     assert model.weight.tolist() == [[2.0, 2.0]] and optimizer.param_groups[0]["lr"] == 1.0
     accelerator.save_state(tmp_path)
-    accelerator.save(model.state_dict(), tmp_path / "custom_checkpoint_0.pkl")
+    accelerator.save(model.state_dict(), tmp_path / "own.pkl")
     accelerator.load_state(tmp_path)
+    accelerator.save(model.state_dict(), tmp_path / "custom_checkpoint_0.pkl")
+    with pytest.raises(RuntimeError, match=r"Found checkpoints: 1\s+Registered objects: 0"):
+        accelerator.load_state(tmp_path)
 
 
 def test_a_damaged_file_is_still_an_error(accelerator: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
@@ -168,3 +169,11 @@ def test_messages_are_called_by_name_with_their_values() -> None:
 def test_lines_do_not_grow_unseen() -> None:
     """Names were added; the lines that carry them are counted."""
     assert sum(len(file.read_text().splitlines()) for file in modules().values()) < MOST_LINES
+
+
+def test_every_table_is_part_of_the_distribution() -> None:
+    settings = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    root = SOURCE / "accelerate"
+    shipped = {file for pattern in settings["accelerate"] for file in root.glob(pattern)}
+    tables = {file for file in root.rglob("*") if file.suffix in (".json", ".txt", ".yaml")}
+    assert tables and tables <= shipped, f"not in package-data: {sorted(map(str, tables - shipped))}"

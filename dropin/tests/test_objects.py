@@ -124,9 +124,9 @@ def test_settings_of_sagemaker_are_data(tmp_path: Path) -> None:
     file.write_text(SAGEMAKER.format(metrics=metrics))
     config = load_config_from_file(str(file))
     assert isinstance(config, SageMakerConfig)
-    args = launch_command_parser().parse_args(["train.py", "--lr", "0.1", "--deep", "true"])
+    args = launch_command_parser().parse_args(["train.py", "--lr", "0.1", "--deep", "True", "--as_text", "true"])
     estimator, channels = prepare_sagemager_args_inputs(config, args)
-    assert estimator["hyperparameters"] == {"lr": 0.1, "deep": True} and channels is None
+    assert estimator["hyperparameters"] == {"lr": 0.1, "deep": True, "as_text": "true"} and channels is None
     assert estimator["metric_definitions"] == [{"Name": "acc", "Regex": "acc=(.*)"}]
     assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
     with pytest.raises(ImportError, match="Amazon's SDK"):

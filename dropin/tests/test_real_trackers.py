@@ -36,7 +36,7 @@ def test_runs_of_mlflow_are_two_with_their_metrics(
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path / 'store'}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'store'}")
     with caplog.at_level(logging.WARNING, "accelerate"):
         log_twice("mlflow", tmp_path, {"run_name": "first", "tags": {"k": "v"}, "description": "d"})
     client = mlflow.MlflowClient()

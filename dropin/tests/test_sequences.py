@@ -17,7 +17,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate._impl.commands import launch
 from accelerate._impl.commands.launch_variables import variables_for
-from accelerate._impl.sharding.attention import SpannedAttention
+from accelerate._impl.sharding.sequences import SpannedAttention
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, patch_environment
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available

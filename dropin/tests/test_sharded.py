@@ -91,7 +91,7 @@ def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
 
 def test_commands_refuse_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert merge.run([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.endswith("nothing is not a folder, so there is no checkpoint to merge.\n")
+    assert capsys.readouterr().err.endswith("it is not a folder, so there is no checkpoint to merge.\n")
     assert config.run(["update", "--config_file", str(tmp_path / "nothing.yaml")]) == 2
     assert "accelerate config: The passed config file" in capsys.readouterr().err
 

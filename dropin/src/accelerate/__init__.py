@@ -1,7 +1,7 @@
 """The established top-level names of Accelerate 1.15, each loaded on first use."""
 
-from accelerate._impl.surface.conflict import refuse_other_package
 from accelerate._impl.surface.lazy import lazy
+from accelerate._impl.surface.left_out import refuse_other_package
 
 __version__ = "1.15.0+hasten"
 

@@ -1,5 +1,4 @@
 """Loading and placing big models, on hasten's placement and streaming."""
 
 from accelerate._impl.models.big_modeling import *
-from hasten.bigmodel.meta import init_empty_weights, init_on_device
 from hasten.bigmodel.tensors import CASTABLE as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING

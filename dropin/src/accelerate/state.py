@@ -1,4 +1,3 @@
-"""PartialState and AcceleratorState: process-wide views on the one ambient context."""
+"""The states: process-wide views on the one ambient context."""
 
-from accelerate._impl.views.gradient_state import *
 from accelerate._impl.views.state import *

@@ -11,8 +11,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, FP8BackendType
 from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.views.gradient_state import GradientState
-from accelerate._impl.views.state import AcceleratorState
+from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.comm.base import Comm
 from hasten.runtime.mesh_plan import BATCH, Axis
 
@@ -65,7 +64,7 @@ class Composed(hasten.Accelerator):
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
     gradient_accumulation_steps = shown("_clock.every", "Micro-steps per update.", _accumulate_over)
-    native_amp = shown(lambda self: self.config.mixed_precision in ("fp16", "bf16"), "Whether autocast is used.")
+    native_amp = shown(lambda self: self.config.mixed_precision != "no", "Whether autocast is used.")
     multi_device = shown(lambda self: self.num_processes > 1 and self.device.type != "cpu", "Whether one of several.")
     parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")
 
@@ -73,7 +72,6 @@ class Composed(hasten.Accelerator):
         lambda self: self.parallelism_config and self.parallelism_config.get_device_mesh(self.device.type),
         "Torch's mesh, if sizes were given.",
     )
-    is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
     should_save_model = shown(lambda self: True, "Whether this process writes weights.")
     fp8_enabled = shown(lambda self: self.config.mixed_precision == "fp8", "Whether fp8 is used.")
 
@@ -88,8 +86,6 @@ class Composed(hasten.Accelerator):
         "Whether a recipe for fp8 was given.",
     )
 
-    # -- data -----------------------------------------------------------------------------------------------------
-
     even_batches = shown(
         "dataloader_config.even_batches",
         "Whether every process sees equally many samples.",
@@ -99,14 +95,12 @@ class Composed(hasten.Accelerator):
     # -- the mesh -------------------------------------------------------------------------------------------------
     def _index(self, words: str, *axes: Axis) -> int:
         if self.parallelism_config is None:
-            raise RuntimeError(f"{words} is not configured. Set `parallelism_config` first.")
+            raise RuntimeError(f"{words} parallelism is not configured. Set `parallelism_config` first.")
         return self.ctx.mesh.index(self.ctx.rank, *axes)
 
-    tensor_parallel_rank = shown(lambda self: self._index("Tensor parallelism", Axis.TP), "The place in a split layer.")
-    data_parallel_rank = shown(lambda self: self._index("Data parallelism", *BATCH), "The place among readers.")
-    data_parallel_shard_rank = shown(
-        lambda self: self._index("Shard-based data parallelism", Axis.DP_SHARD), "A shard."
-    )
+    tensor_parallel_rank = shown(lambda self: self._index("Tensor", Axis.TP), "The place in a split layer.")
+    data_parallel_rank = shown(lambda self: self._index("Data", *BATCH), "The place among readers.")
+    data_parallel_shard_rank = shown(lambda self: self._index("Shard-based data", Axis.DP_SHARD), "The shard.")
     context_parallel_rank = shown(lambda self: self._along("Context", Axis.CP), "The place in a sequence.")
     pipeline_parallel_rank = shown(lambda self: self._along("Pipeline", Axis.PP), "The place among stages.")
 
@@ -114,9 +108,6 @@ class Composed(hasten.Accelerator):
         if self.ctx.mesh.size(axis) == 1:
             raise NotImplementedError(f"{words} parallelism is currently not supported in Accelerate.")
         return self.ctx.mesh.index(self.ctx.rank, axis)
-
-    _schedulers = shown("_prepared.schedulers", "As the original names it")
-    _dataloaders = shown("_prepared.loaders", "As the original names it")
 
 
 for _name, (_path, _doc) in json.loads(Path(__file__).with_suffix(".json").read_text()).items():

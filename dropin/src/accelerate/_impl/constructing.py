@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import hasten
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import PrecisionType
-from accelerate._impl.environment.variables import environment
+from accelerate._impl.environment.variables import environment, parse_flag_from_env
 from accelerate._impl.settings import kwargs_handlers as kinds
 from accelerate._impl.settings.deepspeed_plugin import Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -21,17 +22,9 @@ from hasten.runtime.devices import stands_in
 from hasten.runtime.env import assigned_device
 
 # Any in this file: arguments of every type.
-HANDLERS: dict[type, str] = {
-    kinds.DistributedDataParallelKwargs: "ddp_handler",
-    kinds.GradScalerKwargs: "scaler_handler",
-    kinds.InitProcessGroupKwargs: "init_handler",
-    kinds.FP8RecipeKwargs: "fp8_recipe_handler",
-    kinds.AutocastKwargs: "autocast_handler",
-    kinds.ProfileKwargs: "profile_handler",
-    kinds.AORecipeKwargs: "ao_recipe_handler",
-    kinds.TERecipeKwargs: "te_recipe_handler",
-    kinds.MSAMPRecipeKwargs: "msamp_recipe_handler",
-}
+_KINDS = "ddp:DistributedDataParallel scaler:GradScaler init:InitProcessGroup fp8_recipe:FP8Recipe autocast:Autocast profile:Profile ao_recipe:AORecipe te_recipe:TERecipe msamp_recipe:MSAMPRecipe"
+_PAIRS = (one.split(":") for one in _KINDS.split())
+HANDLERS: dict[type, str] = {getattr(kinds, f"{kind}Kwargs"): f"{name}_handler" for name, kind in _PAIRS}
 UNSET: Any = object()
 
 
@@ -87,7 +80,7 @@ def _master_weights(found: Arguments, parallelism: Any) -> None:
 
 
 def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
-    chosen = None if mixed_precision is None else str(mixed_precision).lower()
+    chosen = None if mixed_precision is None else str(mixed_precision)
     if chosen is not None and chosen not in PrecisionType:
         raise ValueError(f"Unknown mixed_precision mode: {chosen}. Choose between {PrecisionType.list()}")
     if AMBIENT.whole:  # quirk: PRECISION_IS_FIXED
@@ -102,12 +95,8 @@ def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> Non
 def _handlers(found: Arguments, handlers: Any) -> None:
     made = []
     for handler in handlers or ():
-        assert isinstance(handler, kinds.KwargsHandler), (
-            f"Unsupported kwargs handler passed: {handler}, must be one that inherits `accelerate.utils.KwargsHandler`."
-        )
-        name = next((name for kind, name in HANDLERS.items() if type(handler) is kind), None)
-        if name is None:
-            raise ValueError(f"Unsupported kwargs handler passed: {handler}.")
+        assert isinstance(handler, kinds.KwargsHandler), message("unsupported_handler", handler)
+        name = HANDLERS[type(handler)]
         if name in found.handlers:
             raise ValueError(f"You can only pass one {type(handler)} in `kwargs_handlers`.")
         found.handlers[name] = handler
@@ -120,22 +109,15 @@ def _project(found: Arguments, project_dir: Any, config: ProjectConfiguration | 
     project = found.project = config if config is not None else ProjectConfiguration(project_dir=project_dir)
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
-    names = ("project_dir", "logging_dir", "total_limit", "iteration", "save_on_each_node")
-    values: dict[str, Any] = {name: getattr(project, name) for name in names}
-    values |= {name: str(values[name]) for name in names[:2] if values[name] is not None}
-    found.settings["project_config"] = hasten.ProjectConfiguration(**values)
+    run_log = parse_flag_from_env("HASTEN_PROJECT_RUN_LOG")  # else the folder is the script's alone
+    found.settings["project_config"] = project.over(partial(hasten.ProjectConfiguration, run_log=run_log))
 
 
 def _accumulation(found: Arguments, steps: int, plugin: kinds.GradientAccumulationPlugin | None) -> None:
-    if plugin is not None:
-        if steps != 1:
-            raise ValueError(message("steps_and_plugin"))
-        found.accumulation = plugin
-    else:
-        given = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-        found.accumulation = kinds.GradientAccumulationPlugin(
-            num_steps=int(given) if given.isdigit() and int(given) > 1 else int(steps)
-        )
+    if plugin is not None and steps != 1:
+        raise ValueError(message("steps_and_plugin"))
+    given = int(environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps)))
+    found.accumulation = kinds.GradientAccumulationPlugin(num_steps=given) if plugin is None else plugin
     if found.accumulation.num_steps is not None or found.accumulation != kinds.GradientAccumulationPlugin():
         found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 

@@ -33,15 +33,9 @@ class EstablishedPreparer(Preparer):
     """Turns what the user gives into AcceleratedOptimizer, AcceleratedScheduler and DataLoaderShard."""
 
     def __init__(self, accelerator: Composed) -> None:
-        super().__init__(
-            accelerator.config,
-            accelerator.ctx,
-            components(accelerator).strategy,
-            components(accelerator).precision,
-            components(accelerator).clock,
-            components(accelerator).rehearsal,
-        )
-        self.done = components(accelerator).prepared
+        its = components(accelerator)
+        super().__init__(accelerator.config, accelerator.ctx, its.strategy, its.precision, its.clock, its.rehearsal)
+        self.done = its.prepared
         self._accelerator = accelerator
         self._engine_schedules = False
 
@@ -57,14 +51,16 @@ class EstablishedPreparer(Preparer):
         known = [index for index, value in enumerate(objects) if not _stranger(value)]
         alone = [index for index in known if self._follows_no_model(objects[index], objects)]
         known = [index for index in known if index not in alone]
-        own = [self._config.device_placement if places[index] is None else bool(places[index]) for index in known]
+        placed = [bool(self._accelerator.device_placement if place is None else place) for place in places]
         result = list(objects)
         for index in alone:  # before schedulers, which look for their optimizers
             result[index] = self._optimizer(objects[index])
-        prepared = super().prepare(tuple(objects[index] for index in known), own, train)
+        prepared = super().prepare(tuple(objects[i] for i in known), [placed[i] for i in known], train)
         for index, value in zip(known, prepared, strict=True):
             result[index] = value
         for index in (*known, *alone):
+            if isinstance(result[index], AcceleratedOptimizer):
+                result[index].device_placement = placed[index]
             setattr(result[index], PREPARED, True)
             show_original_forward(result[index])
         return tuple(result)
@@ -89,14 +85,9 @@ class EstablishedPreparer(Preparer):
     def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         inner = getattr(scheduler, "optimizer", None)
         owners = [known for known in self.done.optimizers if inner in (known, known.optimizer)]
-        config = self._accelerator.dataloader_config
         kind = DeepSpeedSchedulerWrapper if self._engine_schedules else AcceleratedScheduler
-        prepared = kind(
-            scheduler,
-            owners or list(self.done.optimizers),
-            step_with_optimizer=self._accelerator.step_scheduler_with_optimizer,
-            split_batches=config.split_batches,
-        )
+        config, follows = self._accelerator.dataloader_config, self._accelerator.step_scheduler_with_optimizer
+        prepared = kind(scheduler, owners or self.done.optimizers, follows, config.split_batches)
         self.done.schedulers.append(prepared)
         return prepared
 

@@ -81,6 +81,8 @@ def recursively_apply(
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """The nested tensors on a device; values under `skip_keys` stay."""
+    if isinstance(tensor, torch.nn.Module):
+        return tensor.to(device, non_blocking=non_blocking)
     keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
     return trees.to_device(tensor, device, non_blocking, keys)
 
@@ -195,12 +197,14 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 # -- over all processes -----------------------------------------------------------------------------------------------
-def _checked(name: str, data: Any) -> None:
-    def fine(_: Any) -> None:
-        return None
+def _checked(name: str, data: Any) -> Any:
+    """The tensors in new containers. Raises: TypeError for other objects among them, in the name of a step."""
 
-    fine.__name__ = name
-    recursively_apply(fine, data, error_on_other_type=True)
+    def same(tensor: Any) -> Any:
+        return tensor
+
+    same.__name__ = name
+    return recursively_apply(same, data, error_on_other_type=True)
 
 
 def _world() -> Any:
@@ -213,19 +217,27 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
-            _compare(function.__name__, gather_object([get_shape(args[0] if args else kwargs["tensor"])]))
+            shapes = gather_object([get_shape(args[0] if args else kwargs["tensor"])])
+            if any(shape != shapes[0] for shape in shapes):
+                listed = "\n  - ".join(f"Process {number}: {shape}" for number, shape in enumerate(shapes))
+                raise DistributedOperationException(message("shapes_differ", function.__name__, listed))
         return function(*args, **kwargs)
 
     return run
 
 
-def _compare(name: str, shapes: list[Any]) -> None:
-    if any(shape != shapes[0] for shape in shapes):
-        listed = "\n  - ".join(f"Process {number}: {shape}" for number, shape in enumerate(shapes))
-        raise DistributedOperationException(message("shapes_differ", name, listed))
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation made of others, whose error about shapes names it."""
 
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except MismatchError as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(message("operation_failed", name)) from error
 
-chained_operation = verify_operation
+    return run
 
 
 @verify_operation
@@ -253,6 +265,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     world = _world()
     if world.size == 1:
         return tensor
+    tensor = _checked("_gpu_broadcast_one", tensor)
     sent = ops.broadcast(tensor, world, from_process)
     with torch.no_grad():
         for mine, theirs in zip(trees.tensors(tensor), trees.tensors(sent), strict=True):
@@ -269,17 +282,29 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 @verify_operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
-    _checked("_reduce_across_processes", tensor)
-    world = _world()
+    copied = recursively_apply(torch.clone, _checked("_reduce_across_processes", tensor))
+    world: Any = _world()
     if reduction == "none" or world.size == 1:
-        return tensor
+        return copied
     # quirk: SCALE_IS_FOR_XLA
-    return ops.reduce(tensor, world, reduction)  # type: ignore[arg-type]  # checked there
+    reduced = ops.reduce(copied, world, reduction)  # type: ignore[arg-type]  # checked there
+    share = 1 / world.size if reduction == "mean" else 1
+    return trees.zip_tensors(lambda one, mine: _with_gradient(one, mine, share), reduced, copied)
 
 
+def _with_gradient(reduced: Tensor, mine: Tensor, share: float) -> Tensor:
+    """The reduced tensor, through which this process's own part of it gets a gradient."""
+    if not mine.requires_grad:
+        return reduced
+    result = mine * share
+    with torch.no_grad():
+        return result.copy_(reduced)
+
+
+@chained_operation
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
-    _checked("_pad_across_processes", tensor)
+    tensor = _checked("_pad_across_processes", tensor)
     if any(one.is_nested for one in trees.tensors(tensor)):
         warnings.warn(message("nested_not_padded"), CannotPadNestedTensorWarning)
         return tensor

@@ -65,10 +65,6 @@ class GeneralTracker:
         """End the run."""
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
@@ -144,8 +140,8 @@ class TensorBoardTracker(_Package):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
         config = plain_config(values)
-        shown = {name: one if one is None or _is_scalar(one) else json.dumps(one) for name, one in config.items()}
-        moment = str(time.time())
+        moment, plain = str(time.time()), (int, float, str, type(None))
+        shown = {name: one if isinstance(one, plain) else json.dumps(one) for name, one in config.items()}
         self.writer.add_hparams(shown, metric_dict={}, run_name=moment)
         self.writer.flush()
         folder = Path(self.logging_dir) / moment
@@ -186,8 +182,7 @@ class _Tables(_Package):
         **kwargs: Any,
     ) -> None:
         """Record a table, of rows under columns or of a data frame."""
-        table = {"columns": columns, "data": data, "dataframe": dataframe}
-        self._record(table_name, table, step, kwargs)
+        self._record(table_name, {"columns": columns, "data": data, "dataframe": dataframe}, step, kwargs)
 
     def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -279,9 +274,13 @@ class AimTracker(_Package):
             self.writer.track(self._module.Image(image, caption=caption, **made), name=name, step=step, **tracked)
 
 
-def _forwarded(name: str) -> Any:
-    """Return a method that calls the package's function of this name."""
-    return on_main_process(lambda self, *args, **kwargs: getattr(self._module, name)(*args, **kwargs))
+def _forwarded(name: str, *names: str, **plain: Any) -> Any:
+    """Return a method that calls the package's function of this name, with arguments by their names."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(self._module, name)(**{**plain, **dict(zip(names, args, strict=False)), **kwargs})
+
+    return on_main_process(forward)
 
 
 class MLflowTracker(_Package):
@@ -323,12 +322,11 @@ class MLflowTracker(_Package):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        words = (
-            "MLflowTracker is attempting to log a value metric. MLflow's log_metric() only accepts float and int types"
-        )
-        self._module.log_metrics(dict(self._fitting(values, words)), step=step, **kwargs)
+        self._module.log_metrics(dict(self._fitting(values, message("mlflow_metric"))), step=step, **kwargs)
 
-    log_figure, log_artifacts, log_artifact = map(_forwarded, ("log_figure", "log_artifacts", "log_artifact"))
+    log_figure = _forwarded("log_figure", "figure", "artifact_file")
+    log_artifacts = _forwarded("log_artifacts", "local_dir", "artifact_path", artifact_path=None)
+    log_artifact = _forwarded("log_artifact", "local_path", "artifact_path", artifact_path=None)
 
     @on_main_process
     def finish(self) -> None:
@@ -352,9 +350,8 @@ class ClearMLTracker(_Tables):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Plot numbers, or without a step show each alone; names that begin with train_, eval_ or test_ are lines of a plot."""
-        words = "Accelerator is attempting to log a value scalar. This invocation of ClearML logger's  report_scalar() is incorrect"
         log = self.task.get_logger()
-        for name, value in self._fitting(values, words):
+        for name, value in self._fitting(values, message("clearml_scalar")):
             if step is None:
                 log.report_single_value(name=name, value=value, **kwargs)
             else:
@@ -384,11 +381,9 @@ class ClearMLTracker(_Tables):
 def _plot(name: str) -> dict[str, str]:
     """Return ClearML's plot and line for a name."""
     line, _, rest = name.partition("_")
-    return (
-        {"title": rest, "series": line}
-        if line in ("train", "eval", "test") and rest
-        else {"title": name, "series": "train"}
-    )
+    if line in ("train", "eval", "test") and rest:
+        return {"title": rest, "series": line}
+    return {"title": name, "series": "train"}
 
 
 class DVCLiveTracker(_Package):
@@ -407,11 +402,8 @@ class DVCLiveTracker(_Package):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if step is not None:
             self.live.step = step
-        words = (
-            "Accelerator attempted to log a value scalar. This invocation of DVCLive's Live.log_metric() is incorrect"
-        )
         fits = need("dvclive.plots").Metric.could_log
-        for name, value in self._fitting(values, words, fits):
+        for name, value in self._fitting(values, message("dvclive_metric"), fits):
             self.live.log_metric(name, value, **kwargs)
         self.live.next_step()
 
@@ -426,8 +418,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
     name = str(getattr(tracker_class, "name", tracker_class.__name__))
     if name in LOGGER_TYPE_TO_CLASS:
-        said = f"A tracker with the name '{name}' is already registered and will be overwritten by {tracker_class}. This is especially significant when shadowing a built-in tracker."
-        warnings.warn(said, stacklevel=2)
+        warnings.warn(message("tracker_replaced", name, tracker_class), stacklevel=2)
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
@@ -467,24 +458,21 @@ def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
     """The trackers that `Accelerator(log_with=...)` asks for; a warning when none of them can run here."""
     found = filter_trackers(log_with, logging_dir)
     if log_with is not None and not found:
-        said = f"`log_with={log_with}` was passed but no supported trackers are currently installed."
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(message("no_trackers", log_with), stacklevel=3)
     return found
 
 
 def begin(
     kinds: list[Any], project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any], logging_dir: Any
 ) -> list[GeneralTracker]:
-    """The trackers of a run, begun and told its settings. Ranks: every rank."""
+    """The trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
     started: list[GeneralTracker] = []
-    for kind in kinds:
-        own = isinstance(kind, GeneralTracker)
-        tracker: Any = kind if own else LOGGER_TYPE_TO_CLASS[str(kind)]
-        if (not own or getattr(tracker, "main_process_only", True)) and not process().is_main_process:
-            continue
-        if not own:
-            place = {"logging_dir": logging_dir} if getattr(tracker, "requires_logging_directory", False) else {}
-            tracker = tracker(project, **{**init_kwargs.get(str(kind), {}), **place})
+    for kind in kinds if process().is_main_process else ():
+        tracker: Any = kind
+        if not isinstance(kind, GeneralTracker):
+            made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
+            place = {"logging_dir": logging_dir} if getattr(made, "requires_logging_directory", False) else {}
+            tracker = made(project, **{**init_kwargs.get(str(kind), {}), **place})
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)

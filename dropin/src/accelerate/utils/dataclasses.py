@@ -1,7 +1,6 @@
 """Every settings class by its established home; those of loaders, projects and parallel axes are defined here."""
 
 from accelerate._impl.enums import *
-from accelerate._impl.settings.bnb_config import *
 from accelerate._impl.settings.deepspeed_plugin import *
 from accelerate._impl.settings.fsdp_plugin import *
 from accelerate._impl.settings.general import *

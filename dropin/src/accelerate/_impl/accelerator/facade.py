@@ -1,11 +1,11 @@
 """The Accelerator with the established constructor and attributes, on top of hasten's."""
 
-import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,23 +20,22 @@ from accelerate._impl import trackers as tracking
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
+from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
 from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
-from accelerate._impl.models.other import extract_model_from_parallel
+from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
-from accelerate._impl.sharding.followed import FollowedEngine, FollowedPlugin
+from accelerate._impl.sharding.followed import FollowedPlugin, FollowedSections
 from accelerate._impl.sharding.sequences import SplitSequences
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, pad_across_processes, reduce
-from accelerate._impl.trackers import GeneralTracker
-from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.logging import get_logger
-from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_whole
+from accelerate._impl.views.state import AcceleratorState, GradientState, fill_partial, fill_whole
 from hasten import trees
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
@@ -53,6 +52,8 @@ class Accelerator(SavingFace):
     """Runs a plain training loop on any number of processes and devices."""
 
     profile_handler: ProfileKwargs | None
+    autocast_handler: AutocastKwargs | None
+    trackers: Any = ()  # set below: those that run on this process, users' own classes among them
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Accelerator(SavingFace):
         self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
-        self._engine = FollowedEngine(self, sorted_.deepspeed)
+        self._engine = FollowedSections(self, sorted_.deepspeed)
         self._publish(sorted_, given)
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
@@ -94,27 +95,24 @@ class Accelerator(SavingFace):
         self.device_placement, self.dataloader_config = given["device_placement"], sorted_.data
         self.project_configuration = sorted_.project
         self.step_scheduler_with_optimizer, self.step = given["step_scheduler_with_optimizer"], 0
-        types = given["rng_types"]
-        self.rng_types = [str(kind) for kind in (types if types is not None else ["generator"])]
-        for name in HANDLERS.values():
-            setattr(self, name, sorted_.handlers.get(name))
-        self.delayed_fp8_autocast = False
-        self._trackers: list[Any] = []  # Any: users' own classes among them
+        self.rng_types = given["rng_types"] if given["rng_types"] is not None else ["generator"]
+        vars(self).update({name: sorted_.handlers.get(name) for name in HANDLERS.values()})
+        self.delayed_fp8_autocast, self.trackers = False, []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             self._numbers = None  # quirk: NAN_IS_SILENT
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __copy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
-        return copy.copy(self)
-
-    def __copy__(self) -> Self:
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
+    __deepcopy__ = __copy__
+
     def __reduce__(self) -> tuple[Any, ...]:
         """An Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
-        return _made_again, ({name: value for name, value in self._given.items() if value is not UNSET},)
+        given = {name: value for name, value in self._given.items() if value is not UNSET}
+        return partial(type(self), **given), ()
 
     def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
@@ -125,21 +123,28 @@ class Accelerator(SavingFace):
         sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         self._sequences = SplitSequences.of(self, sizes)
         plugins = {"torch_tp_plugin": given["torch_tp_plugin"], "parallelism_config": sizes}
-        fsdp = {"fsdp_plugin": self._sharding.plugin} if self._sharding.plugin is not None else {}
-        engine, precision = self._engine.plugins, self.config.mixed_precision
-        fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
+        plugins |= {"deepspeed_plugins": self._engine.plugins, "dynamo_plugin": sorted_.dynamo}
+        fill_whole(self.config.mixed_precision, self._sharding.plugin, **plugins)
         self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
         self.gradient_state.plugin_kwargs.setdefault("num_steps", self._clock.every)
+        check_os_kernel()
         self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
+        spread = any(self.verify_device_map(one) for one in args if isinstance(one, nn.Module))
+        if spread and self.distributed_type != DistributedType.NO:
+            raise ValueError(message("map_on_several"))
         models = [] if self._sequences is None else self._sequences.attach(args)
         prepared = self._preparer.prepare(args, device_placement)
         if self._sequences is not None and models:
             self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """The optimizer, updating where a window ends; its state lies where its parameters do."""
+        return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -165,7 +170,7 @@ class Accelerator(SavingFace):
         """A block in which backward leaves this model's gradients unsynchronised."""
         if any(model is one for one in self._prepared.models):
             return self._strategy.no_sync(model)
-        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
+        return model.no_sync() if self.num_processes > 1 and hasattr(model, "no_sync") else nullcontext()
 
     @staticmethod
     @contextmanager
@@ -209,7 +214,8 @@ class Accelerator(SavingFace):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block that computes in this run's precision."""
-        return super().autocast(None if autocast_handler is None else autocast_handler.to_hasten())
+        chosen = autocast_handler or self.autocast_handler
+        return super().autocast(None if chosen is None else chosen.to_hasten())
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
@@ -269,28 +275,26 @@ class Accelerator(SavingFace):
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Begin a run of every tracker. Ranks: every rank."""
-        self._trackers = tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+        self.trackers = tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or its package's own object; a blank one away from the main process."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if self._trackers and self.is_main_process:
+        if self.trackers and self.is_main_process:
             raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
         # quirk: MISSING_TRACKER_IS_BLANK
-        return GeneralTracker(_blank=True)
-
-    trackers = shown("_trackers", "The trackers that run on this process.")
+        return tracking.GeneralTracker(_blank=True)
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Record values with every tracker."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
         """Finish saves in flight and close the trackers. Ranks: every rank."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.finish()
         super().end_training()
 
@@ -332,6 +336,7 @@ class Accelerator(SavingFace):
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared and hand cached memory back; a None for every argument."""
         super().free_memory()
+        self.step = 0
         return release_memory(*objects)  # quirk: FREE_MEMORY_GIVES_LIST
 
     clear = free_memory
@@ -339,7 +344,3 @@ class Accelerator(SavingFace):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model was spread over devices by a device map."""
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
-
-
-def _made_again(given: dict[str, Any]) -> Accelerator:
-    return Accelerator(**given)

@@ -119,8 +119,7 @@ def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, An
         if (folder / name).exists():
             loader.load_state_dict(load(folder / name))
     if not file.exists():
-        said = f"{file.name} is not in the checkpoint, so random states were not restored"
-        logger.warning(said, main_process_only=False)
+        logger.warning("random states were not restored: there is no %s", file.name, main_process_only=False)
         return {}
     states = read_random_states(file)
     restore_random_states(states)

@@ -32,6 +32,7 @@ from hasten.strategies.recompute import Recompute
 def enable_fsdp_ram_efficient_loading() -> None:
     """Ask libraries that build models to fill them on rank 0 only."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")  # without which transformers does not look at it
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
@@ -88,9 +89,8 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
     find = partial(blocks_to_recompute, config=settings)
     recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
-    return recompute.apply(
-        model, PrepareRequest(place=False, train=True), accelerator.ctx, components(accelerator).precision
-    )
+    request, precision = PrepareRequest(place=False, train=True), components(accelerator).precision
+    return recompute.apply(model, request, accelerator.ctx, precision)
 
 
 def fsdp2_load_full_state_dict(

@@ -28,7 +28,7 @@ def _shards_in(source: str) -> Path:
     """The folder of shards. Raises: ValueError where there is none."""
     folder = Path(source)
     if not folder.is_dir():
-        raise ValueError(f"{source} is not a folder, so there is no checkpoint to merge.")
+        raise ValueError(message("no_folder_to_merge", source))
     inner = folder / f"{FSDP_MODEL_NAME}_0"
     places = [one for one in (folder, inner) if is_torch_folder(one) or (one / "manifest.json").is_file()]
     if not places:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.store.occupied import manifest_aside, rewritten
 from hasten.checkpoint.writer import FileLayout
-from hasten.errors import CheckpointError, HookError
+from hasten.errors import CheckpointError, HookError, OtherModelError
 
 # Any in this file: the user's objects, hooks and keywords.
 logger = get_logger("accelerate.accelerator")
@@ -45,6 +46,7 @@ class SavingFace(Composed):
         self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path:
         """Save everything the run needs to go on; where it lies. Ranks: every rank."""
+        self._saving.project = self.project_configuration.over(partial(replace, self._saving.project))
         automatic, number = self.project_configuration.automatic_checkpoint_naming, self.project_configuration.iteration
         if automatic:
             self._saving.iteration = number
@@ -57,6 +59,7 @@ class SavingFace(Composed):
         there = len(list(output_dir.parent.glob("checkpoint_*"))) if limit is not None else 0
         if limit is not None and there + 1 > limit:
             logger.warning(f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint.")
+        logger.info(f"Saving current state to {output_dir}")
         self._sharding.follow_form()
         if safe_serialization:
             for model in self._prepared.models:
@@ -93,22 +96,30 @@ class SavingFace(Composed):
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
         """Put the run back to where a checkpoint was saved. Ranks: every rank."""
-        _check_folder(input_dir, self.project_configuration.automatic_checkpoint_naming)
-        if input_dir is not None and not (Path(input_dir) / "manifest.json").exists():
+        input_dir = _given_folder(input_dir, self.project_configuration.automatic_checkpoint_naming)
+        if load_model_func_kwargs.pop("map_location", None) not in (None, "cpu", "on_device"):
+            raise TypeError(message("map_location"))
+        if input_dir is not None and not (input_dir / "manifest.json").exists():
             self._load_original(str(input_dir), load_model_func_kwargs)
             return
-        if input_dir is None and not (folder := Path(self.project_dir or "", "checkpoints")).is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        _check_registered(Path(input_dir or self._saving.newest() or ""), len(self._saving.registered))
+        if input_dir is None:
+            self._saving.project = self.project_configuration.over(partial(replace, self._saving.project))
+            next(Path(self.project_dir or "", "checkpoints").iterdir(), None)  # raises where there is no such folder
+        folder = input_dir or Path(self._saving.newest() or "")
+        logger.info(f"Loading states from {folder}")
+        found, registered = len(list(folder.glob("custom_checkpoint_*.pkl"))), len(self._saving.registered)
+        if found != registered:
+            raise RuntimeError(message("other_objects", folder, found, registered))
         with _errors_of_hooks_as_raised():
             try:
                 super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
-            except CheckpointError:
-                if input_dir is None or not rewritten(Path(input_dir)):
+            except CheckpointError as error:  # torch casts to another dtype, and has its own words for another model
+                other = isinstance(error, OtherModelError) and not self._strategy.caps.sharded_state
+                if input_dir is None or not (other or rewritten(input_dir)):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
                 return
-        self.step = by_hand.step_in(Path(input_dir or self._saving.newest() or ""), self.process_index)
+        self.step = by_hand.step_in(folder, self.process_index)
         self.project_configuration.iteration = self._saving.iteration
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
@@ -139,15 +150,10 @@ class SavingFace(Composed):
         super().register_for_checkpointing(*objects)
 
 
-def _check_registered(folder: Path, registered: int) -> None:
-    """Raise a RuntimeError where a checkpoint has fewer objects than are registered."""
-    if (found := len(list(folder.glob("custom_checkpoint_*.pkl")))) < registered:
-        raise RuntimeError(message("other_objects", folder, found, registered))
-
-
-def _check_folder(given: Any, automatic: bool) -> None:
-    """Raise a ValueError where there is nothing to load from."""
+def _given_folder(given: Any, automatic: bool) -> Path | None:
+    """Return the folder that was given, None for the newest. Raises: ValueError where there is nothing to load from."""
     if given is None and not automatic:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
     if given is not None and not Path(given).expanduser().is_dir():
         raise ValueError(f"Tried to find {given} but folder does not exist")
+    return None if given is None else Path(given).expanduser()

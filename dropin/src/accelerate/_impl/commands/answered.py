@@ -27,7 +27,8 @@ def chosen_file(args: Any) -> list[str]:
 
 def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
-    report, saved = _report(), _saved(args.config_file)
+    report, there = _report(), args.config_file or Path(default_config_file).is_file()
+    saved: dict[str, Any] = load_config_from_file(args.config_file).to_dict() if there else {}
     lines = [f"- {name}: {value}" for name, value in report.items()]
     shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
     whose = "config passed" if args.config_file else "default config"
@@ -36,14 +37,10 @@ def env_command(args: Any) -> dict[str, Any]:
     return {**report, "`Accelerate` configs": saved or "Not found"}
 
 
-def _saved(file: str | None) -> dict[str, Any]:
-    """What the settings file says, if there is one."""
-    return load_config_from_file(file).to_dict() if file or Path(default_config_file).is_file() else {}
-
-
 def _report() -> dict[str, Any]:
     """What the report says of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    device = torch.accelerator.current_accelerator(check_available=True)
     found = {
         "`Accelerate` version": __version__,
         "Platform": platform.platform(),
@@ -51,11 +48,9 @@ def _report() -> dict[str, Any]:
         "Python version": platform.python_version(),
         "Numpy version": np.__version__,
         "PyTorch version": str(torch.__version__),
-        "PyTorch accelerator": "N/A",
+        "PyTorch accelerator": "N/A" if device is None else device.type.upper(),
         "System RAM": f"{memory:.2f} GB",
     }
-    if torch.accelerator.is_available():
-        found["PyTorch accelerator"] = torch.accelerator.current_accelerator().type.upper()  # type: ignore[union-attr]  # there is one
     if torch.cuda.is_available():
         found["GPU type"] = torch.cuda.get_device_name()
     return found
@@ -63,7 +58,10 @@ def _report() -> dict[str, Any]:
 
 def test_command(args: Any) -> int:
     """Run `accelerate test`."""
-    return hasten(["test", *chosen_file(args)])
+    code = hasten(["test", *chosen_file(args)])
+    if code == 0:
+        print("Test is a success! You are ready for your distributed training!")  # noqa: T201  as the original says it
+    return code
 
 
 env_command_parser = parser_of("env", env_command)

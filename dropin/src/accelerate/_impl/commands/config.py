@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from accelerate._impl.commands.answered import chosen_file
 from accelerate._impl.environment.parsers import parser_of, runner
-from accelerate._impl.environment.variables import get_current_device_type
+from accelerate._impl.environment.variables import count_devices, get_current_device_type
 from accelerate._impl.settings.config_file import ClusterConfig, default_config_file, load_config_from_file
 from hasten.cli.main import main as hasten
 
@@ -21,8 +19,7 @@ _EXISTS = "Configuration already exists at {}, will not override. Run `accelerat
 
 def config_command(args: Any) -> None:
     """Ask questions and write a settings file; the form is hasten's, which its launcher reads first."""
-    code = hasten(["config", *chosen_file(args)])
-    if code:
+    if code := hasten(["config", *chosen_file(args)]):
         sys.exit(code)
 
 
@@ -53,15 +50,10 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 def _suited(mixed_precision: str) -> ClusterConfig:
     """Settings for all devices of this machine."""
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    count = count_devices()
     several = "NO" if count < 2 else get_current_device_type()[1]
-    return ClusterConfig(
-        "LOCAL_MACHINE", several, mixed_precision, use_cpu=count == 0, debug=False, num_processes=max(count, 1)
-    )
-
-
-def _written(config: Any, path: Path) -> None:
-    (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
+    settings = {"use_cpu": count == 0, "debug": False, "num_processes": max(count, 1)}
+    return ClusterConfig("LOCAL_MACHINE", several, mixed_precision, **settings)
 
 
 def default_config_command(args: Any) -> None:
@@ -76,7 +68,8 @@ def update_config(args: Any) -> str:
     file = args.config_file or default_config_file
     if not Path(file).exists():
         raise ValueError(f"The passed config file located at {file} doesn't exist.")
-    _written(load_config_from_file(file), Path(file))
+    config = load_config_from_file(file)
+    (config.to_json_file if Path(file).suffix == ".json" else config.to_yaml_file)(str(file))
     return str(file)
 
 

@@ -88,13 +88,13 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 def gather_data(args: Any) -> list[list[Any]]:
     """Return the rows of the table in bytes: dtype, largest layer, whole model, training."""
+    how = {"library_name": args.library_name, "trust_remote_code": args.trust_remote_code}
     try:
-        model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+        model = create_empty_model(args.model_name, **how)
     except (RuntimeError, OSError) as error:
         if (library := check_has_model(error)) == "unknown":
             raise
-        what = f"Tried to load `{args.model_name}` with `{library}`"
-        raise RuntimeError(f"{what} but a possible model to load was not found inside the repo.") from error
+        raise RuntimeError(message("no_model_inside", args.model_name, library)) from error
     total, (largest, _) = calculate_maximum_sizes(model)
     sizes = {dtype: [size / part if part > 1 else size for size in (largest, total)] for dtype, part in _PARTS.items()}
     return [[dtype, *sizes[dtype], estimate_training_usage(total, dtype)] for dtype in args.dtypes]
@@ -113,19 +113,15 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 def estimate_command(args: Any) -> int | None:
     """Print the memory a model needs."""
-    hub, name = need("huggingface_hub"), args.model_name
-    local = Path(name).exists()
-    if local or (hub.constants.HF_HUB_OFFLINE and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)):
+    hub, offline, name = need("huggingface_hub"), need("huggingface_hub.constants").HF_HUB_OFFLINE, args.model_name
+    if Path(name).exists() or (offline and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)):
         trusted = ["--trust_remote_code"] if args.trust_remote_code else []
         return hasten(["estimate-memory", name, "--dtypes", *args.dtypes, *trusted])
-    rows = [[dtype, *map(_worded, (*sizes, max(uses.values())))] for dtype, *sizes, uses in gather_data(args)]
+    sizes = [(dtype, *rest, max(uses.values())) for dtype, *rest, uses in gather_data(args)]
+    rows = [[dtype, *("N/A" if size < 0 else convert_bytes(size) for size in rest)] for dtype, *rest in sizes]
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     print(create_ascii_table(headers, rows, f"Memory Usage for loading `{name}`"))  # noqa: T201  the answer
     return None
-
-
-def _worded(size: float) -> str:
-    return "N/A" if size < 0 else convert_bytes(size)
 
 
 estimate_command_parser = parser_of("estimate-memory", estimate_command)

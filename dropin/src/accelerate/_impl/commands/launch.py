@@ -12,17 +12,16 @@ from io import StringIO
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import REFUSED, add_flags, words_of
-from accelerate._impl.commands.launch_variables import sequence_options_apart, settings_for, variables_for
+from accelerate._impl.commands.launch_flags import REFUSED, _validate_launch_command, add_flags, words_of
+from accelerate._impl.commands.launch_variables import sequence_options_apart, set_here, settings_for, variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
-from accelerate._impl.commands.validating import _validate_launch_command
 from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
 from accelerate._impl.surface.messages import message
 from hasten.cli import launch_cmd
 from hasten.config.root import Config
-from hasten.config.source import SettingEntry, SettingSource
+from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, HastenError
 from hasten.launch.base import look
 
@@ -98,13 +97,12 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     if asked > 1 and not several and not elsewhere:
         sys.stderr.write(message("one_process", asked))
         given["num_processes"] = 1
-    source = SettingSource("code", "of the drop-in")
-    return [SettingEntry(("launch", name), value, source) for name, value in given.items()]
+    return [set_here(("launch", name), value) for name, value in given.items()]
 
 
 def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
     told = environment().get("ACCELERATE_LOG_LEVEL", "").upper() in ("INFO", "DEBUG")
-    quiet = [] if told else [SettingEntry(("launch", "quiet"), True, SettingSource("code", "of the drop-in"))]
+    quiet = [] if told else [set_here(("launch", "quiet"), True)]
     try:
         return launch_cmd.main(words, program="accelerate", settings=[*settings, *quiet])
     except HastenError as error:
@@ -142,11 +140,8 @@ def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None
     def launch(args: argparse.Namespace) -> None:
         for name in switches:
             setattr(args, name, True)
-        _failed(
-            run(getattr(args, "words", None) or words_of(args)),
-            [args.training_script, *args.training_script_args],
-            args,
-        )
+        command = [args.training_script, *args.training_script_args]
+        _failed(run(getattr(args, "words", None) or words_of(args)), command, args)
 
     launch.__doc__ = about
     return launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,10 +19,12 @@ from hasten.config.source import SettingEntry, SettingSource
 
 # Any in this file: values of settings.
 _SEQUENCES: Final = "PARALLELISM_CONFIG_SP_"
+_CAPITAL: Final = (_SEQUENCES, "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_", "ACCELERATE_FP8_")
 _FSDP: Final = ("FSDP_ACTIVATION_", "FSDP_CPU_RAM_", "FSDP_RESHARD_", "FSDP_STATE_DICT_", "FSDP_SYNC_")
 _ALWAYS: Final = (_SEQUENCES, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_", *_FSDP)
 _OPTIONS: Final = ("parallelism", "sp_handler")
 _NO_OPTIONS: Final = DeepSpeedSequenceParallelConfig()
+set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the drop-in"))
 
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
@@ -34,10 +37,7 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
     options = settings_for(words).parallelism.sp_handler
     if options == _NO_OPTIONS:
         return []
-    source = SettingSource("code", "of the drop-in")
-    return [
-        SettingEntry((*_OPTIONS, name), getattr(_NO_OPTIONS, name), source) for name in _NO_OPTIONS.__dataclass_fields__
-    ]
+    return [set_here((*_OPTIONS, name), getattr(_NO_OPTIONS, name)) for name in _NO_OPTIONS.__dataclass_fields__]
 
 
 def settings_for(words: Sequence[str]) -> Config:
@@ -49,7 +49,7 @@ def settings_for(words: Sequence[str]) -> Config:
 
 def spelled(config: Config) -> dict[str, str]:
     """Settings of a launch as the established variables spell them; most that are at their defaults are left out."""
-    found = _said(config, "mixed_precision", "cpu", "debug", "gradient_accumulation")
+    found = _said(config, "mixed_precision", "cpu", "debug", "gradient_accumulation", "dynamo", "fp8")
     if config.strategy in ("fsdp", "deepspeed"):
         found |= {f"ACCELERATE_USE_{config.strategy.upper()}": "true", **_said(config, config.strategy)}
     if config.strategy == "fsdp":
@@ -72,6 +72,6 @@ def _word(name: str, value: Any) -> str:
     if value is None or isinstance(value, Mapping):  # hasten hands DeepSpeed's own configuration on by itself
         return ""
     if isinstance(value, bool):
-        return str(value) if name.startswith(_SEQUENCES) else str(value).lower()
-    word = ",".join(value) if isinstance(value, tuple) else str(value)
-    return word.upper() if name == "FSDP_AUTO_WRAP_POLICY" else word
+        return str(value) if name.startswith(_CAPITAL) else str(value).lower()
+    word = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return word.upper() if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND") else word

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.multiprocessing.spawn import start_processes
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.surface.messages import message
-from accelerate._impl.views.state import PartialState
+from accelerate._impl.views.state import AcceleratorState, PartialState
 from hasten.errors import LaunchError
 from hasten.launch import notebook
-from hasten.launch.notebook import debug_launcher as debug_launcher
 
 # Any in this file: the user's function and its arguments.
 _NOT_OF_THE_LAUNCH = ("function", "args", "log_line_prefix_template")
@@ -27,6 +30,23 @@ _NOT_OF_THE_LAUNCH = ("function", "args", "log_line_prefix_template")
 def test_launch() -> None:
     """Say where this process is."""
     _ = PartialState()
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run `function(*args)` on the CPU in forks of this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives the processes
+    meeting = {"master_addr": store.host, "master_port": store.port, "world_size": num_processes, "fork_launched": 1}
+    served = {"torchelastic_use_agent_store": True, "torchelastic_restart_count": 0}
+    with patch_environment(accelerate_mixed_precision="no", accelerate_use_cpu="yes", **meeting, **served):
+        start: Any = start_processes  # not typed in torch
+        start(partial(_fork, function), args, num_processes, start_method="fork")
+
+
+def _fork(function: Callable[..., Any], rank: int, *args: Any) -> None:
+    AcceleratorState._reset_state(True)
+    torch.set_num_threads(1)  # the threads of the process that was forked are not here: computing with them never ends
+    with patch_environment(rank=rank, local_rank=rank, local_world_size=environment()["WORLD_SIZE"]):
+        function(*args)
 
 
 def notebook_launcher(
@@ -51,8 +71,9 @@ def notebook_launcher(
     given["mixed_precision"] = precision = str(mixed_precision).lower()
     _check(given)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    given["num_processes"] = wanted = _announced(max(devices, 1) if num_processes is None else num_processes, devices)
+    given["num_processes"] = wanted = max(devices, 1) if num_processes is None else num_processes
     if wanted <= 1 and num_nodes == 1:
+        _announce(wanted, devices)
         with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
             return function(*args)
     return _in_processes(function, args, given, devices)
@@ -63,7 +84,8 @@ def _check(given: dict[str, Any]) -> None:
         raise ValueError(message("unknown_precision", given["mixed_precision"]))
     if given["node_rank"] >= given["num_nodes"]:
         raise ValueError("The node_rank must be less than the number of nodes.")
-    if given["num_processes"] is None and any(name.startswith("KAGGLE") for name in environment()):
+    shell = sys.modules.get("IPython")
+    if given["num_processes"] is None and (shell is None or "google.colab" not in str(shell.get_ipython())):
         raise ValueError(message("num_processes_missing"))
 
 
@@ -71,6 +93,7 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(message("accelerator_before_launch"))
+    _announce(given["num_processes"], devices)
     here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
     nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
     options: dict[str, Any] = {
@@ -83,12 +106,10 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
         raise _failed_child(error, function.__name__) from error
 
 
-def _announced(processes: int, devices: int) -> int:
-    """The number of processes, after it was said."""
+def _announce(processes: int, devices: int) -> None:
     kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper() if devices else "CPU"
     where = f"{processes} {kind}s" if processes > 1 else f"{'one ' if devices else ''}{kind}"
     print(f"Launching training on {where}.")  # noqa: T201  as the original says it
-    return processes
 
 
 def _failed_child(error: LaunchError, name: str) -> ChildFailedError:

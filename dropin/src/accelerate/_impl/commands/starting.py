@@ -15,7 +15,7 @@ from typing import Any, Final
 from accelerate._impl.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
-from accelerate._impl.environment.variables import environment, str_to_bool
+from accelerate._impl.environment.variables import environment, get_int_from_env, str_to_bool
 from accelerate._impl.models.other import get_free_port, is_port_in_use
 
 # Any in this file: values of flags, and the caller's function.
@@ -37,8 +37,9 @@ class PrepareForLaunch:
         self.distributed_type = DistributedType(self.distributed_type)
 
     def __call__(self, index: int, *args: Any) -> None:
-        if self.distributed_type != DistributedType.NO:
-            os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(index)
+        if self.distributed_type.value.startswith("MULTI_"):
+            before = get_int_from_env(["NPROC"], 1) * get_int_from_env(["NODE_RANK"], 0)
+            os.environ.update(LOCAL_RANK=str(index), RANK=str(before + index))
         os.environ["FORK_LAUNCHED"] = "1"
         self.launcher(*args)
 
@@ -96,7 +97,7 @@ def _checked(args: argparse.Namespace) -> None:
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
     _checked(args)
-    mpi = _get_mpirun_args(args) if _asked(args, "mpirun_hostfile") else []
+    mpi = _mpi_words(args) if _asked(args, "mpirun_hostfile") else []
     python = [] if _asked(args, "no_python") else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
     cpu = _asked(args, "cpu") or _asked(args, "use_cpu", False)
     env = {**environment(), "ACCELERATE_USE_CPU": str(cpu), **_settings(args), **_compiling(args)}
@@ -115,16 +116,20 @@ def _address(args: argparse.Namespace) -> dict[str, str]:
     return {"MASTER_ADDR": _asked(args, "main_process_ip", "127.0.0.1"), "MASTER_PORT": port}
 
 
-def _get_mpirun_args(args: argparse.Namespace) -> list[str]:
-    """The words that start processes on the hosts of a file. Raises: OSError without a program that does."""
+def _mpi_words(args: argparse.Namespace) -> list[str]:
+    """The words that start processes on the hosts of a file."""
+    program, file, count, each, bound = _get_mpirun_args()
+    words = [program, file, str(args.mpirun_hostfile), each, str(args.num_processes // args.num_machines)]
+    return [*words, count, str(args.num_processes), *([bound, "socket"] if bound else [])]
+
+
+def _get_mpirun_args() -> tuple[str, str, str, str, str]:
+    """A program that starts processes and its flags: hosts, processes in all, per host, binding. Raises: OSError without one."""
     program = next((name for name in ("mpirun", "mpiexec") if which(name)), None)
     if program is None:
         raise OSError(_SAYS["no_mpi"])
-    count, each = str(args.num_processes), str(args.num_processes // args.num_machines)
-    hosts = str(args.mpirun_hostfile)
-    if b"Open MPI" in subprocess.check_output([program, "--version"]):
-        return [program, "--hostfile", hosts, "--npernode", each, "-n", count, "--bind-to", "socket"]
-    return [program, "-f", hosts, "-ppn", each, "-n", count]
+    ours = b"Open MPI" in subprocess.check_output([program, "--version"])
+    return (program, "--hostfile", "-n", "--npernode", "--bind-to") if ours else (program, "-f", "-n", "-ppn", "")
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
@@ -145,7 +150,7 @@ def _for_torchrun(args: argparse.Namespace) -> None:
     """Say in torch's words how many processes meet where; on a port that is free."""
     machines, port = _asked(args, "num_machines", 1), _asked(args, "main_process_port", _PORT)
     args.main_process_port = port = get_free_port() if port == 0 else port
-    args.nproc_per_node = str(max(_asked(args, "num_processes", 1) // machines, 1))
+    args.nproc_per_node = str(_asked(args, "num_processes", 1) // machines)
     here = machines == 1 or int(_asked(args, "machine_rank", 0)) == 0
     taken = here and is_port_in_use(port)
     if machines == 1:
@@ -232,21 +237,22 @@ def prepare_sagemager_args_inputs(
     script = Path(args.training_script)
     if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
         raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
-    words: dict[str, Any] = {
-        name: getattr(sagemaker_config, attribute) for name, attribute in _VARIABLES["estimator"].items()
-    }
+    given = _VARIABLES["estimator"].items()
+    words: dict[str, Any] = {name: getattr(sagemaker_config, attribute) for name, attribute in given}
     words |= {"entry_point": script.name, "source_dir": str(script.parent), "debugger_hook_config": False}
-    words |= {"hyperparameters": _convert_nargs_to_dict(args.training_script_args), **_job(sagemaker_config)}
+    words |= {"hyperparameters": _convert_nargs_to_dict(args.training_script_args), **_job(sagemaker_config, args)}
     return {**words, **(sagemaker_config.additional_args or {})}, _table(sagemaker_config.sagemaker_inputs_file)
 
 
-def _job(config: Any) -> dict[str, Any]:
+def _job(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     """What the job is told of its precision, its processes and what to measure."""
-    variables = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_MIXED_PRECISION": str(config.mixed_precision)}
-    measured = _table(config.sagemaker_metrics_file)
-    spread = "DATA_PARALLEL" in str(config.distributed_type).upper()
+    compiling = {name: word for name, word in _compiling(args).items() if name != "OMP_NUM_THREADS"}
+    kind, word = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", config.distributed_type.value
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true", kind: word}
+    variables["ACCELERATE_MIXED_PRECISION"] = _settings(args)["ACCELERATE_MIXED_PRECISION"]
+    measured, spread = _table(config.sagemaker_metrics_file), config.distributed_type == "DATA_PARALLEL"
     return {
-        "environment": variables,
+        "environment": {**variables, **compiling},
         "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}} if spread else None,
         "metric_definitions": None if measured is None else [{"Name": a, "Regex": b} for a, b in measured.items()],
     }
@@ -287,4 +293,4 @@ def _value(word: str) -> Any:
             return kind(word)
         except ValueError:
             continue
-    return {"True": True, "False": False, "true": True, "false": False}.get(word, word)
+    return {"True": True, "False": False}.get(word, word)

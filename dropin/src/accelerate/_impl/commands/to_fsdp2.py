@@ -22,7 +22,7 @@ _LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The settings in FSDP2's names, and a sentence for each that has no meaning any more.
+    """Give the settings FSDP2's names, in place; return them, and a sentence for each that has no meaning any more.
 
     Raises: ConfigError for a strategy without an equivalent.
     """
@@ -40,7 +40,8 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             said.append(f"{name} {value} is SHARDED_STATE_DICT in FSDP2")
         else:
             fsdp[name] = value
-    return {**config, "fsdp_config": {**fsdp, "fsdp_version": 2}}, said
+    config["fsdp_config"] = {**fsdp, "fsdp_version": 2}
+    return config, said
 
 
 def _reshard(value: Any, said: list[str]) -> Any:
@@ -55,7 +56,8 @@ def _reshard(value: Any, said: list[str]) -> Any:
 
 def to_fsdp2_command(args: Any) -> None:
     """Run `accelerate to-fsdp2`."""
-    target = _target(args)
+    _validate_to_fsdp2_args(args)
+    target = Path(args.config_file if args.output_file is None else args.output_file)
     target.write_text(yaml.safe_dump(convert_config_to_fsdp2(load_config(args.config_file))))
 
 
@@ -72,16 +74,14 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _target(args: Any) -> Path:
-    """The file to write. Raises: where it may not be, or there is nothing to read."""
+def _validate_to_fsdp2_args(args: Any) -> None:
+    """Check that there is a file to read, and one that may be written. Raises: FileNotFoundError, ValueError, FileExistsError."""
     if args.config_file is None or not Path(args.config_file).exists():
         raise FileNotFoundError(f"Config file {args.config_file} not found")
     if not args.overwrite and args.output_file is None:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
-    target = Path(args.config_file if args.output_file is None else args.output_file)
-    if target.exists() and not args.overwrite:
-        raise FileExistsError(f"Output file {target} already exists and --overwrite is not set")
-    return target
+    if not args.overwrite and Path(args.output_file).exists():
+        raise FileExistsError(f"Output file {args.output_file} already exists and --overwrite is not set")
 
 
 to_fsdp2_command_parser = parser_of("to-fsdp2", to_fsdp2_command)

@@ -32,7 +32,9 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     name, zone = args.tpu_name or getattr(saved, "tpu_name", None), args.tpu_zone or getattr(saved, "tpu_zone", None)
     if not name:
         raise ValueError("no TPU is named, so there is no machine to run commands on. Give --tpu_name.")
-    line = "; ".join(["cd /usr/share", *_installation(args), *commands])
+    wanted = {"latest": "accelerate -U", "dev": _SOURCES}.get(args.accelerate_version)
+    install = [f"pip install {wanted or f'accelerate=={args.accelerate_version}'}"] if args.install_accelerate else []
+    line = "; ".join(["cd /usr/share", *install, *commands])
     where = ["--zone", zone] if zone else []
     alpha = ["alpha"] if args.use_alpha else []
     ssh = ["compute", "tpus", "tpu-vm", "ssh", name]
@@ -46,13 +48,6 @@ def _commands(args: argparse.Namespace, saved: Any) -> list[str]:  # Any: a sett
     if not found:
         raise ValueError("You must specify either a command file or a command to run on the pod.")
     return found
-
-
-def _installation(args: argparse.Namespace) -> list[str]:
-    if not args.install_accelerate:
-        return []
-    wanted = {"latest": "accelerate -U", "dev": _SOURCES}.get(args.accelerate_version)
-    return [f"pip install {wanted or f'accelerate=={args.accelerate_version}'}"]
 
 
 tpu_command = tpu_command_launcher

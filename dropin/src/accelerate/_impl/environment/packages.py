@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accelerate._impl.environment.variables import parse_flag_from_env
+from accelerate._impl.environment.variables import parse_flag_from_env, patch_environment
 from accelerate._impl.environment.versions import compare_versions
 from accelerate._impl.surface.messages import message
 from hasten.optional import available
@@ -29,33 +29,6 @@ def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bo
     return True
 
 
-def _says(doc: str, found: Callable[[], bool]) -> Callable[[], bool]:
-    found.__doc__ = doc
-    return found
-
-
-def _probe(package: str, *names: str) -> Callable[[], bool]:
-    """A function that says whether a package is installed, from a distribution of its own name or of one of these."""
-    names = names or (package,)
-    return _says(f"Whether {package} is installed.", lambda: any(_is_package_available(package, one) for one in names))
-
-
-is_datasets_available = _probe("datasets")
-is_deepspeed_available = _probe("deepspeed")
-is_lomo_available = _probe("lomo_optim")
-is_mlflow_available = _probe("mlflow", "mlflow", "mlflow-skinny")
-is_msamp_available = _probe("msamp", "ms-amp")
-is_peft_available = _probe("peft")
-is_pynvml_available = _probe("pynvml", "pynvml", "nvidia-ml-py")
-is_torchao_available = _probe("torchao")
-is_timm_available = _probe("timm")
-is_transformers_available = _probe("transformers")
-is_wandb_available = _probe("wandb")
-_PACKAGES = "aim boto3 clearml comet_ml dvclive import_timer matplotlib pandas pytest sagemaker schedulefree swanlab torchdata torchvision tqdm trackio triton "
-for _name in _PACKAGES.split():
-    globals()[f"is_{_name}_available"] = _probe(_name)
-
-
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Whether numpy is installed, at least in `min_version`."""
     return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
@@ -67,68 +40,71 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     return found and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
 
 
-is_4bit_bnb_available = _says("Whether bitsandbytes knows four bits.", lambda: is_bnb_available("0.39.0"))
-is_8bit_bnb_available = _says("Whether bitsandbytes knows eight bits.", lambda: is_bnb_available("0.37.2"))
-is_bitsandbytes_multi_backend_available = _says(
-    "Whether bitsandbytes works on more than CUDA.", lambda: is_bnb_available("0.46.0")
-)
-is_rich_available = _says(
-    "Whether rich is installed and asked for.",
-    lambda: _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH"),
-)
-is_amdsmi_available = _says("Whether amdsmi can be imported.", lambda: available("amdsmi"))
-is_tensorboard_available = _says(
-    "Whether tensorboard or tensorboardX is installed.",
-    lambda: _is_package_available("tensorboard") or _is_package_available("tensorboardX"),
-)
-is_torchdata_stateful_dataloader_available = _says(
-    "Whether torchdata has a loader with state.",
-    lambda: _is_package_available("torchdata") and compare_versions("torchdata", ">=", "0.8.0"),
-)
-is_transformer_engine_available = _says(
-    "Whether NVIDIA's (or Intel's) Transformer Engine is installed.",
-    lambda: available("transformer_engine") or available("intel_transformer_engine"),
-)
-is_transformer_engine_mxfp8_available = _says(
-    "Whether Transformer Engine can scale blocks in fp8.",
-    lambda: (
-        available("transformer_engine") and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10,)
+_PACKAGES = "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo:lomo_optim matplotlib mlflow:mlflow:mlflow-skinny msamp:msamp:ms-amp pandas peft pynvml:pynvml:nvidia-ml-py pytest sagemaker schedulefree swanlab timm torchao torchdata torchvision tqdm trackio transformers triton wandb"
+_MAKERS = ("transformer_engine", "intel_transformer_engine")
+_FOUND: dict[str, Callable[[], bool]] = {
+    "4bit_bnb": lambda: is_bnb_available("0.39.0"),
+    "8bit_bnb": lambda: is_bnb_available("0.37.2"),
+    "bitsandbytes_multi_backend": lambda: is_bnb_available("0.46.0"),
+    "rich": lambda: _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH"),
+    "tensorboard": lambda: any(_is_package_available(one) for one in ("tensorboard", "tensorboardX")),
+    "torchdata_stateful_dataloader": lambda: _there("torchdata") and compare_versions("torchdata", ">=", "0.8.0"),
+    "transformer_engine": lambda: any(_is_package_available(one) for one in _MAKERS),
+    "transformer_engine_mxfp8": lambda: (
+        _there("transformer_engine") and is_cuda_available() and torch.cuda.get_device_capability() >= (10,)
     ),
-)
-is_megatron_lm_available = _says(
-    "Whether Megatron-LM is installed and asked for.",
-    lambda: parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and available("megatron"),
-)
-is_pippy_available = _says("Whether torch has pipelines of its own.", lambda: True)
-is_weights_only_available = _says("Whether torch.load can refuse code.", lambda: True)
-is_torch_distributed_available = _says("Whether torch has process groups.", lambda: _torch_distributed_available)
-is_rocm_available = _says("Whether the device is AMD's.", lambda: bool(torch.version.hip) and torch.cuda.is_available())
-is_xccl_available = _says("Whether torch was built with oneCCL.", lambda: torch.distributed.is_xccl_available())
-is_fp8_available = _says(
-    "Whether a library for fp8 is installed.",
-    lambda: is_msamp_available() or is_transformer_engine_available() or is_torchao_available(),
-)
+    "megatron_lm": lambda: parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and available("megatron"),
+    "pippy": lambda: True,  # torch has pipelines of its own
+    "weights_only": lambda: True,  # which torch.load knows
+    "torch_distributed": lambda: _torch_distributed_available,
+    "rocm": lambda: bool(torch.version.hip) and torch.cuda.is_available(),
+    "xccl": lambda: torch.distributed.is_xccl_available(),
+    "fp8": lambda: any(_there(one) for one in ("msamp", "transformer_engine", "torchao")),
+    "fp16": lambda: not is_habana_gaudi1(),
+}
 
 
+def _probe(package: str, *names: str) -> Callable[[], bool]:
+    """A function that says whether a package is installed, from a distribution of its own name or of one of these."""
+    return lambda: any(_is_package_available(package, one) for one in names or (package,))
+
+
+_FOUND |= {one.partition(":")[0]: _probe(*(one.split(":")[1:] or [one])) for one in _PACKAGES.split()}
+for _name, _found in _FOUND.items():
+    _found.__doc__ = f"Whether {_name} can be used."
+    globals()[f"is_{_name}_available"] = _found
+
+
+def __getattr__(name: str) -> Callable[..., bool]:  # type checkers take the table for it
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _there(name: str) -> bool:
+    """What `is_NAME_available` says, which tests replace."""
+    found: Callable[[], bool] = globals()[f"is_{name}_available"]
+    return found()
+
+
+@lru_cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Whether torch_xla is installed and has the device asked for."""
     if check_is_tpu and check_is_gpu:
-        raise AssertionError("The check_is_tpu and check_is_gpu cannot be true at the same time.")
+        raise AssertionError("The check_is_tpu and check_is_gpu cannot both be true.")
     if not (USE_TORCH_XLA and available("torch_xla")):
         return False
     wanted = ("TPU",) if check_is_tpu else ("CUDA", "GPU")
     return not (check_is_tpu or check_is_gpu) or import_module("torch_xla.runtime").device_type() in wanted
 
 
-@lru_cache
 def is_cuda_available() -> bool:
-    """Whether there is a CUDA device."""
-    return torch.cuda.is_available()
+    """Whether there is a CUDA device, asked in a way that lets this process fork afterwards."""
+    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return torch.cuda.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether there is an Apple device."""
-    return torch.backends.mps.is_available()
+    return torch.backends.mps.is_available() and compare_versions("torch", ">=", min_version)
 
 
 def _device_probe(kind: str, package: str | None) -> Callable[..., bool]:
@@ -142,7 +118,7 @@ def _device_probe(kind: str, package: str | None) -> Callable[..., bool]:
             return False  # the device's library is there and its device is not
 
     there.__doc__ = f"Whether there is a device of kind {kind}."
-    return there
+    return lru_cache(there)
 
 
 is_xpu_available = _device_probe("xpu", None)
@@ -153,16 +129,21 @@ is_sdaa_available = _device_probe("sdaa", "torch_sdaa")
 is_neuron_available = _device_probe("neuron", "torch_neuronx")
 
 
+@lru_cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Whether there is a Gaudi device."""
     return _device_probe("hpu", "habana_frameworks")()
 
 
-is_habana_gaudi1 = _says("Whether the Gaudi device is of the first generation.", lambda: False)
+def is_habana_gaudi1() -> bool:
+    """Whether the Gaudi device is of the first generation."""
+    return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the device computes in bfloat16."""
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
     if is_xpu_available():
         return bool(torch.xpu.is_bf16_supported())
     if is_cuda_available():
@@ -170,14 +151,11 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     return not is_mps_available()
 
 
-is_fp16_available = _says("Whether the device computes in float16.", lambda: not is_habana_gaudi1())
-
-
-def _required(package: str, installed: Callable[[], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _required(package: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not installed():
+            if not _there(package):
                 raise ImportError(message("package_required", package))
             return func(*args, **kwargs)
 
@@ -186,5 +164,4 @@ def _required(package: str, installed: Callable[[], bool]) -> Callable[[Callable
     return decorate
 
 
-deepspeed_required = _required("deepspeed", lambda: is_deepspeed_available())
-torchao_required = _required("torchao", lambda: is_torchao_available())
+deepspeed_required, torchao_required = _required("deepspeed"), _required("torchao")

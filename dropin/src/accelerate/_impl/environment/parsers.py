@@ -24,6 +24,10 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
         return super().add_argument(*both_spellings(args), **kwargs)
 
 
+_PLAIN = argparse.ArgumentParser()
+_STORING = (type(_PLAIN.add_argument("--value")), type(_PLAIN.add_argument("--flag", action="store_const", const=True)))
+
+
 class CustomArgumentParser(argparse.ArgumentParser):
     """A parser whose flags have both spellings."""
 
@@ -37,12 +41,10 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words; the namespace names in `nondefault` what they gave."""
-        single = [one for one in self._actions if not isinstance(one, argparse._AppendAction | argparse._HelpAction)]
-        unseen = argparse.Namespace(**dict.fromkeys([one.dest for one in single], self))
-        found, rest = super().parse_known_args(args, unseen)
+        defaults = {one.dest: one.default for one in self._actions if isinstance(one, _STORING)}
+        found, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(defaults, self)))
         values = vars(found)
-        defaults = {one.dest: one.default for one in self._actions}
-        given = {name for name in defaults if values.get(name, self) is not self and values[name] is not None}
+        given = {name for name in defaults if values[name] is not self and values[name] is not None}
         made = namespace if namespace is not None else argparse.Namespace()
         vars(made).update({name: defaults[name] if value is self else value for name, value in values.items()})
         made.nondefault = given

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, make_dataclass
 from functools import lru_cache, wraps
 from typing import Any
@@ -54,7 +54,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
     """A variable that holds a word."""
-    return os.environ.get(key, default)
+    return os.environ.get(key, str(default))
 
 
 @contextmanager
@@ -150,12 +150,10 @@ def get_driver_version() -> str:
 
 def check_cuda_p2p_ib_support() -> bool:
     """Whether devices can talk directly; consumer cards of the 4000 series with old drivers cannot."""
-    try:
+    with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):  # no device to ask speaks against it
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
             return tuple(int(part) for part in get_driver_version().split(".")[:2]) >= (550, 40)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return True  # no NVIDIA device to ask: nothing speaks against it
     return True
 
 
@@ -179,12 +177,20 @@ def get_cpu_distributed_information() -> Any:
     return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
 
 
+@lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its device, unless that was done before."""
+    override_numa_affinity(local_process_index=local_process_index, verbose=verbose)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the cores near its device."""
     set_affinity(local_process_index, get_cpu_distributed_information().local_world_size, None)
 
 
-override_numa_affinity = set_numa_affinity
+def count_devices() -> int:
+    """The number of accelerators of this machine."""
+    return max(torch.cuda.device_count(), torch.accelerator.device_count())
 
 
 def get_current_device_type() -> tuple[str, str]:

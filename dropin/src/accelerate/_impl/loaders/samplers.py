@@ -134,7 +134,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.steps(len(self.dataset)) * plan.rows
 
     def __iter__(self) -> Iterator[Any]:
-        _seed_epoch(self.dataset, getattr(self, "epoch", None))
+        generator, epoch = getattr(self.dataset, "generator", None), getattr(self, "epoch", None)
+        if epoch is not None and not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(epoch)  # a stream without a set_epoch of its own gets an order for the epoch
         for index_batch in self._assignment.index_batches(Position(), ends=False):
             yield from index_batch[0]
 
@@ -143,13 +145,6 @@ def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
     """Which process a part is for, and how batches are shared, by its attributes as they are now."""
     place = {"num_shards": part.num_processes, "shard": part.process_index}
     return {**place, "split": part.split_batches, "dispatch": False, "drop_last": bool(part.drop_last)}
-
-
-def _seed_epoch(dataset: Any, epoch: int | None) -> None:
-    """Give a stream that carries a generator, and no set_epoch of its own, an order for the epoch."""
-    generator = getattr(dataset, "generator", None)
-    if epoch is not None and not hasattr(dataset, "set_epoch") and isinstance(generator, torch.Generator):
-        generator.manual_seed(epoch)
 
 
 class SkipBatchSampler(SkippedBatches):

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
-from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accelerate._impl.loaders.base import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -19,6 +18,7 @@ from accelerate._impl.loaders.samplers import (
     check_split,
     get_sampler,
 )
+from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like, shown
 from accelerate._impl.views.logging import get_logger
 from hasten.data import loader as own
@@ -87,9 +87,12 @@ class Share:
     stateful: bool
 
     def __post_init__(self) -> None:
+        batches = self.plain.batch_sampler
+        size = self.plain.batch_size or getattr(batches, "batch_size", None)
+        if self.split and not size:
+            raise ValueError(message("no_batch_size", self.plain.batch_size, type(batches)))
         if self.split:
-            batch = self.plain.batch_size
-            check_split("a `DataLoader`", batch or getattr(self.plain.batch_sampler, "batch_size", None), self.size)
+            check_split("a `DataLoader`", size, self.size)
 
     stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
 
@@ -145,9 +148,7 @@ class Share:
         if self.size == 1 or self.dispatch:
             return dataset, batches
         if not self.stream:
-            if batches is None:  # items that are not batched are shared as batches are, and cannot be split
-                check_split("`BatchSamplerShard`", 1 if self.split else None, self.size, least=0)
-            whole = self.plain.sampler if batches is None else batches
+            whole = self.plain.sampler if batches is None else batches  # items without batches are shared as batches
             return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
         shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
         if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards >= self.size:

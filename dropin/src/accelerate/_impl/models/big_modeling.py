@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show
 from accelerate._impl.models.modeling import fill_model, has_offloaded_params, load_checkpoint_in_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import dispatch, hooked
+from hasten.bigmodel import dispatch, hooked, meta
 from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import OFFLOAD, owner_in
@@ -24,8 +27,28 @@ from hasten.bigmodel.placed import Immovable
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 
-_log = logging.getLogger("accelerate.big_modeling")
+logger = logging.getLogger("accelerate.big_modeling")
+_STILL = ("cpu", "meta")  # devices that nothing is copied to
 # Any in this file: devices and maps in the many forms the established API takes.
+
+
+def _with_buffers(create: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+    """The function of hasten's, and torch's own default device if buffers are included, by the argument or a variable."""
+
+    @like(create)
+    @contextmanager
+    def run(*args: Any, **kwargs: Any) -> Iterator[None]:
+        given = signature(create).bind(*args, **kwargs).arguments
+        buffers = given.pop("include_buffers", None)
+        whole = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS") if buffers is None else buffers
+        with torch.device(given.get("device", "meta")) if whole else create(**given):
+            yield
+
+    return run
+
+
+init_empty_weights = _with_buffers(meta.init_empty_weights)
+init_on_device = _with_buffers(meta.init_on_device)
 
 
 @like(dispatch.cpu_offload)
@@ -57,8 +80,8 @@ def _fresh(model: nn.Module, device: Any) -> Any:
 
 
 def _way(device: Any) -> Any:
-    """How weights get to the device: streamed, and to the CPU by hooks."""
-    return hooked if dispatch.device_of(device).type == "cpu" else dispatch
+    """How weights get to the device: streamed, and to the CPU and the meta device by hooks."""
+    return hooked if dispatch.device_of(device).type in _STILL else dispatch
 
 
 @like(dispatch.dispatch_model)
@@ -66,7 +89,9 @@ def dispatch_model(model: nn.Module, device_map: Mapping[str, Any], *args: Any, 
     check_device_map(model, device_map)
     _dispatch(signature(dispatch.dispatch_model).bind(model, device_map, *args, **kwargs).arguments, model, device_map)
     if "_hf_hook" in model.__dict__:
-        _tell_offloaded(device_map)
+        away = [place for place in dict.fromkeys(map(str, device_map.values())) if place in OFFLOAD]
+        if away:
+            logger.warning(message("offloaded_to", " and ".join(away)))
         model.__dict__.update(to=_Move(model, "to"), cuda=_Move(model, "cuda"))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # an attribute that libraries look at
     return model
@@ -80,13 +105,15 @@ def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, 
     away = [name for name, place in device_map.items() if str(place) == "disk"]
     if away and given.get("offload_dir") is None and index is None:
         raise ValueError(message("offload_needs_dir", ", ".join(away)))
-    if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD}:
+    if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD, *_STILL}:
         dispatch.dispatch_model(**{**given, "device_map": places})
         if is_dispatched(model):
             _show_places(model, device_map, main)
-    elif away or given.get("force_hooks"):
+    elif away or given.get("force_hooks") or len({*map(str, places.values())}) > 1:
         passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
-        mirror(hooked.dispatch_model(**{name: given[name] for name in passed}))
+        mirror(hooked.dispatch_model(**{name: given[name] for name in passed} | {"main_device": main}))
+    else:
+        model.to(next(iter(places.values())))
 
 
 class _Move(Immovable):
@@ -94,7 +121,9 @@ class _Move(Immovable):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_hf_hook" in self.model.__dict__:
-            _log.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+            given = (*args[:1], kwargs.get("device"), kwargs.get("tensor"))
+            if self.name != "to" or any(isinstance(one, str | int | torch.device | Tensor) for one in given):
+                logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
             if is_dispatched(self.model) or any(one.is_meta for one in self.model.parameters()):
                 raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
@@ -106,12 +135,6 @@ def _shown(model: nn.Module, device: Any) -> nn.Module:
     if "_hf_hook" not in model.__dict__:
         show(model, AlignDevicesHook(device, io_same_device=True))
     return model
-
-
-def _tell_offloaded(device_map: Mapping[str, Any]) -> None:
-    away = [place for place in dict.fromkeys(map(str, device_map.values())) if place in OFFLOAD]
-    if away:
-        _log.warning(f"Some parameters are on the meta device because they were offloaded to the {' and '.join(away)}.")
 
 
 def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any) -> None:
@@ -143,12 +166,12 @@ def load_checkpoint_and_dispatch(
     """The model with the weights of a checkpoint, every part where the map says."""
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     filling = (model, checkpoint, places, offload_folder, dtype)
-    if places is None or all(str(place) in OFFLOAD for place in places.values()):
+    if places is None or all(str(place) in (*OFFLOAD, *_STILL) for place in places.values()):
         over = (strict, full_state_dict, broadcast_from_rank0)
         load_checkpoint_in_model(*filling, False, offload_buffers, None, False, *over)
         index: Any = None  # what goes to the disk was written to the folder
     else:
-        index = dict(fill_model(*filling, offload_buffers, None, strict).offload_index) or None
+        index = dict(fill_model(*filling, offload_buffers, strict=strict).offload_index) or None
     options = (index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
     return model if places is None else dispatch_model(model, places, None, None, offload_folder, *options)
 
@@ -159,9 +182,10 @@ def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: 
         return ways
     if ways not in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ValueError(message("unknown_device_map"))
+    options = {"no_split_module_classes": no_split, "dtype": dtype}
     if ways != "sequential":
-        limits = get_balanced_memory(model, limits, no_split, dtype, low_zero=ways == "balanced_low_0")
-    return infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
+        limits = get_balanced_memory(model, max_memory=limits, low_zero=ways == "balanced_low_0", **options)
+    return infer_auto_device_map(model, max_memory=limits, offload_buffers=offload_buffers, **options)
 
 
 attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ import torch
 from torch import nn
 
 from accelerate._impl import ambient
+from accelerate._impl.environment.packages import is_4bit_bnb_available, is_8bit_bnb_available
 from accelerate._impl.models.modeling import set_module_tensor_to_device
-from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
+from accelerate._impl.settings.general import BnbQuantizationConfig
 from accelerate._impl.surface.messages import message
 from hasten import bigmodel
-from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.offload_files import offload_weight
-from hasten.bigmodel.quantize import BnbSettings, bnb, chosen_linears, replace_linears
+from hasten.bigmodel.quantize import BnbSettings, chosen_linears, replace_linears
 from hasten.modules.surgery import linear_names
 
+logger = logging.getLogger("accelerate.utils.bnb")
 # Any in this file: devices and sizes as a user wrote them.
 
 
@@ -37,8 +39,8 @@ def load_and_quantize_model(
     Weights are read in their full size to host memory and quantized layer by layer. The settings that divide a model
     over devices (`no_split_module_classes`, `max_memory`) and `offload_state_dict` have nothing to do on one device.
     """
-    bnb()
     config, device = bnb_quantization_config, _one_device(device_map)
+    _check_library(config)
     skip = [*(config.skip_modules or get_keys_to_not_convert(model)), *(config.keep_in_fp32_modules or [])]
     _fill(model, weights_location)
     _cast(model, config)
@@ -48,11 +50,20 @@ def load_and_quantize_model(
     return model.to(device)
 
 
+def _check_library(config: BnbQuantizationConfig) -> None:
+    if config.load_in_8bit and not is_8bit_bnb_available():
+        raise ImportError(message("bnb_too_old", "8bit", " "))
+    if config.load_in_4bit and not is_4bit_bnb_available():
+        raise ValueError(message("bnb_too_old", "4bit", ""))
+
+
 def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> None:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        if weights_location is None:
-            raise ValueError(message("quantize_without_weights"))
-        bigmodel.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        logger.warning(message("quantize_loaded"))
+        return
+    if weights_location is None:
+        raise RuntimeError(message("quantize_without_weights"))
+    bigmodel.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
 
 
 def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
@@ -78,9 +89,12 @@ def replace_with_bnb_layers(
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
     """The model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
-    kept = dict.fromkeys(modules_to_not_convert or ())
+    kept = modules_to_not_convert or ()
     names = {name: ".".join([*(current_key_name or ()), name]) for name in linear_names(model) if name}
-    chosen = [name for name, whole in names.items() if owner_in(kept, whole) is None]
+    free = {name: whole for name, whole in names.items() if name.rpartition(".")[2] not in kept}
+    chosen = [name for name, whole in free.items() if not any(one == whole or f"{one}." in whole for one in kept)]
+    if not chosen:
+        logger.warning(message("no_linear_layers"))
     return replace_linears(model, chosen, _settings(bnb_quantization_config))
 
 

@@ -67,14 +67,14 @@ def convert_model(
 
 def _like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
     """The same layer of another library, with the parameters of this one."""
+    fresh: nn.Module
     if type(old) is source.Linear:
         fresh = target.Linear(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     else:
         fresh = target.LayerNorm(tuple(old.weight.shape), eps=old.eps, device="meta")
     for key, parameter in old.named_parameters(recurse=False):
         fresh.register_parameter(key, parameter)
-    made: nn.Module = fresh
-    return made
+    return fresh
 
 
 def contextual_fp8_autocast(model_forward: Any, fp8_recipe: Any, use_during_eval: bool = False) -> Any:

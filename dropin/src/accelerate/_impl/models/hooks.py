@@ -33,8 +33,7 @@ class StreamedHook(AlignDevicesHook):
 def mirror(model: nn.Module) -> None:
     """Show on every module the hook it has, under the established attribute."""
     for module in model.modules():
-        found = hook_of(module)
-        if found is not None:
+        if (found := hook_of(module)) is not None:
             show(module, found)
     for streamer in streamers_of(model):
         for part in (part for unit in streamer.units for part in unit.module.modules()):

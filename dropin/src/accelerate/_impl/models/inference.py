@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 import hasten
 from accelerate._impl import ambient
+from accelerate._impl.models.planning import infer_auto_device_map
 from accelerate._impl.tensors import copy_tensor_to_devices
-from hasten import bigmodel, trees
+from hasten import trees
 from hasten.accelerator.inference import stage_starts
 from hasten.bigmodel.device_map import clean_device_map, tree
 from hasten.bigmodel.placement_plan import Device, atoms, balanced, place
@@ -40,17 +42,14 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     rows = find_pippy_batch_size(args, kwargs)
     if rows is None:
         raise ValueError("Could not find batch size from args or kwargs")
-    missing = -rows % num_chunks
-    args, kwargs = trees.map_tensors(lambda one: _lengthened(one, rows, missing), (args, kwargs))
+    args, kwargs = trees.map_tensors(partial(_lengthened, rows, -rows % num_chunks), (args, kwargs))
     output = forward(*args, **kwargs) if process.is_main_process else forward()
     return copy_tensor_to_devices(output)[:rows] if gather_output else output
 
 
-def _lengthened(tensor: torch.Tensor, rows: int, missing: int) -> torch.Tensor:
+def _lengthened(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
     """A batch with its last row repeated."""
-    if not missing or not tensor.dim() or len(tensor) != rows:
-        return tensor
-    return torch.cat([tensor, *[tensor[-1:]] * missing])
+    return torch.cat([tensor, *[tensor[-1:]] * missing]) if missing and tensor.dim() and len(tensor) == rows else tensor
 
 
 def prepare_pippy(
@@ -88,7 +87,7 @@ def generate_device_map(
 ) -> dict[str, Any]:
     """Which process would hold which module, when all hold about the same; processes count from 0."""
     if num_processes == 1:
-        return dict(bigmodel.infer_auto_device_map(model, max_memory, no_split_module_classes))
+        return infer_auto_device_map(model, None, no_split_module_classes, clean_result=False)
     parts = atoms(tree(model, no_split_module_classes))
     whole = sum(part.num_bytes for part in parts)
     limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]

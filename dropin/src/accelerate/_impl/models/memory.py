@@ -43,7 +43,7 @@ def find_executable_batch_size(
 def _searching(size: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
     names = list(signature(function).parameters)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def decorator(*args: Any, **kwargs: Any) -> Any:
         nonlocal size  # the next call goes on from here
         clear_device_cache(garbage_collection=True)
         if len(names) < len(args) + 1:
@@ -59,4 +59,4 @@ def _searching(size: int, reduce_fn: Callable[..., int] | None, function: Callab
             size = next_size(size, reduce_fn)
         raise RuntimeError("No executable batch size found, reached zero.")
 
-    return run
+    return decorator

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import reduce
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from accelerate._impl import ambient
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._impl.environment.packages import is_peft_available
+from accelerate._impl.models.planning import check_tied_parameters_on_same_device, ties_of
 from accelerate._impl.surface.messages import message
 from hasten.bigmodel import device_map as maps
 from hasten.bigmodel import load, tensors
@@ -30,7 +32,7 @@ from hasten.errors import CheckpointError
 from hasten.modules.names import is_dtensor
 from hasten.optional import need
 
-log = logging.getLogger("accelerate.utils.modeling")
+logger = logging.getLogger("accelerate.utils.modeling")
 # Any in this file: device maps and foreign models.
 
 
@@ -42,9 +44,8 @@ def is_peft_model(model: Any) -> bool:
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
     """Whether two devices are one; an index that is not given is the current one's."""
-    if first_device.type != second_device.type:
-        return False
-    return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
+    same = first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
+    return same and first_device.type == second_device.type
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
@@ -55,12 +56,9 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Buffers that a state dict leaves out."""
-    if not recurse:
-        return set(module._non_persistent_buffers_set)
-    found = set()
-    for name, part in module.named_modules():
-        found |= {f"{name}.{one}" if fqns and name else one for one in part._non_persistent_buffers_set}
-    return found
+    parts = module.named_modules() if recurse else [("", module)]
+    found = ((name, one) for name, part in parts for one in part._non_persistent_buffers_set)
+    return {f"{name}.{one}" if fqns and name else one for name, one in found}
 
 
 def named_module_tensors(
@@ -85,14 +83,15 @@ def set_module_tensor_to_device(
     clear_cache: bool = True,
 ) -> None:
     """Put one tensor of a module on a device; caches are never filled by it, so there is nothing to clear."""
-    if fp16_statistics is not None:
-        raise NotImplementedError("fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported")
     now = _checked(module, tensor_name, device, value)
-    if value is None or (dtype is not None and not value.dtype.is_floating_point and not value.is_complex()):
+    still = value is None and now.device == device_of(device)
+    if still or (value is not None and dtype is not None and not value.is_floating_point() and not value.is_complex()):
         dtype = None
     elif dtype is None and type(now) in (Tensor, nn.Parameter):
         dtype = now.dtype
     tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+    if fp16_statistics is not None:  # of weights in 8 bits
+        attrgetter(tensor_name)(module).SCB = fp16_statistics.to(device)
 
 
 def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) -> Tensor:
@@ -102,7 +101,7 @@ def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) ->
     if last not in owner._parameters and last not in owner._buffers:
         raise ValueError(f"{owner} does not have a parameter or a buffer named {last}.")
     now = cast("Tensor", owner._parameters[last] if last in owner._parameters else owner._buffers[last])
-    if now.is_meta and value is None and str(device) != "meta":
+    if now.device.type == "meta" and value is None and str(device) != "meta":
         raise ValueError(f"{last} is on the meta device, we need a `value` to put in on {device}.")
     if value is not None and now.shape != value.shape and type(now) in (Tensor, nn.Parameter):
         raise ValueError(message("shape_of_tensor", value.shape, last, now.shape))
@@ -127,8 +126,8 @@ def load_checkpoint_in_model(
     if device_map is None and (broadcast_from_rank0 or any(map(is_dtensor, model.parameters()))):
         _load_over_processes(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
         return
-    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict)
-    loaded = fill_model(model, checkpoint, *options)
+    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
+    loaded = fill_model(model, checkpoint, *options, strict=strict)
     _write_for_the_disk(model, loaded, device_map or {}, offload_folder or "", offload_buffers)
 
 
@@ -154,24 +153,19 @@ def _load_over_processes(model: nn.Module, checkpoint: Path, strict: bool, full:
 
 
 def fill_model(
-    model: nn.Module,
-    checkpoint: str | PathLike[str],
-    device_map: Mapping[str, Any] | None = None,
-    offload_folder: str | Path | None = None,
-    dtype: Any = None,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: list[str] | None = None,
-    strict: bool = False,
+    model: nn.Module, checkpoint: Any, device_map: Any, folder: Any, dtype: Any, *how: Any, strict: bool
 ) -> Loaded:
     """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
     places = device_map or {}
-    if offload_folder is None and "disk" in map(str, places.values()):
+    if folder is None and "disk" in map(str, places.values()):
         raise ValueError(message("offload_needs_folder"))
     homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
     if homeless:
         raise ValueError(f"{homeless[0]} doesn't have any device set.")
-    located, dtype = _located(Path(checkpoint)), None if device_map is None else dtype
-    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
+    ties = ties_of(model)
+    if device_map:
+        check_tied_parameters_on_same_device(ties, device_map)
+    located, options = _located(Path(checkpoint)), (device_map, folder, dtype if device_map else None, *how)
     try:
         for file in weight_files(located):
             _check_format(file)
@@ -213,7 +207,7 @@ def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: 
         listed = ", ".join(f'"{name}"' for name in names)
         raise RuntimeError(f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. ")
     if names:
-        log.warning(message("weights_not_used", checkpoint, kind, set(names)))
+        logger.warning(message("weights_not_used", checkpoint, kind, set(names)))
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
@@ -247,12 +241,6 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model says that it ties weights."""
-    config, last = getattr(model, "config", None), getattr(model, "get_output_embeddings", lambda: None)
-    return bool(getattr(config, "tie_word_embeddings", False)) and last() is not None
-
-
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of a weights file, in safetensors or torch's format."""
     _check_format(Path(checkpoint_file))
@@ -270,8 +258,10 @@ def _check_format(file: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     if metadata is None:
-        log.warning(message("no_metadata", file))
-    elif (kind := metadata.get("format", "pt")) != "pt":
+        logger.warning(message("no_metadata", file))
+    elif (kind := metadata.get("format")) not in ("pt", "tf", "flax"):
+        raise OSError(message("no_valid_metadata", file))
+    elif kind != "pt":
         raise ValueError(f"The checkpoint passed was saved with {kind}, we need a the pt format.")
 
 
@@ -294,10 +284,10 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """A block under autocast in the current precision; one that does nothing without it."""
-    precision = ambient.AMBIENT.whole.get("_mixed_precision", "no")
-    if not native_amp or precision not in ("fp16", "bf16", "fp8"):
+    """A block under autocast in the current precision, or torch's own; one that does nothing without `native_amp`."""
+    if not native_amp:
         return nullcontext()
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+    dtype = dtypes.get(ambient.AMBIENT.whole.get("_mixed_precision", "no"))
     kwargs = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
     return torch.autocast(ambient.device().type, dtype, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import platform
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -27,7 +29,8 @@ from hasten.modules.names import is_dtensor
 from hasten.precision.autocast import AutocastForward
 
 logger = get_logger("accelerate.utils.other")
-TORCH_SAFE_GLOBALS: list[Any] = []
+_NUMPY = (np.zeros(0).__reduce__()[0], np.ndarray, codecs.encode, np.dtype, np.dtypes.UInt32DType)
+TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]  # of which states of random generators are made
 # Any in this file: the caller's objects.
 
 
@@ -68,10 +71,9 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
+    compile_part = nn.Module.compile if is_repeated_blocks(module) else compile_regions_deepspeed
     for part in module.children():
-        part.compile(**compile_kwargs) if is_repeated_blocks(module) else compile_regions_deepspeed(
-            part, **compile_kwargs
-        )
+        compile_part(part, **compile_kwargs)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -153,7 +155,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """What torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
-    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def get_pretty_name(obj: Any) -> str:

@@ -21,7 +21,7 @@ from hasten.modules.names import tied_groups
 
 # Any in this file: limits as ints and floats, dtypes that torch does not know, modules and tensors in one list.
 _Part = tuple[str, Any]
-_log = logging.getLogger("accelerate.utils.modeling")
+logger = logging.getLogger("accelerate.utils.modeling")
 _SUFFIXES = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _SPECIAL = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
 _OFFLOAD = ("cpu", "disk")
@@ -30,14 +30,13 @@ _NAMED = ("mps", "cpu", "disk")
 
 def convert_file_size_to_int(size: float | str) -> Any:
     """Return the bytes that a size such as "5GB", "5GiB" or "5Gb" (bits) stands for; numbers stay as they are."""
-    number, factor = (size, 1) if isinstance(size, int | float) else (-1, 0)
-    unit = next((unit for unit in _SUFFIXES if str(size).upper().endswith(unit)), None)
-    if isinstance(size, str) and unit is not None and re.fullmatch(r"\s*[\d.]+(e\d+)?\s*", size[: -len(unit)]):
-        bits = len(unit) == 2 and size.endswith("b")
-        number, factor = int(float(size[: -len(unit)]) * _SUFFIXES[unit]), 8 if bits else 1
-    if number < 0:
+    if isinstance(size, int | float) and size >= 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmg]i?b)", str(size), re.IGNORECASE)
+    if found is None:
         raise ValueError(message("no_size", size))
-    return number if factor == 1 else number // factor
+    number, unit = int(float(found[1]) * _SUFFIXES[found[2].upper()]), found[2]
+    return number // 8 if len(unit) == 2 and unit.endswith("b") else number
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
@@ -188,19 +187,32 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         raise ValueError(f"The device_map provided does not give any device for the following parameters: {names}")
 
 
+def ties_of(model: nn.Module) -> list[list[str]]:
+    """Return the groups of tied names; warn if there are none although the configuration ties weights."""
+    ties = find_tied_parameters(model)
+    if not ties and check_tied_parameters_in_config(model):
+        logger.warning(message("weights_not_tied"))
+    return ties
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a transformers model says that it ties weights."""
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return False
+    config, last = getattr(model, "config", None), getattr(model, "get_output_embeddings", lambda: None)
+    coupled = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return bool(coupled or (getattr(config, "tie_word_embeddings", False) and last() is not None))
+
+
 def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
     """Warn of tied parameters that a map puts on several devices."""
     for group in tied_params:
-        places = {name: _place_of(name, device_map) for name in group}
+        owners = {name: maps.owner_in(device_map, name) for name in group}
+        if None in owners.values():
+            raise ValueError("The `device_map` does not contain the module .")
+        places = {name: device_map[owner or ""] for name, owner in owners.items()}
         if len(set(places.values())) > 1:
-            _log.warning(message("ties_apart", places))
-
-
-def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    owner = maps.owner_in(device_map, name)
-    if owner is None:
-        raise ValueError("The `device_map` does not contain the module .")
-    return device_map[owner]
+            logger.warning(message("ties_apart", places))
 
 
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
@@ -217,7 +229,7 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
 def _check_devices(numbers: Sequence[int], strangers: Sequence[Any]) -> None:
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
-        _log.warning(f"Device {number} is not available, available devices are {there}")
+        logger.warning(f"Device {number} is not available, available devices are {there}")
     if strangers:
         raise ValueError(message("unknown_devices", strangers[0]))
 
@@ -236,7 +248,7 @@ class _Packing:
         self.left, self.offloaded = dict(limits), list[str]()
         self.places: OrderedDict[str, Any] = OrderedDict()
         self.waiting = _whole_model(model)
-        self.ties = find_tied_parameters(model)
+        self.ties = ties_of(model)
         self.fallback = self.verbose = False
         self.layer, self.largest = get_max_layer_size(self.waiting, sizes, self.whole)
         self.at = 0
@@ -263,7 +275,7 @@ class _Packing:
             size = f"needed size {together}" if small else f"module size {self.sizes[name]}"
             self._say(f"Not enough space on {device} to put {what} (space available {room}, {size}).")
             candidates = [*(owners if small else ()), *([] if self.sizes[name] < room else [(name, part)])]
-            self._split((name, part), candidates, together + reserve, room)
+            self._split((name, part), candidates, together, room)
 
     def _say(self, text: str) -> None:
         if self.verbose:
@@ -291,7 +303,7 @@ class _Packing:
         self.places.update(dict.fromkeys(names, device))
         self.waiting = [part for part in self.waiting if part[0] not in names]
 
-    def _split(self, first: _Part, candidates: Sequence[_Part], wanted: Any, room: Any) -> None:
+    def _split(self, first: _Part, candidates: Sequence[_Part], together: Any, room: Any) -> None:
         """Replace one of the modules by what is in it; if none can be split, go to the next device."""
         queue = [first, *self.waiting]
         for name, part in candidates:
@@ -301,18 +313,20 @@ class _Packing:
                 self.waiting = [*queue[:at], *inside, *queue[at + 1 :]]
                 self._measure()
                 return
-        self._say("This module cannot be split, going to the next device.")
-        self._advance(queue, wanted, room)
+        whole = "This module cannot" if first in candidates else "None of the tied module can"
+        self._say(f"{whole} be split, going to the next device.")
+        self._advance(queue, together, room)
 
-    def _advance(self, queue: list[_Part], wanted: Any, room: Any) -> None:
+    def _advance(self, queue: list[_Part], together: Any, room: Any) -> None:
         """Go to the next device, unless a later module is to be tried on this one, which is empty."""
         device, self.waiting = self.devices[self.at], queue
-        self.least[device], self.left[device] = wanted, room
-        limit = self.limits[device] - get_max_layer_size(queue, self.sizes, self.whole)[0]
-        if self.fallback and device in self.reserving and not self.used[device] and limit > 0:
-            name, part, rest = fallback_allocate(queue, self.sizes, limit, self.whole, self.ties)
-            if name is not None and name != queue[0][0]:
-                self.waiting = [(name, part), *rest]
+        self.least[device] = together + self.limits[device] - self.used[device] - room
+        self.left[device] = room
+        limit = self.limits[device] - max(together, get_max_layer_size(queue, self.sizes, self.whole)[0])
+        if self.fallback and device in self.reserving and not self.used[device] and limit >= 0:
+            name, part, rest = fallback_allocate(queue[1:], self.sizes, limit, self.whole, self.ties)
+            if name is not None:
+                self.waiting = [(name, part), queue[0], *rest]
                 self._measure()
                 return
         self.at += 1
@@ -321,7 +335,7 @@ class _Packing:
         """Log the devices that got nothing, with the bytes that would have been needed."""
         empty = [f"  - {device}: {size} bytes required" for device, size in self.least.items() if not self.used[device]]
         if empty:
-            _log.info(message("devices_unused"), "\n".join(empty))
+            logger.info(message("devices_unused"), "\n".join(empty))
 
     def check_buffers(self, model: nn.Module, dtype: Any, special_dtypes: Any) -> None:
         """Warn if the buffers of offloaded modules, which stay on a GPU, do not fit the memory left there."""
@@ -366,19 +380,25 @@ def get_balanced_memory(
     gpus = [device for device in limits if device not in _OFFLOAD]
     full = [at for at, device in enumerate(gpus) if limits[device] > 0]
     if len(full) > 1:
-        sizes, low = compute_module_sizes(model, dtype, special_dtypes), int(low_zero)
-        share = sizes[""] // (len(full) - low) + _slack(model, sizes, no_split_module_classes)
-        limits.update({device: min(share, limits[device]) for device in gpus[low : full[-1]]})
-        rest = max(0, sizes[""] - sum(limits[device] for device in gpus[1 : len(full)]))
-        limits[gpus[0]] = min(rest, limits[gpus[0]]) if low_zero else limits[gpus[0]]
+        sizes = compute_module_sizes(model, dtype, special_dtypes)
+        slack = _slack(model, sizes, no_split_module_classes)
+        _spread(limits, gpus, full, sizes[""], slack, low_zero)
+    elif full and max_memory is None and gpus[full[0]] != "mps":
+        limits[gpus[full[0]]] *= 0.9
     return limits
+
+
+def _spread(limits: Any, gpus: Sequence[Any], full: Sequence[int], whole: int, slack: int, low: bool) -> None:
+    """Limit all devices but the last to a share; with `low`, the first to what the others leave."""
+    share = whole // (len(full) - low) + slack
+    limits.update({device: min(share, limits[device]) for device in gpus[low : full[-1]]})
+    if low:
+        limits[gpus[0]] = min(limits[gpus[0]], max(0, whole - sum(limits[device] for device in gpus[1 : len(full)])))
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
     """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
-    kept: dict[str, int] = {}
-    for name in filter(None, sizes):
-        kept.setdefault(type(attrgetter(name)(model)).__name__, sizes[name])
+    kept = {type(attrgetter(name)(model)).__name__: sizes[name] for name in reversed(list(sizes)) if name}
     tensors = set(get_module_leaves(dict(sizes)))
     layers = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
     mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,27 @@ import torch
 from accelerate._impl import ambient
 from accelerate._impl.copying import Copyable
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.views.gradient_state import GradientState
-from accelerate._impl.views.state import AcceleratorState
+from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer, SharedWindow
-from hasten.precision.base import APPLIED, SKIPPED, FullPrecision, Precision
+from hasten.precision.base import APPLIED, SKIPPED, FullPrecision, Precision, StepResult
 
 
-class AcceleratedOptimizer(Copyable, PreparedOptimizer):
+class _WithScaler(FullPrecision):
+    """The precision of a script that scales its losses itself, with a scaler of torch's."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler: Any = scaler
+
+    def step(self, optimizer: torch.optim.Optimizer) -> StepResult:
+        updates: list[Any] = []
+        with optimizer.register_step_post_hook(lambda *told: updates.append(told)):
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return StepResult(applied=bool(updates))
+
+
+class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's scaler, and results of optimizers
     """The user's optimizer, stepping and clearing only where a window ends."""
 
     belongs_to_run = ("_clock", "_precision", "_share", "scaler")
@@ -26,21 +40,21 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         device_placement: bool = True,
-        scaler: Any = None,  # Any: torch's GradScaler; the Accelerator's precision brings its own
+        scaler: Any = None,  # torch's GradScaler
         *,
         clock: StepClock | None = None,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(optimizer, clock or ambient.clock(), precision or FullPrecision())
+        AcceleratorState()  # raises a ValueError where there is no Accelerator
+        plain = FullPrecision() if scaler is None else _WithScaler(scaler)
+        super().__init__(optimizer, clock or ambient.clock(), precision or plain)
         self.scaler = scaler
         self.device_placement = device_placement
 
     def rejoin(self) -> None:
         """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""
-        kept = vars(self)
-        kept.setdefault("_clock", ambient.clock())
-        kept.setdefault("_precision", FullPrecision())
-        kept.setdefault("scaler", None)
+        for name, plain in (("_clock", ambient.clock()), ("_precision", FullPrecision()), ("scaler", None)):
+            vars(self).setdefault(name, plain)
         self._scaled = self._precision.scaler is not None
         self._share = SharedWindow()
         self._clock.join(self)
@@ -57,6 +71,8 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless a window that is still open needs them."""
         if self.acts_now:  # quirk: ZERO_GRAD_WAITS
+            if set_to_none is not None and "set_to_none" not in inspect.signature(self.optimizer.zero_grad).parameters:
+                raise ValueError("`set_to_none` for Optimizer.zero_grad` is not supported by this optimizer.")
             super().zero_grad(True if set_to_none is None else set_to_none)
 
 

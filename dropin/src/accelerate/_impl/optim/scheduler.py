@@ -8,7 +8,7 @@ from typing import Any
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.views.gradient_state import GradientState
+from accelerate._impl.views.state import GradientState
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
 
@@ -21,7 +21,7 @@ class AcceleratedScheduler(PreparedScheduler):
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
     ) -> None:
-        self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        self.optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
         owner = next((one for one in self.optimizers if isinstance(one, PreparedOptimizer)), None)
         super().__init__(scheduler, owner, step_with_optimizer)
         self.split_batches = split_batches
@@ -57,7 +57,3 @@ class AcceleratedScheduler(PreparedScheduler):
         sizes = AMBIENT.whole.get("parallelism_config")
         together = 1 if sizes is None else int(sizes.sp_size)  # processes that share each batch
         return ambient.start().world.size // together
-
-    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner scheduler's words."""
-        return self.scheduler.print_lr(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The settings file in its established form."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,13 @@ from typing import Any
 import yaml
 
 from accelerate._impl.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accelerate._impl.environment import constants
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.surface.messages import message
 from hasten.config.files import accelerate_paths, contents
 
 # Any in this file: values of settings.
-default_yaml_config_file = str(accelerate_paths(environment())[0])
-default_json_config_file = str(accelerate_paths(environment())[2])
+_SWITCHES = dict.fromkeys(("use_cpu", "debug", "enable_cpu_affinity"), False)
+default_yaml_config_file = default_json_config_file = str(accelerate_paths(environment())[0])  # as it has always been
 default_config_file = default_yaml_config_file
 cache_dir = str(Path(default_config_file).parent)
 hf_cache_home = str(Path(cache_dir).parent)
@@ -27,8 +26,8 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
     path = Path(config_file if config_file is not None else default_config_file)
     if config_file is not None and not path.is_file():
         raise FileNotFoundError(message("no_config_file", config_file))
-    if not path.is_file() and Path(default_json_config_file).is_file():
-        path = Path(default_json_config_file)
+    if not path.is_file() and (older := path.with_suffix(".json")).is_file():
+        path = older
     text = contents(path)
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     return config_from(values, str(path))
@@ -36,16 +35,14 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
 
 def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
     """The settings of a mapping. Raises: ValueError for unknown keys."""
-    kind = SageMakerConfig if values.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
-    if values.get("distributed_type") is None:
-        raise ValueError("A `distributed_type` must be specified in the config file.")
-    known, values = {one.name for one in fields(kind)}, dict(values)
-    if backend := values.pop("dynamo_backend", None):  # in files of older versions
-        values["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
-    precision = "fp16" if values.pop("fp16", False) else "no"  # there, too
+    cloud = values.get("compute_environment") == "AMAZON_SAGEMAKER"
+    kind: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
+    known, values = {one.name for one in fields(kind)}, BaseConfig.process_config(dict(values))
+    if cloud:
+        values.pop("num_processes", None)
     if unknown := sorted(set(values) - known):
         raise ValueError(message("unknown_keys", place, unknown))
-    return kind(**BaseConfig.process_config({"mixed_precision": precision, "use_cpu": False, **values}))
+    return kind(**values)
 
 
 @dataclass
@@ -54,7 +51,7 @@ class BaseConfig:
 
     compute_environment: Any
     distributed_type: Any
-    mixed_precision: str
+    mixed_precision: str | None
     use_cpu: bool
     debug: bool
 
@@ -63,6 +60,9 @@ class BaseConfig:
         cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kind: Any = SageMakerDistributedType if cloud else DistributedType
         self.distributed_type = kind("XLA" if self.distributed_type == "TPU" else self.distributed_type)
+        for one in fields(self):
+            if one.name.endswith("_config") and getattr(self, one.name) is None:
+                setattr(self, one.name, {})
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that hold something, as plain values."""
@@ -72,8 +72,17 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """The mapping with what every file has."""
-        return {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "debug": False, **config_dict}
+        """Complete the mapping with what every file has, and return it. Raises: ValueError without a kind of processes."""
+        if config_dict.get("distributed_type") is None:
+            raise ValueError("A `distributed_type` must be specified in the config file.")
+        if config_dict["distributed_type"] == "NO":
+            config_dict.setdefault("num_processes", 1)
+        if backend := config_dict.pop("dynamo_backend", None):  # in files of older versions, as is fp16
+            config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
+        precision = "fp16" if config_dict.pop("fp16", False) else None
+        known = {"compute_environment": ComputeEnvironment.LOCAL_MACHINE, "mixed_precision": precision, **_SWITCHES}
+        config_dict.update({name: value for name, value in known.items() if name not in config_dict})
+        return config_dict
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> "BaseConfig":
@@ -94,61 +103,13 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()))
 
 
-@dataclass
-class ClusterConfig(BaseConfig):
-    """Settings of machines of one's own."""
-
-    num_processes: int = -1
-    machine_rank: int = 0
-    num_machines: int = 1
-    gpu_ids: str | None = None
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    rdzv_backend: str | None = "static"
-    same_network: bool | None = False
-    main_training_function: str = "main"
-    enable_cpu_affinity: bool = False
-    fp8_config: dict[str, Any] | None = None
-    deepspeed_config: dict[str, Any] | None = None
-    fsdp_config: dict[str, Any] | None = None
-    parallelism_config: dict[str, Any] | None = None
-    megatron_lm_config: dict[str, Any] | None = None
-    mpirun_config: dict[str, Any] | None = None
-    downcast_bf16: bool = False
-    tpu_name: str | None = None
-    tpu_zone: str | None = None
-    tpu_use_cluster: bool = False
-    tpu_use_sudo: bool = False
-    command_file: str | None = None
-    commands: list[str] | None = None
-    tpu_vm: list[str] | None = None
-    tpu_env: list[str] | None = None
-    dynamo_config: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for one in fields(self):
-            if one.name.endswith("_config") and getattr(self, one.name) is None:
-                setattr(self, one.name, {})
+def _made(name: str, about: str) -> Any:
+    """A class of settings with the fields of the table: names that need a value, and defaults."""
+    table = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
+    rows: Any = [(one, Any, field(default=default)) for one, default in table["has"].items()]
+    rows = [*((one, Any) for one in table["needed"]), *rows]
+    return make_dataclass(name, rows, bases=(BaseConfig,), namespace={"__module__": __name__, "__doc__": about})
 
 
-@dataclass
-class SageMakerConfig(BaseConfig):
-    """Settings of SageMaker: read, but jobs there are started with SageMaker's own tools."""
-
-    ec2_instance_type: str = ""
-    iam_role_name: str = ""
-    image_uri: str | None = None
-    profile: str | None = None
-    region: str = "us-east-1"
-    num_machines: int = 1
-    gpu_ids: str = "all"
-    base_job_name: str = "accelerate-sagemaker-1"
-    pytorch_version: str = constants.SAGEMAKER_PYTORCH_VERSION
-    transformers_version: str = constants.SAGEMAKER_TRANSFORMERS_VERSION
-    py_version: str = constants.SAGEMAKER_PYTHON_VERSION
-    sagemaker_inputs_file: str | None = None
-    sagemaker_metrics_file: str | None = None
-    additional_args: dict[str, Any] | None = None
-    dynamo_config: dict[str, Any] | None = None
-    enable_cpu_affinity: bool = False
+ClusterConfig = _made("ClusterConfig", "Settings of machines of one's own.")
+SageMakerConfig = _made("SageMakerConfig", "Settings of SageMaker, whose own tools start jobs there.")

@@ -194,7 +194,7 @@ class DeepSpeedPlugin:
                 self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
             else:
                 self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
-        if found and mismatches is None:
+        if found and not prefix:
             raise ValueError("\n".join([message("deepspeed_mismatch"), *found, message("deepspeed_mismatch_remedy")]))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:

@@ -27,8 +27,9 @@ _BY_CLASS, _BY_SIZE = wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wr
 _POLICIES = dict(zip(FSDP_AUTO_WRAP_POLICY, (_BY_CLASS, _BY_SIZE, None), strict=True))
 _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
+_NO: Reading = (yes, False)
 _READ: dict[str, Reading] = {"backward_prefetch": (str, None), "auto_wrap_policy": (str, None)}
-_READ |= {"ignored_modules": (str, None), **dict.fromkeys(_SWITCHES, (yes, False))}
+_READ |= {"ignored_modules": (str, None), **dict.fromkeys(_SWITCHES, _NO)}
 _WHOLE = fsdp.StateDictType.FULL_STATE_DICT
 
 
@@ -114,6 +115,8 @@ class FullyShardedDataParallelPlugin:
                 self.transformer_cls_names_to_wrap = self.transformer_cls_names_to_wrap.split(",")
         elif self.auto_wrap_policy is _BY_SIZE:
             fill(self, "FSDP_", min_num_params=(int, 0))
+            if not isinstance(size := self.min_num_params, int):
+                raise ValueError(f"`min_num_params` must be an integer. Got {size} of type {type(size)}")
         else:
             self._whole = True
 
@@ -129,9 +132,7 @@ class FullyShardedDataParallelPlugin:
                 log.warning(_GONE[name])
                 setattr(self, name, None)
             return
-        fill(
-            self, "FSDP_", **dict.fromkeys(("use_orig_params", "sync_module_states", "forward_prefetch"), (yes, False))
-        )
+        fill(self, "FSDP_", use_orig_params=_NO, sync_module_states=_NO, forward_prefetch=_NO)
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             warnings.warn(message("fsdp_states_synchronized"), stacklevel=4)
             self.sync_module_states = True

@@ -1,15 +1,25 @@
-"""Every settings class by its established home; those of loaders, projects and parallel axes are defined here."""
+"""Settings that stand for themselves: of loaders, projects, parallel axes and bitsandbytes, checked as the original checks them."""
 
+import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from accelerate._impl.enums import CustomDtype
 from accelerate._impl.settings.filled import fill, yes
 from accelerate._impl.surface.messages import message
 
 # Any in this file: the values of settings, and foreign configuration objects.
+_KERNELS = ["flash_attention_2", "flash_attention_3", "sdpa"]
+_KINDS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("load_in_8bit load_in_4bit bnb_4bit_use_double_quant", bool, "a boolean"),
+    ("llm_int8_threshold", (int, float), "a float or an int"),
+    ("skip_modules keep_in_fp32_modules", (list, type(None)), "a list of strings"),
+)
+_DTYPES: Final = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
 
 @dataclass
@@ -44,6 +54,12 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+    def over(self, make: Callable[..., Any]) -> Any:
+        """What `make` gives for these settings as hasten names them."""
+        names = ("project_dir", "logging_dir", "total_limit", "iteration", "save_on_each_node")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return make(**values | {name: str(values[name]) for name in names[:2] if values[name] is not None})
 
 
 @dataclass
@@ -99,11 +115,54 @@ class DeepSpeedSequenceParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        if self.sp_attn_implementation in ("eager", "flex_attention"):
-            raise ValueError(message("sp_attention", self.sp_attn_implementation))
+        if (kind := self.sp_attn_implementation) in ("eager", "flex_attention"):
+            raise ValueError(message("sp_attention", kind))
+        if kind is not None and kind not in _KERNELS and not re.fullmatch(".*/.*flash-attn.*", kind):
+            raise ValueError(message("sp_attention_unknown", kind, _KERNELS))
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ValueError(message("sp_length_missing"))
 
 
 def _length(word: str) -> int | None:
     return None if word == "None" else int(word)  # which the original's launcher writes
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """Which layers bitsandbytes quantizes, and how."""
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = "fp16"
+    torch_dtype: Any = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for names, kind, words in _KINDS:
+            for name in names.split():
+                if not isinstance(getattr(self, name), kind):
+                    raise ValueError(f"{name.replace('fp32', 'fp_32')} must be {words}")
+        self._check_bits()
+        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        if self.torch_dtype is None:
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+
+    def _check_bits(self) -> None:
+        if self.load_in_8bit == self.load_in_4bit:
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}")
+        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
+            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}")
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if value not in dict(_DTYPES):
+        raise ValueError(f"{name} must be in ['fp32','fp16','bf16'] but found {value}")
+    return dict(_DTYPES)[value]

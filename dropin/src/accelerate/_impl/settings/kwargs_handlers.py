@@ -12,9 +12,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import hasten
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
+from accelerate._impl.environment.packages import is_torchao_available
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface import left_out
 from accelerate._impl.surface.messages import message
+from hasten.optional import need
 from hasten.strategies.ddp.strategy import comm_hook
 
 # Any in this file: the values of settings, and foreign configuration objects.
@@ -82,7 +84,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def register_comm_hook(self, model: Any) -> None:
         """Register the hook on a module of torch's; prepare() does so itself."""
         if DDPCommunicationHookType(self.comm_hook) != DDPCommunicationHookType.NO:
-            model.register_comm_hook(*comm_hook(self.to_hasten(), None))
+            state, hook = comm_hook(self.to_hasten(), None)
+            model.register_comm_hook(state=state, hook=hook)
 
     def _values(self) -> dict[str, Any]:
         return self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
@@ -176,7 +179,12 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        fill(self, "ACCELERATE_FP8_", pad_inner_dim=(yes, True), enable_fsdp_float8_all_gather=(yes, True))
+        if not is_torchao_available():
+            raise ImportError("TorchAO is not available. Please install it or use a different backend.")
+        if self.config is None:
+            fill(self, "ACCELERATE_FP8_", pad_inner_dim=(yes, True), enable_fsdp_float8_all_gather=(yes, True))
+            kind, gather = need("torchao.float8").Float8LinearConfig, self.enable_fsdp_float8_all_gather
+            self.config = kind(pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=gather)
 
 
 @dataclass

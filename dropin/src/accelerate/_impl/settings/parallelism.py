@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal, Self
 
 from torch.distributed import device_mesh
@@ -41,8 +42,8 @@ class ParallelismConfig:
     device_mesh: DeviceMesh | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        fill(self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES}, sp_backend=(str, "deepspeed"))
-        self.cp_backend = self.cp_backend or "torch"
+        fill(self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES})
+        fill(self, "PARALLELISM_CONFIG_", cp_backend=(str, "torch"), sp_backend=(str, "deepspeed"))
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1:
@@ -75,8 +76,12 @@ class ParallelismConfig:
 
     _sizes = shown(lambda self: {axis: self._size(axis) for axis in _AXES}, "Sizes by axis.")
 
-    def _size(self, axis: str) -> int:
-        return int(getattr(self, f"{axis}_size"))
+    def _size(self, *axes: str) -> int:
+        return prod(int(getattr(self, f"{axis}_size")) for axis in axes)
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        assert parallelism in _AXES, f"Parallelism must be one of {self._sizes.keys()}"
+        setattr(self, f"{parallelism}_size", size)
 
     def __repr__(self) -> str:
         names = ["dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend"]
@@ -88,13 +93,9 @@ class ParallelismConfig:
         """The sizes as JSON."""
         return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
 
-    total_size = shown(lambda self: self.data_parallel_size * self.non_data_parallel_size, "Processes in all.")
-    data_parallel_size = shown(
-        lambda self: self._size("dp_replicate") * self._size("dp_shard"), "Processes that read different samples."
-    )
-    non_data_parallel_size = shown(
-        lambda self: self._size("tp") * self._size("cp") * self._size("sp"), "Processes that share samples."
-    )
+    total_size = shown(lambda self: self._size(*_AXES), "Processes in all.")
+    data_parallel_size = shown(lambda self: self._size(*_AXES[:2]), "Processes that read different samples.")
+    non_data_parallel_size = shown(lambda self: self._size(*_AXES[2:]), "Processes that share samples.")
 
     dp_replicate_enabled = shown(lambda self: self._size("dp_replicate") > 1, "Whether models are replicated.")
     dp_shard_enabled = shown(lambda self: self._size("dp_shard") > 1, "Whether models are sharded.")
@@ -126,24 +127,30 @@ class ParallelismConfig:
         for name, axes in joint.items():
             if axes:
                 mesh[axes]._flatten(name)
-        self.device_mesh = mesh
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Torch's mesh of these sizes, made on first use. Ranks: every rank."""
-        if self.device_mesh is None and device_type is None:
-            raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
-        return self.device_mesh or self.build_device_mesh(str(device_type))
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, kind := self.device_mesh.device_type):
+            raise ValueError(message("mesh_of_another_device", kind, device_type))
+        return self.device_mesh
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        if self.total_size > 1 and self.total_size != accelerator.num_processes:
+        if self.total_size == 1:
+            if not accelerator.multi_device:
+                return
+            self._set_size("dp_replicate", accelerator.num_processes)
+        if self.total_size != accelerator.num_processes and not self.sp_enabled:
             raise ValueError(message("total_size_differs", self.total_size, accelerator.num_processes))
-        kinds = ("MULTI_CPU", "DEEPSPEED")  # the original refuses CPU processes
-        split = accelerator.is_fsdp2 or accelerator.multi_device or accelerator.distributed_type in kinds
-        if self.total_size > 1 and not split:
-            raise ValueError(message("sizes_of_another_kind", accelerator.distributed_type))
-        if self.total_size > 1 and accelerator.is_fsdp2 and not self.dp_shard_cp_dim_names:
+        if accelerator.is_fsdp2 and not self.dp_shard_cp_dim_names:
             raise ValueError(message("nothing_to_shard_over"))
+        kinds = ("MULTI_CPU", "DEEPSPEED")  # the original refuses CPU processes
+        if not (accelerator.is_fsdp2 or accelerator.multi_device or accelerator.distributed_type in kinds):
+            raise ValueError(message("sizes_of_another_kind", accelerator.distributed_type))
 
     def to_hasten(self) -> hasten.ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import hasten
 from accelerate._impl.composed import Composed
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.settings.deepspeed_plugin import DeepSpeedPlugin, Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from accelerate._impl.settings.kwargs_handlers import DistributedDataParallelKwargs
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
 
@@ -45,35 +45,32 @@ class FollowedPlugin:
         if "hybrid_shard" in changed:
             raise ValueError(message("strategy_too_late"))
         if changed:
-            what = f"{', '.join(changed)} of the FSDP plugin"
-            _reconfigure(self._accelerator, what, fsdp=replace(self._accelerator.config.fsdp, **changed))
+            self._accelerator._reconfigure(fsdp=replace(self._accelerator.config.fsdp, **changed))
             self._taken = now
 
 
-class FollowedEngine:
-    """The settings that were last taken from the DeepSpeed plugin in use."""
+class FollowedSections:
+    """The settings that were last taken from the DeepSpeed plugin in use and from the options of DistributedDataParallel."""
 
     def __init__(self, accelerator: Composed, plugins: Plugins) -> None:
         self._accelerator = accelerator
         self.plugins = plugins
-        self._taken: hasten.DeepSpeedPlugin | None = None if plugins is None else accelerator.config.deepspeed
+        self._taken = {**self._now(), "deepspeed": None if plugins is None else accelerator.config.deepspeed}
+
+    def _now(self) -> dict[str, Any]:
+        plugin, handler = active_plugin(self.plugins), self._accelerator.ddp_handler
+        ddp = (handler or DistributedDataParallelKwargs()).to_hasten()
+        return {"ddp": ddp, "deepspeed": None if plugin is None else plugin.to_hasten()}
 
     def follow(self) -> None:
-        """Take over the plugin's configuration as it is now; libraries fill its "auto" values after Accelerator().
+        """Take over what is set now; libraries replace options and fill "auto" values after Accelerator().
 
-        Raises: ValueError when another plugin was selected after an engine was started.
+        Raises: ValueError when a model has been prepared already.
         """
-        plugin = active_plugin(self.plugins)
-        now = None if plugin is None else plugin.to_hasten()
-        if now != self._taken:
-            _reconfigure(self._accelerator, "the DeepSpeed configuration", deepspeed=now)
-            self._taken = now
-
-
-def _reconfigure(accelerator: Composed, what: str, **section: Any) -> None:
-    if components(accelerator).prepared.models:
-        raise ValueError(message("change_too_late", what))
-    accelerator._reconfigure(**section)
+        for name, now in self._now().items():
+            if now != self._taken[name]:
+                self._accelerator._reconfigure(**{name: now})
+                self._taken[name] = now
 
 
 def chosen_plugins(given: Any, several: Any) -> Plugins:  # Any: what the script gave

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Final
 
-from accelerate._impl.surface.elsewhere import complete
+from accelerate._impl.surface.lazy import complete
 
 _ROOMS: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items() for room in rooms.split()}

@@ -1,8 +1,11 @@
-"""Names that resolve and refuse: what the original has and this package leaves out on purpose, each with its reason."""
+"""Refusals: names that the original has and this package leaves out on purpose, each with its reason, and the original itself."""
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any, Final, NoReturn
+
+from accelerate._impl.surface.messages import message
 
 MEGATRON_STEPS: Final = "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2, Llama, Mixtral, BERT and T5 models of transformers as they are"
 MARK: Final = "__left_out__"
@@ -10,9 +13,7 @@ MARK: Final = "__left_out__"
 
 def refuse(name: str, why: str) -> NoReturn:
     """Raise the error for a name that is left out."""
-    raise NotImplementedError(
-        f"accelerate.{name} is left out of hasten's stand-in and nothing was done in its place: {why}."
-    )
+    raise NotImplementedError(message("left_out", name, why))
 
 
 def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a function of any signature
@@ -36,3 +37,10 @@ def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:  # Any: st
     home, _, short = f"accelerate.{name}".rpartition(".")
     inside = {"__init__": refused, "__doc__": f"Left out: {why}.", "__module__": home, MARK: why}
     return type(short, bases or (object,), inside)
+
+
+def refuse_other_package() -> None:
+    """Raise when another distribution named `accelerate` shares this one's folder: modules of both would be mixed."""
+    for one in metadata.distributions(name="accelerate"):
+        if not one.version.endswith("+hasten"):
+            raise ImportError(message("other_package", one.version, one.locate_file("")))

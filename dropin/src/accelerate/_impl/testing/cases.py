@@ -20,6 +20,7 @@ import accelerate
 from accelerate._impl.environment import packages as imports
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.environment.versions import compare_versions
+from accelerate._impl.surface.messages import message
 from accelerate._impl.tensors import gather
 from accelerate._impl.views.state import AcceleratorState, PartialState
 from hasten.optional import available, need
@@ -57,9 +58,13 @@ def run_first(test_case: Any) -> Any:
     return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
 
 
-def _needs(wanted: Callable[[], bool], what: str, reason: str = "") -> Callable[[Any], Any]:
+_LINES = [line.partition("|") for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
+_REASONS = {rule.split()[0]: reason for rule, _, reason in _LINES}
+
+
+def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
-        return unittest.skipUnless(wanted(), reason or f"test requires {what}")(test_case)
+        return unittest.skipUnless(wanted(), _REASONS.get(what) or f"test requires {what}")(test_case)
 
     decorate.__doc__ = f"A test that needs {what}."
     return decorate
@@ -71,22 +76,21 @@ def _have(number: str, kinds: list[str]) -> bool:
     return found and number in ("any", "one" if device_count == 1 else "several")
 
 
-skip = _needs(lambda: False, "to be run by hand", "Test was skipped")
-slow = _needs(lambda: _run_slow_tests, "RUN_SLOW", "test is slow")
-require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), "a TPU")
+skip = _needs(lambda: False, "skip")
+slow = _needs(lambda: _run_slow_tests, "slow")
+require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), "tpu")
 require_non_torch_xla = _needs(lambda: not imports.is_torch_xla_available(), "no torch_xla")
 require_fsdp2, require_tp = _needs(lambda: True, "FSDP2"), _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
     lambda: imports.is_transformers_available() and imports.is_datasets_available(), "transformers and datasets"
 )
-require_trackers = _needs(lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "two trackers")
+require_trackers = _needs(lambda: imports.is_wandb_available() or imports.is_tensorboard_available(), "a tracker")
 for _name, _probe in vars(imports).items():
     if _name.startswith("is_") and _name.endswith("_available"):
         _what = _name.removeprefix("is_").removesuffix("_available")
         globals()[f"require_{_what}"] = _needs(_probe, _what)
-for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
-    _what, _number, *_kinds = _line.split()
-    globals()[f"require_{_what}"] = _needs(partial(_have, _number, _kinds), _what.replace("_", " "))
+for _what, _number, *_kinds in (rule.split() for rule, _, _ in _LINES if " " in rule):
+    globals()[f"require_{_what}"] = _needs(partial(_have, _number, _kinds), _what)
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
@@ -131,7 +135,8 @@ class MockingTestCase(unittest.TestCase):
 
     def add_mocks(self, mocks: Any) -> None:
         """Start mocks, and stop them when the test ends."""
-        for mock in mocks if isinstance(mocks, list | tuple) else [mocks]:
+        self.mocks = mocks if isinstance(mocks, list | tuple) else [mocks]
+        for mock in self.mocks:
             mock.start()
             self.addCleanup(mock.stop)
 
@@ -151,9 +156,7 @@ def run_command(command: list[str], return_stdout: bool = False, env: Any = None
     try:
         output = subprocess.check_output(command, stderr=subprocess.STDOUT, env=env or os.environ.copy(), text=True)
     except subprocess.CalledProcessError as error:
-        raise SubprocessCallException(
-            f"Command `{' '.join(map(str, command))}` failed with the following error:\n\n{error.output}"
-        ) from error
+        raise SubprocessCallException(message("command_gave", " ".join(map(str, command)), error.output)) from error
     return output if return_stdout else None
 
 
@@ -162,26 +165,18 @@ class _RunOutput:
         self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
 
 
-def _repeat(cmd: list[str], done: _RunOutput, quiet: bool) -> None:
-    sys.stdout.write(f"\nRunning:  {' '.join(map(str, cmd))}\n")
-    if not quiet:
-        sys.stdout.writelines(f"stdout: {line}\n" for line in done.stdout)
-        sys.stderr.writelines(f"stderr: {line}\n" for line in done.stderr)
-
-
 def execute_subprocess_async(
     cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
 ) -> _RunOutput:
     """Run a command and give its output lines. Raises: RuntimeError with its errors when it fails."""
-    done = subprocess.run(
-        [*map(str, cmd)], stdin=stdin, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    line, command = " ".join(map(str, cmd)), [*map(str, cmd)]
+    done = subprocess.run(command, stdin=stdin, env=env, capture_output=True, text=True, check=False)
     result = _RunOutput(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
-    if echo:
-        _repeat(cmd, result, quiet)
+    if echo:  # quiet or not, as the original
+        sys.stdout.writelines([f"\nRunning:  {line}\n", *(f"stdout: {one}\n" for one in result.stdout)])
+        sys.stderr.writelines(f"stderr: {one}\n" for one in result.stderr)
     if result.returncode > 0:
-        failed = f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}"
-        raise RuntimeError("\n".join([failed, "", "The combined stderr from workers follows:", *result.stderr]))
+        raise RuntimeError(message("command_failed", line, result.returncode, "\n".join(result.stderr)))
     return result
 
 
@@ -206,8 +201,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
     try:
         yield
     except Exception as error:  # whatever the block raises is compared
-        wanted = f"Expected exception of type {exception_class} but got {type(error)}"
-        assert isinstance(error, exception_class), wanted
+        assert isinstance(error, exception_class), f"Expected exception of type {exception_class} but got {type(error)}"
         assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
         return
     raise AssertionError(f"Expected exception of type {exception_class} but ran without issue.")

@@ -1,16 +1,19 @@
 """A progress bar on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from accelerate._impl import ambient
+from accelerate._impl.environment.packages import is_tqdm_available
 from accelerate._impl.surface.messages import message
+from accelerate._impl.views.state import PartialState
 from hasten.progress import tqdm_bar
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # Any: tqdm's own arguments and bar
     """tqdm's bar, shown on the local main process only unless asked otherwise."""
+    if not is_tqdm_available():
+        raise ImportError(message("no_tqdm"))
     if len(args) > 0 and isinstance(args[0], bool):
         raise ValueError(message("bar_switch_first"))
-    return tqdm_bar.tqdm(*args, main_process_only=main_process_only, topology=ambient.start().topology, **kwargs)
+    if main_process_only:
+        kwargs["disable"] = kwargs.get("disable", False) or PartialState().local_process_index != 0
+    return tqdm_bar.tqdm(*args, main_process_only=False, **kwargs)

@@ -1,4 +1,4 @@
-"""PartialState and AcceleratorState: process-wide views on the one ambient context."""
+"""The states: process-wide views on the one ambient context and on the latest Accelerator's window and loaders."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, PrecisionType
-from accelerate._impl.environment.variables import environment, parse_flag_from_env
+from accelerate._impl.environment.variables import environment, parse_flag_from_env, set_numa_affinity
 from accelerate._impl.settings.deepspeed_plugin import active_plugin
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
@@ -22,7 +22,8 @@ from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.devices import choose_device, use_device
 
 logger = logging.getLogger("accelerate.state")
-# Any in this file: plugins, and the functions that decorators take.
+_KNOWN = "_cpu _mixed_precision backend device debug distributed_type num_processes process_index local_process_index fork_launched"
+# Any in this file: plugins, loaders, and the functions that decorators take.
 
 
 class ThreadLocalSharedDict(threading.local):
@@ -107,10 +108,7 @@ class PartialState(_Shared):
     """This process among the others, without anything about training."""
 
     _shared_state: dict[str, Any] = AMBIENT.partial
-    _known_attrs = (
-        *("_cpu", "_mixed_precision", "backend", "device", "debug", "distributed_type"),
-        *("num_processes", "process_index", "local_process_index", "fork_launched"),
-    )
+    _known_attrs = tuple(_KNOWN.split())
 
     _cpu: bool
     backend: str | None
@@ -131,7 +129,9 @@ class PartialState(_Shared):
         ambient.forget_process()
 
     use_distributed = shown(lambda self: self.num_processes > 1, "Whether there are other processes.")
-
+    is_main_process = shown(lambda self: self.process_index == 0, "Whether this is the first process.")
+    is_local_main_process = shown(lambda self: self.local_process_index == 0, "Whether it is the first of its node.")
+    is_last_process = shown(lambda self: self.process_index == self.num_processes - 1, "Whether this is the last one.")
     default_device = shown(lambda self: torch.device(choose_device(0).type), "The device a process gets by default.")
 
     def set_device(self) -> None:
@@ -167,6 +167,8 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
         local_process_index=place.local_rank,
         fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
     )
+    if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(place.local_rank)
 
 
 def _device(chosen: torch.device) -> torch.device:
@@ -175,25 +177,19 @@ def _device(chosen: torch.device) -> torch.device:
     return torch.device(asked) if asked and chosen.type == "cpu" else chosen
 
 
-def fill_whole(mixed_precision: str, **plugins: Any) -> None:
+def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) -> None:
     """Write down what AcceleratorState shows, beside what PartialState does."""
+    if fsdp_plugin is not None:
+        plugins["fsdp_plugin"] = fsdp_plugin
     nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
     AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
-
-
-def _precision(asked: str | None) -> str:
-    chosen = asked or environment().get("ACCELERATE_MIXED_PRECISION", "no")
-    return str(PrecisionType(str(chosen).lower()).value)
 
 
 class AcceleratorState(_Shared):
     """PartialState, and what an Accelerator has settled for the whole process."""
 
     _shared_state: dict[str, Any] = AMBIENT.whole
-    _known_attrs = (
-        *PartialState._known_attrs,
-        *("deepspeed_plugin", "megatron_lm_plugin", "dynamo_plugin", "fsdp_plugin"),
-    )
+    _known_attrs = (*_KNOWN.split(), "deepspeed_plugin", "megatron_lm_plugin", "dynamo_plugin", "fsdp_plugin")
 
     _mixed_precision: str
 
@@ -217,25 +213,22 @@ class AcceleratorState(_Shared):
         if not _from_accelerator:
             raise ValueError(message("accelerator_not_made"))
         PartialState(cpu, **kwargs)
-        given = {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
-        given |= {"torch_tp_plugin": torch_tp_plugin, "parallelism_config": parallelism_config}
-        fill_whole(_precision(mixed_precision), dynamo_plugin=dynamo_plugin, **given)
+        precision = str(mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+        plugins = {"torch_tp_plugin": torch_tp_plugin, "parallelism_config": parallelism_config}
+        fill_whole(str(PrecisionType(precision)), fsdp_plugin, dynamo_plugin=dynamo_plugin, **plugins)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
-        fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."
         if cpu and self.device.type != "cpu":
-            raise ValueError(fixed.format(flag="cpu=True"))
+            raise ValueError(message("state_fixed", "cpu=True"))
         if mixed_precision is not None and mixed_precision != self._mixed_precision:
-            raise ValueError(fixed.format(flag=f"mixed_precision='{mixed_precision}'"))
+            raise ValueError(message("state_fixed", f"mixed_precision='{mixed_precision}'"))
 
     def __repr__(self) -> str:
         return repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
 
-    mixed_precision = shown("_mixed_precision", "Numbers of forward and backward.")
+    mixed_precision = shown("_mixed_precision", "Compute precision.")
     use_distributed = shown(lambda self: PartialState().use_distributed, "Whether there are other processes.")
-
     is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
-
     deepspeed_plugin = shown(lambda self: active_plugin(self.deepspeed_plugins), "The DeepSpeed plugin in use, if any.")
 
     def get_deepspeed_plugin(self, name: str) -> Any:
@@ -252,9 +245,7 @@ class AcceleratorState(_Shared):
         if plugins is None:
             raise ValueError(message("deepspeed_not_enabled"))
         if name not in (known := plugins if isinstance(plugins, dict) else {}):
-            raise ValueError(
-                f"There is no DeepSpeed plugin named {name!r}; there are: {sorted(known) or 'none by name'}."
-            )
+            raise ValueError(message("no_such_plugin", name, sorted(known) or "none by name"))
         return known
 
     @staticmethod
@@ -262,3 +253,48 @@ class AcceleratorState(_Shared):
         AMBIENT.whole.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+
+class GradientState:
+    """Where the latest Accelerator's accumulation window and loaders stand."""
+
+    _shared_state: dict[str, Any] = AMBIENT.gradient
+    plugin_kwargs: dict[str, Any]  # shown to type checkers; it lives in the shared dictionary
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        self.__dict__ = self._shared_state
+        self.__dict__.setdefault("plugin_kwargs", {})
+        if gradient_accumulation_plugin is not None:
+            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    initialized = shown(lambda self: bool(GradientState._shared_state), "Whether this has been made.")
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        ambient.clock().force(sync_gradients)
+
+    sync_gradients = shown(lambda self: ambient.clock().boundary, "Whether the window ends now.", _set_sync_gradients)
+    num_steps = shown(lambda self: int(self.plugin_kwargs.get("num_steps", 1)), "Micro-steps per update.")
+    adjust_scheduler = shown(lambda self: self.plugin_kwargs.get("adjust_scheduler", False), "Count every micro-step.")
+    sync_with_dataloader = shown(lambda self: self.plugin_kwargs.get("sync_with_dataloader", True), "End with loaders.")
+    active_dataloader = shown(lambda self: [None, *AMBIENT.loaders][-1], "The innermost loader being read, or None.")
+    dataloader_references = shown(lambda self: [None, *AMBIENT.loaders], "The loaders being iterated, after a None.")
+    in_dataloader = shown(lambda self: self.active_dataloader is not None, "Whether a loader is being iterated.")
+
+    end_of_dataloader = shown(lambda self: getattr(self.active_dataloader, "end_of_dataloader", False), "At the end.")
+    remainder = shown(lambda self: getattr(self.active_dataloader, "remainder", -1), "Samples of the last batch.")
+    is_xla_gradients_synced = shown(lambda self: False, "Whether XLA has reduced gradients: it is not in use.")
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        AMBIENT.loaders.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        ambient.forget_loader(dataloader)
+
+    @staticmethod
+    def _reset_state() -> None:
+        AMBIENT.clock = None
+        AMBIENT.gradient.clear()
+        AMBIENT.loaders.clear()
+
+    def __repr__(self) -> str:
+        return f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\nExtra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 import warnings
@@ -150,55 +151,43 @@ def test_data_loader(data_loader: Any, accelerator: Any) -> None:
     assert sorted(seen) == list(range(NUM_ELEMENTS)), seen
 
 
-def _stateful(accelerator: Any, iterable: bool) -> Any:
-    return create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
-
-
-def _test_stateful_dataloader_resume(accelerator: Any, iterable: bool) -> None:
-    """Check that a loader goes on behind the batch at which its state was taken."""
-    loader = _stateful(accelerator, iterable)
+def _resumed(accelerator: Any, iterable: bool, folder: str | None = None) -> None:
+    """Check that a loader goes on behind the batch at which its state, or that of everything in a folder, was taken."""
+    loader = create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
     for number, _ in enumerate(loader):
         if number == 0:
-            state = loader.state_dict()
+            state = accelerator.save_state(folder) if folder else loader.state_dict()
     everything = _batches(loader)
-    again = _stateful(accelerator, iterable)
-    again.load_state_dict(state)
-    assert _batches(again) == everything[1:], "the loader did not go on behind its first batch"
+    if folder:
+        accelerator.load_state(folder)
+    else:
+        loader = create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
+        loader.load_state_dict(state)
+    assert _batches(loader) == everything[1:], "the loader did not go on behind its first batch"
 
 
 def _batches(loader: Any) -> list[Any]:
     return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
 
 
-def _test_stateful_dataloader_save_state_resume(accelerator: Any, iterable: bool) -> None:
-    """Check the same through `save_state` and `load_state`."""
-    accelerator.free_memory()
-    loader = _stateful(accelerator, iterable)
-    folder = tempfile.mkdtemp()  # another one on each process
-    for number, _ in enumerate(loader):
-        if number == 0:
-            accelerator.save_state(folder)
-    everything = _batches(loader)
-    accelerator.load_state(folder)
-    assert _batches(loader) == everything[1:], "the loader did not go on behind its first batch"
-
-
 def test_stateful_dataloader(accelerator: Any) -> None:
     """Check `state_dict` and `load_state_dict` of loaders of either kind."""
     for iterable in (False, True):
-        _test_stateful_dataloader_resume(accelerator, iterable)
+        _resumed(accelerator, iterable)
 
 
 def test_stateful_dataloader_save_state(accelerator: Any) -> None:
     """Check that a checkpoint has the loaders' positions."""
     for iterable in (False, True):
-        _test_stateful_dataloader_save_state_resume(accelerator, iterable)
+        accelerator.free_memory()
+        _resumed(accelerator, iterable, tempfile.mkdtemp())  # another folder on each process
 
 
 def main() -> None:
     """Run every check."""
     accelerator = create_accelerator()
-    loader = accelerator.prepare(DataLoader(DummyDataset(), batch_size=BATCH_SIZE, num_workers=NUM_WORKERS))
+    workers = min(NUM_WORKERS, os.cpu_count() or 1)  # torch warns of more
+    loader = accelerator.prepare(DataLoader(DummyDataset(), batch_size=BATCH_SIZE, num_workers=workers))
     test_data_loader(loader, accelerator)
     checks = (test_default_ensures_even_batch_sizes, test_can_disable_even_batches, test_can_join_uneven_inputs)
     for check in (*checks, test_join_can_override_even_batches, test_join_can_override_for_mixed_type_dataloaders):

@@ -41,10 +41,8 @@ def get_basic_setup(accelerator: Any, num_samples: int = 82, batch_size: int = 1
 
 def generate_predictions(model: Any, dataloader: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the targets of a whole loader, from every process."""
-    found = []
     with torch.no_grad():
-        for batch in dataloader:
-            found.append(accelerator.gather_for_metrics((model(batch["x"]), batch["y"])))
+        found = [accelerator.gather_for_metrics((model(batch["x"]), batch["y"])) for batch in dataloader]
     outputs, targets = zip(*found, strict=True)
     return torch.cat(outputs), torch.cat(targets)
 

@@ -9,6 +9,7 @@ import torch
 from accelerate._impl import tensors
 from accelerate._impl.environment.variables import patch_environment
 from accelerate._impl.tensors import DistributedOperationException
+from accelerate._impl.testing.cases import assert_exception
 from accelerate._impl.views.state import PartialState
 
 # Any in this file: PartialState's attributes live in a shared dictionary.
@@ -85,12 +86,8 @@ def test_op_checker(state: Any) -> None:
         with patch_environment(ACCELERATE_DEBUG_MODE="1"):
             uneven = torch.zeros(2 + state.process_index, device=state.device)
             for operation in (tensors.gather, tensors.broadcast, tensors.reduce):
-                try:
+                with assert_exception(DistributedOperationException, ": [2]}\n  - Process 1: {'tensor': [3]}"):
                     operation({"tensor": uneven})
-                except DistributedOperationException as error:
-                    assert "[2]" in str(error) and "[3]" in str(error), error
-                else:
-                    raise AssertionError(f"{operation.__name__} of unequal shapes was not refused")
     finally:
         state.debug = before
 

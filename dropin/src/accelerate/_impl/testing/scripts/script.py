@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from accelerate._impl.loaders.samplers import BatchSamplerShard, SeedableRandomS
 from accelerate._impl.loaders.share import prepare_data_loader
 from accelerate._impl.settings.general import DataLoaderConfiguration
 from accelerate._impl.tensors import gather, gather_object
-from accelerate._impl.testing.cases import are_the_same_tensors
+from accelerate._impl.testing.cases import are_the_same_tensors, assert_exception, capture_call_output
 from accelerate._impl.testing.training import RegressionDataset, RegressionModel
 from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import AcceleratorState, PartialState
@@ -53,12 +51,6 @@ print_last = _print("Print from the last process.", "process_index", "the last p
 print_on = _print("Print from a process of this index.", "process_index", "process {}:")
 
 
-def _printed(function: Callable[..., Any], *args: Any) -> str:
-    with redirect_stdout(io.StringIO()) as said:
-        function(*args)
-    return said.getvalue().strip()
-
-
 def process_execution_check() -> None:
     """Check that decorated functions run on their process only, and that the first process enters a block first."""
     accelerator = Accelerator()
@@ -73,7 +65,7 @@ def process_execution_check() -> None:
         for index in range(accelerator.num_processes)
     ]
     for function, args, here in cases:
-        said = _printed(function, *args)
+        said = capture_call_output(function, *args).strip()
         assert bool(said) == here, f"process {accelerator.process_index} said {said!r}"
         accelerator.wait_for_everyone()
     with accelerator.main_process_first():
@@ -84,8 +76,7 @@ def process_execution_check() -> None:
 def init_state_check() -> None:
     """Check that the main process shows its state."""
     state = AcceleratorState()
-    if state.local_process_index == 0:
-        state.print(state)
+    state.print(state)
 
 
 def rng_sync_check() -> None:
@@ -181,13 +172,15 @@ def mock_training(
     data, model = RegressionDataset(length=length, seed=42), RegressionModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = generate_baseline_dataloader(data, generator, batch_size, use_seedable_sampler)
-    for _ in range(3):
-        for batch in loader:
-            model.zero_grad()
-            loss: Any = nn.functional.mse_loss(model(batch["x"]), batch["y"])
-            loss.backward()
-            optimizer.step()
+    _three_epochs(model, loader, optimizer, torch.Tensor.backward)
     return data, model
+
+
+def _three_epochs(model: Any, loader: Any, optimizer: Any, backward: Callable[[torch.Tensor], None]) -> None:
+    for batch in (batch for _ in range(3) for batch in loader):
+        model.zero_grad()
+        backward(nn.functional.mse_loss(model(batch["x"]).float(), batch["y"]))
+        optimizer.step()
 
 
 def _trained(data: RegressionDataset, generator: torch.Generator, size: int, seedable: bool, **options: Any) -> Any:
@@ -201,11 +194,7 @@ def _trained(data: RegressionDataset, generator: torch.Generator, size: int, see
     loader: Any = generate_baseline_dataloader(data, generator, size, seedable)
     model: Any = RegressionModel()
     loader, model, optimizer = accelerator.prepare(loader, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(3):
-        for batch in loader:
-            model.zero_grad()
-            accelerator.backward(nn.functional.mse_loss(model(batch["x"]).float(), batch["y"]))
-            optimizer.step()
+    _three_epochs(model, loader, optimizer, accelerator.backward)
     return accelerator.unwrap_model(model).cpu()
 
 
@@ -290,12 +279,8 @@ def test_reinstantiated_state() -> None:
     accelerator = Accelerator()
     assert accelerator.state.initialized
     AcceleratorState._reset_state(True)
-    try:
+    with assert_exception(AttributeError, "_reset_state()"):
         _ = accelerator.state.distributed_type
-    except AttributeError as error:
-        assert "_reset_state()" in str(error), error
-    else:
-        raise AssertionError("a reset state still has its attributes")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from accelerate._impl.accelerator.facade import Accelerator
 from accelerate._impl.settings.general import DataLoaderConfiguration
 from accelerate._impl.settings.kwargs_handlers import GradientAccumulationPlugin
 from accelerate._impl.testing.training import RegressionDataset, RegressionModel
-from accelerate._impl.views.gradient_state import GradientState
+from accelerate._impl.views.state import GradientState
 from hasten.runtime.seeding import set_seed
 
 # Any in this file: what `prepare` returns.

@@ -1,0 +1,242 @@
+"""Behaviours of the Accelerator, its optimizers, checkpoints and trackers that were seen in the original by running it, and hold here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
+from accelerate.tracking import GeneralTracker, MLflowTracker
+from accelerate.utils import DistributedType, RNGType, patch_environment
+
+pytestmark = pytest.mark.usefixtures("fresh_states")
+
+
+class Counter:
+    """An object that can be registered."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        return None
+
+
+def test_arguments_are_taken_as_they_are() -> None:
+    with pytest.raises(ValueError, match="Unknown mixed_precision mode: BF16"):
+        Accelerator(cpu=True, mixed_precision="BF16")
+    assert Accelerator(cpu=True, rng_types=[RNGType.TORCH]).rng_types == [RNGType.TORCH]
+
+
+@pytest.mark.parametrize(("given", "steps", "kept"), [("1", 2, 1), ("4", 2, 4), (None, 2, 2)])
+def test_the_variable_decides_about_accumulation(given: str | None, steps: int, kept: int) -> None:
+    with patch_environment(**({} if given is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": given})):
+        assert Accelerator(cpu=True, gradient_accumulation_steps=steps).gradient_accumulation_steps == kept
+
+
+def test_an_accelerator_is_as_new_after_its_memory_was_freed() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        pass
+    assert accelerator.step == 1
+    accelerator.free_memory()
+    assert accelerator.step == 0
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_optimizers_show_whether_they_are_placed(placed: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    made = [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
+    one = accelerator.prepare_optimizer(made[0], device_placement=placed)
+    two = accelerator.prepare(made[1], device_placement=[placed])
+    assert (one.device_placement, two.device_placement) == (placed, placed)
+
+
+def test_schedulers_follow_optimizers_that_are_prepared_later() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = accelerator.prepare(LambdaLR(optimizer, lambda epoch: 1.0))
+    assert scheduler.optimizers == []
+    assert scheduler.optimizers is accelerator._optimizers
+    accelerator.prepare(optimizer)
+    assert len(scheduler.optimizers) == 1
+    assert AcceleratedScheduler(scheduler.scheduler, (optimizer,)).optimizers == (optimizer,)
+
+
+def test_optimizers_need_an_accelerator() -> None:
+    with pytest.raises(ValueError, match="properly initialize your accelerator"):
+        AcceleratedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("gradient", [1.0, float("inf")])
+def test_a_scaler_that_is_given_decides_about_the_update(gradient: float) -> None:
+    Accelerator(cpu=True)
+    model, scaler = nn.Linear(1, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), scaler=scaler)
+    before = model.weight.item()
+    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    assert model.weight.grad is not None
+    model.weight.grad.mul_(gradient)
+    optimizer.step()
+    skipped = gradient != 1.0
+    assert optimizer.step_was_skipped == skipped
+    assert model.weight.item() == pytest.approx(before - (not skipped), abs=1e-6)
+    assert scaler.get_scale() == (2.0 if skipped else 4.0)
+
+
+def test_an_optimizer_without_set_to_none_is_cleared_and_refuses_it() -> None:
+    class Older(torch.optim.SGD):
+        def zero_grad(self) -> None:  # type: ignore[override]  # as classes of users are written
+            super().zero_grad()
+
+    optimizer = Accelerator(cpu=True).prepare(Older(nn.Linear(1, 1).parameters(), lr=0.1))
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"`set_to_none` for .* is not supported by this"):
+        optimizer.zero_grad(set_to_none=True)
+
+
+def test_a_model_over_several_devices_is_trained_by_one_process_only() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    model.hf_device_map = {"a": "cpu", "b": "disk"}  # type: ignore[assignment]
+    assert accelerator.prepare(model) is model
+    accelerator.state.distributed_type = DistributedType.MULTI_CPU
+    with pytest.raises(ValueError, match="loaded with `device_map='auto'` in any distributed mode"):
+        accelerator.prepare(model)
+
+
+def test_one_process_has_nothing_to_leave_unsynchronised() -> None:
+    model = Mock()
+    with Accelerator(cpu=True).no_sync(model):
+        model.no_sync.assert_not_called()
+
+
+def test_reduced_tensors_are_copies() -> None:
+    given = torch.ones(2)
+    reduced = Accelerator(cpu=True).reduce([given])
+    assert torch.equal(reduced[0], given)
+    assert reduced[0].data_ptr() != given.data_ptr()
+
+
+def test_cores_and_kernel_are_looked_at(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(system="Linux", release="5.4.0"))
+    with patch("accelerate.state.set_numa_affinity") as bind:
+        with patch_environment(ACCELERATE_CPU_AFFINITY="1"):
+            PartialState(cpu=True)
+        bind.assert_called_once_with(0)
+    Accelerator(cpu=True)
+    assert "Detected kernel version 5.4.0" in caplog.text
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+def test_saving_and_loading_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "accelerate.accelerator")
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    said = [one.getMessage() for one in caplog.records if one.name == "accelerate.accelerator"]
+    assert said == [f"[RANK 0] Saving current state to {tmp_path}", f"[RANK 0] Loading states from {tmp_path}"]
+
+
+def test_a_checkpoint_of_other_objects_or_another_model_is_a_runtime_error(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(Counter())
+    accelerator.save_state(str(tmp_path))
+    accelerator._custom_objects.clear()
+    with pytest.raises(RuntimeError, match=r"Found checkpoints: 1\s+Registered objects: 0"):
+        accelerator.load_state(str(tmp_path))
+    accelerator.register_for_checkpointing(Counter())
+    accelerator.free_memory()
+    accelerator.prepare(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="shape"):
+        accelerator.load_state(str(tmp_path))
+
+
+def test_places_of_optimizers_are_checked(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path), map_location="on_device")
+    with pytest.raises(TypeError, match="Unsupported optimizer map location"):
+        accelerator.load_state(str(tmp_path), map_location="elsewhere")
+
+
+def test_files_that_were_copied_without_the_hidden_ones_are_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path / "saved"))
+    weight = model.weight.detach().clone()
+    (tmp_path / "copied").mkdir()
+    for file in (tmp_path / "saved").glob("[!.]*"):
+        shutil.copy(file, tmp_path / "copied")
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(str(tmp_path / "copied"))
+    assert torch.equal(model.weight, weight)
+
+
+def test_a_folder_below_home_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state("~/saved")
+    weight = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    accelerator.load_state("~/saved")
+    assert torch.equal(model.weight, weight)
+
+
+def test_shards_are_filled_as_the_hubs_tools_fill_them(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(30, 40), "b": nn.BatchNorm1d(40), "c": nn.Linear(40, 50)})
+    Accelerator(cpu=True).save_model(model, tmp_path, max_shard_size="5KB")
+    table = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {name: int(file[6:11]) for name, file in table.items()}
+    assert shards["a.weight"] == shards["a.bias"] == 1
+    assert shards["c.weight"] == 2
+    assert {number for name, number in shards.items() if name[0] == "b"} | {shards["c.bias"]} == {3}
+
+
+# -- trackers ---------------------------------------------------------------------------------------------------------
+class Own(GeneralTracker):
+    """A tracker of one's own for every process."""
+
+    name, requires_logging_directory, main_process_only, tracker = "own", False, False, None
+
+
+def test_trackers_run_on_the_main_process() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Own())
+    accelerator.init_trackers("run")
+    assert [one.name for one in accelerator.trackers] == ["own"]
+    accelerator.trackers = []
+    with patch("hasten.accelerator.process.Process.is_main_process", False):
+        accelerator.init_trackers("run")
+    assert accelerator.trackers == []
+
+
+def test_mlflow_is_told_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Mock()
+    package = SimpleNamespace(log_figure=told, log_artifact=told, log_artifacts=told)
+    monkeypatch.setattr(MLflowTracker, "_module", package)
+    PartialState(cpu=True)
+    tracker: Any = MLflowTracker("run")
+    tracker.log_figure(1, "a.png", dpi=3)
+    tracker.log_artifact("b")
+    tracker.log_artifacts("c", artifact_path="d")
+    assert [call.kwargs for call in told.call_args_list] == [
+        {"figure": 1, "artifact_file": "a.png", "dpi": 3},
+        {"local_path": "b", "artifact_path": None},
+        {"local_dir": "c", "artifact_path": "d"},
+    ]
