@@ -5,7 +5,7 @@
     python benchmarks/dropin_clients.py --quick               # tiny models and fewer steps
 
 Each package runs in a process of its own, in an environment in which the other is not installed (either_package.py says
-how); models have random weights of one seed, so nothing is downloaded. Trainer trains GPT-2 and BERT with dropout, in
+how). The two processes take turns: while one computes a few steps, the other waits. Models have random weights of one seed, so nothing is downloaded. Trainer trains GPT-2 and BERT with dropout, in
 float32 and bf16: every step's loss is compared. A GPT-2 is loaded with device_map="auto" and a max_memory of half of its
 weights, so that the rest is streamed from host memory (without a GPU: from disk): device map, logits and generated tokens
 are compared. Kernels are the deterministic ones, because the order of a sum would otherwise be the GPU's choice.
@@ -16,7 +16,6 @@ Ends with an error when the numbers differ.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -34,6 +33,8 @@ from either_package import PACKAGES, command, environment
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 SEED, VOCABULARY = 11, 1000
+DONE = "a turn is done\n"  # what a process prints before it waits
+STEPS_A_TURN = 5
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
 
     device = "cpu" if args.cpu else _device()
     with tempfile.TemporaryDirectory() as folder:
-        found = {package: measured(package, args, Path(folder) / package) for package in PACKAGES}
+        found = in_turns(args, Path(folder))
     rows = compared(found)
     known = {**versions(device), "transformers": metadata.version("transformers")}
     known["accelerate"] = " and ".join(found[package]["version"] for package in PACKAGES)
@@ -61,17 +62,38 @@ def main() -> None:
         sys.exit("the drop-in's numbers differ from the original's")
 
 
-def measured(package: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What the clients did in a process that finds this package."""
+def in_turns(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """What the clients did in two processes, one for each package, of which one computes at a time."""
+    running = {package: started(package, args, folder / package) for package in PACKAGES}
+    try:
+        while running:
+            for package, child in list(running.items()):
+                assert child.stdin is not None and child.stdout is not None
+                child.stdin.write("your turn\n")
+                child.stdin.flush()
+                for line in iter(child.stdout.readline, ""):
+                    if line == DONE:
+                        break
+                    print(f"{package}: {line}", end="", flush=True)
+                else:
+                    del running[package]
+                    if child.wait():
+                        sys.exit(f"the clients of the {package} package ended with exit code {child.returncode}")
+    finally:
+        for child in running.values():
+            child.kill()
+    return {package: json.loads((folder / package / "found.json").read_text()) for package in PACKAGES}
+
+
+def started(package: str, args: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
+    """A process that finds this package, and waits for its first turn."""
     place = environment(package, folder / "site", args.original)
     options = ["--inside", str(folder), "--steps", str(args.steps)]
     options += [flag for flag, given in (("--quick", args.quick), ("--cpu", args.cpu)) if given]
     words, variables = command(place, __file__, *options)
     variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or matrix products on a GPU are not repeatable
     variables.setdefault("OMP_NUM_THREADS", "1")  # tiny models; threads that wait for each other would be measured
-    subprocess.run(words, env=variables, check=True)
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    return subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,6 +129,7 @@ def inside(args: argparse.Namespace) -> None:
 
     import accelerate
 
+    sys.stdin.readline()
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = "cpu" if args.cpu else _device()
     small = args.quick or device == "cpu"
@@ -119,6 +142,16 @@ def inside(args: argparse.Namespace) -> None:
     tasks |= placed(args.inside, device, small)
     found = {"version": accelerate.__version__, "tasks": tasks}
     (args.inside / "found.json").write_text(json.dumps(found))
+
+
+def next_turn(device: str) -> None:
+    """Finish what the GPU was given, let the other package compute, and wait for the next turn."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(DONE, end="", flush=True)
+    sys.stdin.readline()
 
 
 def gpt2(small: bool, **options: Any) -> Any:
@@ -146,19 +179,29 @@ def bert(small: bool) -> Any:
 
 def trained(model: Any, args: argparse.Namespace, bf16: bool, small: bool) -> dict[str, Any]:
     """The loss and gradient norm of every step, and the median time of a step."""
+    import torch
     import transformers
 
-    ends: list[float] = []
+    gaps: list[float] = []
+    device = "cpu" if args.cpu else _device()
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+        last: float | None = None
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if self.last is not None:
+                gaps.append(time.perf_counter() - self.last)
+            if state.global_step % STEPS_A_TURN == 0:
+                next_turn(device)
+            self.last = None if state.global_step % STEPS_A_TURN == 0 else time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(
             folder, max_steps=args.steps, per_device_train_batch_size=4 if small else 16, learning_rate=1e-4, bf16=bf16,
-            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=SEED, use_cpu=args.cpu or _device() == "cpu",
-            gradient_accumulation_steps=2, warmup_steps=3, dataloader_pin_memory=not args.cpu and _device() == "cuda",
+            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=SEED, use_cpu=device == "cpu",
+            gradient_accumulation_steps=2, warmup_steps=3, dataloader_pin_memory=device == "cuda",
         )  # fmt: skip
         rows = sequences(model, 16 if small else 64)
         trainer = transformers.Trainer(model=model, args=options, train_dataset=rows, callbacks=[Clock()])
@@ -166,8 +209,7 @@ def trained(model: Any, args: argparse.Namespace, bf16: bool, small: bool) -> di
         trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     numbers = [float(row[key]) for row in logged for key in ("loss", "grad_norm")]
-    gaps = [b - a for a, b in itertools.pairwise(ends[4:])]
-    return {"numbers": numbers, "parts": "losses, gradient norms", "ms": statistics.median(gaps) * 1e3}
+    return {"numbers": numbers, "parts": "losses, gradient norms", "ms": statistics.median(gaps[4:]) * 1e3}
 
 
 def sequences(model: Any, length: int) -> list[dict[str, Any]]:
@@ -219,6 +261,7 @@ def _timed(run: Callable[[], Any], device: str) -> float:
 
     times = []
     for _ in range(6):
+        next_turn(device)
         begun = time.perf_counter()
         run()
         if device == "cuda":

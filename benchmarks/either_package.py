@@ -55,7 +55,7 @@ def _link_original(folder: Path, given: Path | None) -> None:
     found = [one for one in metadata.distributions(name="accelerate", path=where or sys.path) if "+" not in one.version]
     if not found:
         sys.exit("the original accelerate is not installed here; unpack it into a folder and name that by --original")
-    place = Path(str(found[0].locate_file("")))
+    place = Path(str(found[0].locate_file(""))).resolve()
     (folder / "accelerate").symlink_to(place / "accelerate")
     for one in place.glob("accelerate-*.dist-info"):
         if "+" not in one.name:
