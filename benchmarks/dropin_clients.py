@@ -68,10 +68,12 @@ def in_turns(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]
     try:
         while running:
             for package, child in list(running.items()):
-                assert child.stdin is not None and child.stdout is not None
-                child.stdin.write("your turn\n")
-                child.stdin.flush()
-                for line in iter(child.stdout.readline, ""):
+                output, turns = child.stdout, child.stdin
+                assert output is not None
+                assert turns is not None
+                turns.write("your turn\n")
+                turns.flush()
+                for line in iter(output.readline, ""):
                     if line == DONE:
                         break
                     print(f"{package}: {line}", end="", flush=True)
