@@ -36,7 +36,7 @@ def fresh_states() -> Iterator[None]:
         GradientState._reset_state()
         if not last:
             yield
-    gc.collect()  # ends the persistent workers of loaders
+    gc.collect(1)  # ends the persistent workers of loaders; a full collection visits every object of transformers
 
 
 @pytest.fixture(scope="session")
