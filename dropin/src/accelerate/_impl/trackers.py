@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from accelerate._impl.ambient import process
 from accelerate._impl.enums import LoggerType
 from accelerate._impl.environment.variables import str_to_bool
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
+from accelerate._impl.views.state import PartialState
 from hasten.optional import need
 from hasten.tracking import registry
 from hasten.tracking.values import plain_config
@@ -34,7 +36,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, _Package) or getattr(self, "main_process_only", False):  # one run, whatever the mark says
-            return process().on_main_process(function)(self, *args, **kwargs)
+            return PartialState().on_main_process(function)(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
     return run
@@ -83,7 +85,12 @@ class _Package(GeneralTracker):
         self.run_name, self.init_kwargs = run_name, kwargs
 
     tracker = shown(lambda self: getattr(self, self.kept_as), "The package's own run or writer.")
-    _module = shown(lambda self: need(self.name, why=f"log_with={self.name!r}"), "The package.")
+
+    @property
+    def _module(self) -> Any:
+        """The package, or what stands for it among the loaded modules."""
+        known = self.name in sys.modules
+        return sys.modules[self.name] if known else need(self.name, why=f"log_with={self.name!r}")
 
     def _open(self) -> Any:
         """Begin the run and return the package's object."""
@@ -402,7 +409,7 @@ class DVCLiveTracker(_Package):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if step is not None:
             self.live.step = step
-        fits = need("dvclive.plots").Metric.could_log
+        fits = import_module("dvclive.plots").Metric.could_log
         for name, value in self._fitting(values, message("dvclive_metric"), fits):
             self.live.log_metric(name, value, **kwargs)
         self.live.next_step()
@@ -412,9 +419,9 @@ _SHIPPED: Any = {one.name: one for one in (*_Package.__subclasses__(), *_Tables.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {k: _SHIPPED[k] for k in map(str, LoggerType) if k in _SHIPPED}
 
 
-def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+def register_tracker_class(tracker_class: object) -> None:
     """Let `log_with` know a class by its name."""
-    if not issubclass(tracker_class, GeneralTracker):
+    if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
     name = str(getattr(tracker_class, "name", tracker_class.__name__))
     if name in LOGGER_TYPE_TO_CLASS:
@@ -447,7 +454,7 @@ def _runnable(name: str, logging_dir: Any) -> Any:
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
     if name in LoggerType and name not in registry.installed():
-        logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
+        logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
         return None
     if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
@@ -467,12 +474,12 @@ def begin(
 ) -> list[GeneralTracker]:
     """The trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
     started: list[GeneralTracker] = []
-    for kind in kinds if process().is_main_process else ():
+    for kind in kinds if PartialState().is_main_process else ():
         tracker: Any = kind
         if not isinstance(kind, GeneralTracker):
             made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
-            place = {"logging_dir": logging_dir} if getattr(made, "requires_logging_directory", False) else {}
-            tracker = made(project, **{**init_kwargs.get(str(kind), {}), **place})
+            place = [logging_dir] if getattr(made, "requires_logging_directory", False) else []
+            tracker = made(project, *place, **init_kwargs.get(str(kind), {}))
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)

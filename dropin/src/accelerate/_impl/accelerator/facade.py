@@ -155,7 +155,7 @@ class Accelerator(SavingFace):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first batches in every epoch."""
-        return skip_first_batches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
@@ -193,11 +193,14 @@ class Accelerator(SavingFace):
         if self.has_lomo_optimizer:
             self.lomo_backward(loss, learning_rate)
             return
+        if not isinstance(loss, torch.Tensor) and hasattr(loss, "backward"):
+            (loss / self._clock.every).backward(**kwargs)
+            return
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
             loss = loss * self._clock.every
         super().backward(loss, **kwargs)
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None = None) -> None:
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         """Backward fused with the update, by an optimizer that has one (LOMO)."""
         if learning_rate is None:
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
@@ -256,7 +259,7 @@ class Accelerator(SavingFace):
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Tensors padded along `dim` to the largest size any process has."""
-        return pad_across_processes(tensor, dim, pad_index, pad_first)
+        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def gather_for_metrics(  # type: ignore[override] # the original names no loader
         self, input_data: Any, use_gather_object: bool = False
@@ -265,9 +268,9 @@ class Accelerator(SavingFace):
         loader = self.gradient_state.active_dataloader
         cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
         left = loader.remainder if cut else None  # quirk: LAST_BATCH_IS_CUT
-        if use_gather_object or not trees.tensors(input_data):
+        if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
             found = gather_object(input_data)
-            return found[:left] if isinstance(found, list | tuple) else found
+            return found[:left] if isinstance(found, list | tuple | str) else found
         if self.num_processes > 1:
             input_data = ops.gather_ragged(input_data, self.readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
@@ -275,7 +278,7 @@ class Accelerator(SavingFace):
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Begin a run of every tracker. Ranks: every rank."""
-        self.trackers = tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+        self.trackers += tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or its package's own object; a blank one away from the main process."""
