@@ -200,6 +200,30 @@ def test_schedulers_step_as_often_as_the_state_says() -> None:
     assert scheduler.last_epoch == 3
 
 
+def test_schedules_of_other_classes_are_left_as_they_are_unless_asked_for() -> None:
+    class Schedule:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+
+        def step(self) -> None:
+            return None
+
+    accelerator, schedule = Accelerator(cpu=True), Schedule()
+    assert accelerator.prepare(schedule) is schedule and accelerator._schedulers == []
+    assert isinstance(accelerator.prepare_scheduler(schedule), AcceleratedScheduler)
+
+
+@pytest.mark.parametrize("order", [1, 2, float("inf")])
+def test_gradients_are_clipped_by_the_step_of_clipping(order: float) -> None:
+    plain, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for one in (plain, other):
+        for parameter in one.parameters():
+            parameter.grad = torch.full_like(parameter, 3.0)
+    norm = Accelerator(cpu=True)._clip_grad_norm_dtensor_aware(plain.parameters(), 1.0, order)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(other.parameters(), 1.0, order))
+    assert plain.weight.grad is not None and other.weight.grad is not None
+    assert torch.allclose(plain.weight.grad, other.weight.grad)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 def test_saving_and_loading_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "accelerate.accelerator")
@@ -282,6 +306,15 @@ def test_trackers_run_on_the_main_process() -> None:
     with patch("accelerate.tracking.PartialState.is_main_process", False):
         accelerator.init_trackers("run")
     assert accelerator.trackers == []
+
+
+def test_settings_of_mlflow_are_taken_by_place() -> None:
+    PartialState(cpu=True)
+    tracker = MLflowTracker("name", "folder", "id", {"a": "b"}, True, "run", "text")
+    assert (tracker.run_id, tracker.tags, tracker.nested_run) == ("id", {"a": "b"}, True)
+    assert (tracker.logging_dir, tracker.run_name, tracker.description) == ("folder", "run", "text")
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        MLflowTracker("name", other=1)  # type: ignore[call-arg]
 
 
 def test_mlflow_is_told_by_names(monkeypatch: pytest.MonkeyPatch) -> None:

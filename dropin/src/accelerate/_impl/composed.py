@@ -80,12 +80,6 @@ class Composed(hasten.Accelerator):
         "Whether a recipe for fp8 was given.",
     )
 
-    even_batches = shown(
-        "dataloader_config.even_batches",
-        "Whether every process sees equally many samples.",
-        lambda self, even: setattr(self.dataloader_config, "even_batches", even),
-    )
-
     # -- the mesh -------------------------------------------------------------------------------------------------
     def _index(self, words: str, *axes: Axis) -> int:
         if self.parallelism_config is None:
@@ -110,5 +104,5 @@ def _replace(path: str, self: Any, value: Any) -> None:
 
 
 for _name, (_path, _doc) in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
-    _change = partial(_replace, _path) if _path.startswith("_") else None
+    _change = partial(_replace, _path) if _path.startswith("_") or _name == "even_batches" else None
     setattr(Composed, _name, shown(_path, _doc, _change) if _path else _of_state(_name, _doc))

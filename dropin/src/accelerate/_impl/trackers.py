@@ -85,12 +85,9 @@ class _Package(GeneralTracker):
         self.run_name, self.init_kwargs = run_name, kwargs
 
     tracker = shown(lambda self: getattr(self, self.kept_as), "The package's own run or writer.")
-
-    @property
-    def _module(self) -> Any:
-        """The package, or what stands for it among the loaded modules."""
-        known = self.name in sys.modules
-        return sys.modules[self.name] if known else need(self.name, why=f"log_with={self.name!r}")
+    _module = shown(
+        lambda self: sys.modules[self.name] if self.name in sys.modules else need(self.name), "The package."
+    )
 
     def _open(self) -> Any:
         """Begin the run and return the package's object."""
@@ -294,16 +291,23 @@ class MLflowTracker(_Package):
     """MLflow; MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence."""
 
     name, kept_as = "mlflow", "active_run"
-    _told = ("run_id", "tags", "nested_run")
 
-    def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
-        told = {name: os.environ.get(f"MLFLOW_{name.upper()}", kwargs.pop(name, None)) for name in self._told}
-        self.description = kwargs.pop("description", None)
-        super().__init__(kwargs.pop("run_name", None), **kwargs)
-        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
-        self.logging_dir, self.run_id, tags = logging_dir, told["run_id"], told["tags"]
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: Any = None,
+        run_id: str | None = None,
+        tags: Any = None,
+        nested_run: Any = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__(run_name)
+        told = os.environ.get
+        self.experiment_name, self.logging_dir = told("MLFLOW_EXPERIMENT_NAME", experiment_name), logging_dir
+        self.run_id, self.description, tags = told("MLFLOW_RUN_ID", run_id), description, told("MLFLOW_TAGS", tags)
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
-        self.nested_run = bool(str_to_bool(str(told["nested_run"] or False)))
+        self.nested_run = bool(str_to_bool(told("MLFLOW_NESTED_RUN", str(nested_run or False))))
 
     def _open(self) -> Any:
         mlflow, name = self._module, self.experiment_name
@@ -313,7 +317,7 @@ class MLflowTracker(_Package):
         else:
             experiment = mlflow.create_experiment(name=name, artifact_location=self.logging_dir, tags=self.tags)
         run = {"run_id": self.run_id, "run_name": self.run_name, "nested": self.nested_run, "tags": self.tags}
-        return mlflow.start_run(experiment_id=experiment, description=self.description, **run, **self.init_kwargs)
+        return mlflow.start_run(experiment_id=experiment, description=self.description, **run)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

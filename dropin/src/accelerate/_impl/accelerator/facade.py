@@ -26,6 +26,7 @@ from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel
+from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
@@ -146,6 +147,11 @@ class Accelerator(SavingFace):
         """The optimizer, updating where a window ends; its state lies where its parameters do."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The schedule, also of a class of one's own, following its optimizer's updates."""
+        prepared = self.prepare(scheduler)
+        return prepared if isinstance(prepared, AcceleratedScheduler) else self._preparer._scheduler(scheduler)
+
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
@@ -223,9 +229,11 @@ class Accelerator(SavingFace):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         chosen = clip.as_list(parameters)
-        order = float(norm_type)
-        norm = super().clip_grad_norm_(chosen, max_norm, order)
-        return clip.clip_norm(chosen, float("inf"), order) if norm is None else norm
+        norm = super().clip_grad_norm_(chosen, max_norm, float(norm_type))
+        return self._clip_grad_norm_dtensor_aware(chosen, float("inf"), norm_type) if norm is None else norm
+
+    def _clip_grad_norm_dtensor_aware(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        return clip.clip_norm(clip.as_list(parameters), max_norm, float(norm_type))
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""

@@ -54,5 +54,4 @@ class AcceleratedScheduler(PreparedScheduler):
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
         sizes = AMBIENT.whole.get("parallelism_config")
-        together = 1 if sizes is None else int(sizes.sp_size)  # processes that share each batch
-        return AcceleratorState().num_processes // together
+        return AcceleratorState().num_processes // (1 if sizes is None else int(sizes.sp_size))  # which share batches
