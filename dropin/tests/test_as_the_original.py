@@ -374,7 +374,7 @@ def test_trackers_are_registered_if_they_are_trackers(recwarn: pytest.WarningsRe
     with pytest.raises(NotImplementedError, match=r"class definition: `tracker`$"):
         Mine()
     with pytest.raises(ValueError, match="must be a subclass of `GeneralTracker`, but got <class 'int'>"):
-        register_tracker_class(int)  # type: ignore[arg-type]
+        register_tracker_class(int)
     before = LOGGER_TYPE_TO_CLASS["wandb"]
     try:
         register_tracker_class(Mine)

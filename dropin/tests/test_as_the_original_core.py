@@ -6,21 +6,31 @@ import json
 import logging
 import platform
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, call, patch
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.logging import MultiProcessAdapter, get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import PartialState
-from accelerate.tracking import GeneralTracker, MLflowTracker
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    MLflowTracker,
+    WandBTracker,
+    filter_trackers,
+    register_tracker_class,
+)
 from accelerate.utils import DistributedType, RNGType, patch_environment
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
@@ -142,6 +152,78 @@ def test_cores_and_kernel_are_looked_at(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "Detected kernel version 5.4.0" in caplog.text
 
 
+@pytest.mark.parametrize("main", [True, False])
+def test_every_view_follows_the_states(main: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    with patch("accelerate.state.PartialState.is_main_process", main):
+        assert (accelerator.is_main_process, accelerator.state.is_main_process) == (main, main)
+    PartialState().num_processes = 3
+    assert not PartialState().use_distributed and not accelerator.is_last_process
+    accelerator.state.distributed_type = DistributedType.MULTI_GPU
+    assert AcceleratorState().distributed_type == DistributedType.NO
+    assert (accelerator.num_processes, accelerator.is_last_process) == (3, False)
+
+
+def test_lists_of_an_accelerator_and_its_scaler_can_be_replaced() -> None:
+    accelerator = Accelerator(cpu=True)
+    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
+        setattr(accelerator, name, ["other"])
+        assert getattr(accelerator, name) == ["other"]
+    accelerator.scaler = "a scaler"
+    assert accelerator.scaler == "a scaler"
+    with pytest.raises(AttributeError, match="no setter"):
+        accelerator.split_batches = True
+
+
+def test_a_loss_of_another_class_is_divided_and_told() -> None:
+    loss = MagicMock()
+    Accelerator(cpu=True, gradient_accumulation_steps=4).backward(loss, retain_graph=True)
+    assert loss.mock_calls == [call.__truediv__(4), call.__truediv__().backward(retain_graph=True)]
+
+
+def test_tensors_among_other_objects_are_gathered_as_objects() -> None:
+    accelerator = Accelerator(cpu=True)
+    for batch in accelerator.prepare(DataLoader(range(5), batch_size=2)):  # type: ignore[arg-type]
+        gathered = accelerator.gather_for_metrics([batch, "x"])
+        words = accelerator.gather_for_metrics("abcd")
+    assert (len(gathered), words) == (1, "a")
+
+
+def test_schedulers_step_as_often_as_the_state_says() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda epoch: 1.0)
+    with pytest.raises(ValueError, match="properly initialize your accelerator"):
+        AcceleratedScheduler(scheduler, []).step()
+    Accelerator(cpu=True)
+    PartialState().num_processes = 3
+    AcceleratedScheduler(scheduler, []).step()
+    assert scheduler.last_epoch == 3
+
+
+def test_schedules_of_other_classes_are_left_as_they_are_unless_asked_for() -> None:
+    class Schedule:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+
+        def step(self) -> None:
+            return None
+
+    accelerator, schedule = Accelerator(cpu=True), Schedule()
+    assert accelerator.prepare(schedule) is schedule and accelerator._schedulers == []
+    assert isinstance(accelerator.prepare_scheduler(schedule), AcceleratedScheduler)
+
+
+@pytest.mark.parametrize("order", [1, 2, float("inf")])
+def test_gradients_are_clipped_by_the_step_of_clipping(order: float) -> None:
+    plain, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for one in (plain, other):
+        for parameter in one.parameters():
+            parameter.grad = torch.full_like(parameter, 3.0)
+    norm = Accelerator(cpu=True)._clip_grad_norm_dtensor_aware(plain.parameters(), 1.0, order)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(other.parameters(), 1.0, order))
+    assert plain.weight.grad is not None and other.weight.grad is not None
+    assert torch.allclose(plain.weight.grad, other.weight.grad)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 def test_saving_and_loading_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "accelerate.accelerator")
@@ -221,9 +303,18 @@ def test_trackers_run_on_the_main_process() -> None:
     accelerator.init_trackers("run")
     assert [one.name for one in accelerator.trackers] == ["own"]
     accelerator.trackers = []
-    with patch("hasten.accelerator.process.Process.is_main_process", False):
+    with patch("accelerate.tracking.PartialState.is_main_process", False):
         accelerator.init_trackers("run")
     assert accelerator.trackers == []
+
+
+def test_settings_of_mlflow_are_taken_by_place() -> None:
+    PartialState(cpu=True)
+    tracker = MLflowTracker("name", "folder", "id", {"a": "b"}, True, "run", "text")
+    assert (tracker.run_id, tracker.tags, tracker.nested_run) == ("id", {"a": "b"}, True)
+    assert (tracker.logging_dir, tracker.run_name, tracker.description) == ("folder", "run", "text")
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        MLflowTracker("name", other=1)  # type: ignore[call-arg]
 
 
 def test_mlflow_is_told_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +331,68 @@ def test_mlflow_is_told_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
         {"local_path": "b", "artifact_path": None},
         {"local_dir": "c", "artifact_path": "d"},
     ]
+
+
+class WithFolder(Own):
+    """A tracker of one's own for which a folder is kept, as it is registered by its class."""
+
+    name, requires_logging_directory, tracker = "with_folder", True, None
+
+    def __init__(self, run_name: str, folder: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.given = (run_name, folder, kwargs)
+
+
+def test_registered_trackers_get_their_folder_by_place(tmp_path: Path) -> None:
+    with patch.dict(LOGGER_TYPE_TO_CLASS):
+        register_tracker_class(WithFolder)
+        accelerator = Accelerator(cpu=True, log_with="with_folder", project_dir=str(tmp_path))
+        accelerator.init_trackers("one", init_kwargs={"with_folder": {"a": 1}})
+        accelerator.init_trackers("two")
+    assert [one.given for one in accelerator.trackers] == [
+        ("one", str(tmp_path), {"a": 1}),
+        ("two", str(tmp_path), {}),
+    ]
+    with pytest.raises(ValueError, match="must be a subclass of `GeneralTracker`, but got 3"):
+        register_tracker_class(3)
+
+
+def test_modules_that_stand_for_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    PartialState(cpu=True)
+    tracker = WandBTracker("run", group="a")
+    tracker.start()
+    tracker.log({"loss": 1.0}, step=2)
+    assert package.mock_calls == [call.init(project="run", group="a"), call.init().log({"loss": 1.0}, step=2)]
+
+
+def test_packages_that_are_missing_are_told_at_the_level_of_debugging(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    caplog.set_level(logging.DEBUG, "accelerate.tracking")
+    with patch("accelerate._impl.trackers.registry.installed", return_value=[]):
+        assert filter_trackers("wandb") == []
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("DEBUG", "[RANK 0] Tried adding logger wandb, but package is unavailable in the system.")
+    ]
+
+
+# -- loggers ----------------------------------------------------------------------------------------------------------
+def test_loggers_ask_the_state_for_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    logger = get_logger("of_a_user", log_level="INFO")
+    with patch("accelerate.logging.PartialState") as state:
+        state.return_value = SimpleNamespace(is_main_process=False, process_index=1)
+        logger.info("hidden")
+        logger.info("seen", main_process_only=False)
+    with patch("accelerate.state.PartialState.wait_for_everyone") as waits:
+        PartialState().num_processes = 2
+        logger.info("in turn", main_process_only=False, in_order=True)
+    assert [one.getMessage() for one in caplog.records] == ["[RANK 1] seen", "[RANK 0] in turn"]
+    assert waits.call_count == 2
+
+
+def test_what_an_adapter_adds_is_in_its_records() -> None:
+    PartialState(cpu=True)
+    adapter = MultiProcessAdapter(logging.getLogger("of_a_user"), {"run": 1})
+    assert adapter.process("m", {}) == ("[RANK 0] m", {"extra": {"run": 1}, "stacklevel": 2})

@@ -158,7 +158,10 @@ def test_a_tracker_without_its_package_is_left_out_with_a_warning(
     gone = next((row.name for row in BUILTINS if row.needs is not None and not available(row.needs)), None)
     if gone is None:
         pytest.skip("the packages of all trackers are installed")
-    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no supported trackers"):
+    with (
+        caplog.at_level(logging.DEBUG, "accelerate.tracking"),
+        pytest.warns(UserWarning, match="no supported trackers"),
+    ):
         accelerator = Accelerator(cpu=True, log_with=gone, project_dir=str(tmp_path))
     assert accelerator.log_with == []
     assert f"Tried adding logger {gone}, but package is unavailable in the system." in caplog.text
@@ -242,7 +245,7 @@ def test_two_runs_of_a_project_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> 
         opened.append(options)
         return SimpleNamespace(id=f"chosen-{len(opened)}")
 
-    monkeypatch.setattr(trackers, "need", lambda name, why: SimpleNamespace(init=init))
+    monkeypatch.setattr(trackers, "need", lambda name: SimpleNamespace(init=init))
     for _ in range(2):
         trackers.WandBTracker("project", entity="us").start()
     assert opened == [{"project": "project", "entity": "us"}] * 2  # no id, no resume, wandb's own folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,6 @@ class Composed(hasten.Accelerator):
         """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
         return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
-    distributed_type = _of_state("distributed_type", "How processes work together.")
-    device = _of_state("device", "The device of this process.")
-    num_processes = _of_state("num_processes", "Processes in all.")
-    process_index = _of_state("process_index", "The rank of this process.")
-    local_process_index = _of_state("local_process_index", "The rank of this process on its node.")
-    mixed_precision = _of_state("mixed_precision", "Compute precision.")
-
     def _accumulate_over(self, steps: int) -> None:
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
@@ -86,12 +80,6 @@ class Composed(hasten.Accelerator):
         "Whether a recipe for fp8 was given.",
     )
 
-    even_batches = shown(
-        "dataloader_config.even_batches",
-        "Whether every process sees equally many samples.",
-        lambda self, even: setattr(self.dataloader_config, "even_batches", even),
-    )
-
     # -- the mesh -------------------------------------------------------------------------------------------------
     def _index(self, words: str, *axes: Axis) -> int:
         if self.parallelism_config is None:
@@ -110,5 +98,11 @@ class Composed(hasten.Accelerator):
         return self.ctx.mesh.index(self.ctx.rank, axis)
 
 
+def _replace(path: str, self: Any, value: Any) -> None:
+    part, _, name = path.rpartition(".")
+    setattr(getattr(self, part), name, value)
+
+
 for _name, (_path, _doc) in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
-    setattr(Composed, _name, shown(_path, _doc))
+    _change = partial(_replace, _path) if _path.startswith("_") or _name == "even_batches" else None
+    setattr(Composed, _name, shown(_path, _doc, _change) if _path else _of_state(_name, _doc))

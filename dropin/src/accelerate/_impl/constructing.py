@@ -123,8 +123,7 @@ def _accumulation(found: Arguments, steps: int, plugin: kinds.GradientAccumulati
 
 
 def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    if plugin is None:
-        plugin = AMBIENT.whole.get("fsdp_plugin")
+    plugin = AMBIENT.whole.get("fsdp_plugin") if plugin is None else plugin
     if plugin is not None:
         if not isinstance(plugin, FullyShardedDataParallelPlugin):
             raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
@@ -26,6 +27,7 @@ from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
 from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.
+_SCHEDULERS = (LRScheduler, AcceleratedScheduler, DummyScheduler)
 PREPARED: Final = "_is_accelerate_prepared"  # the mark libraries look for
 
 
@@ -120,6 +122,7 @@ class EstablishedPreparer(Preparer):
 def _stranger(value: Any) -> bool:
     # quirk: STRANGERS_PASS
     try:
-        return isinstance(value, type) or bundle.kind_of(value) == "nothing"
+        kind = "nothing" if isinstance(value, type) else bundle.kind_of(value)
+        return kind == "nothing" or (kind == "scheduler" and not isinstance(value, _SCHEDULERS))
     except PrepareError:
         return True

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from accelerate._impl.ambient import process
 from accelerate._impl.enums import LoggerType
 from accelerate._impl.environment.variables import str_to_bool
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
+from accelerate._impl.views.state import PartialState
 from hasten.optional import need
 from hasten.tracking import registry
 from hasten.tracking.values import plain_config
@@ -34,7 +36,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, _Package) or getattr(self, "main_process_only", False):  # one run, whatever the mark says
-            return process().on_main_process(function)(self, *args, **kwargs)
+            return PartialState().on_main_process(function)(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
     return run
@@ -83,7 +85,9 @@ class _Package(GeneralTracker):
         self.run_name, self.init_kwargs = run_name, kwargs
 
     tracker = shown(lambda self: getattr(self, self.kept_as), "The package's own run or writer.")
-    _module = shown(lambda self: need(self.name, why=f"log_with={self.name!r}"), "The package.")
+    _module = shown(
+        lambda self: sys.modules[self.name] if self.name in sys.modules else need(self.name), "The package."
+    )
 
     def _open(self) -> Any:
         """Begin the run and return the package's object."""
@@ -287,16 +291,23 @@ class MLflowTracker(_Package):
     """MLflow; MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence."""
 
     name, kept_as = "mlflow", "active_run"
-    _told = ("run_id", "tags", "nested_run")
 
-    def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
-        told = {name: os.environ.get(f"MLFLOW_{name.upper()}", kwargs.pop(name, None)) for name in self._told}
-        self.description = kwargs.pop("description", None)
-        super().__init__(kwargs.pop("run_name", None), **kwargs)
-        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
-        self.logging_dir, self.run_id, tags = logging_dir, told["run_id"], told["tags"]
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: Any = None,
+        run_id: str | None = None,
+        tags: Any = None,
+        nested_run: Any = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__(run_name)
+        told = os.environ.get
+        self.experiment_name, self.logging_dir = told("MLFLOW_EXPERIMENT_NAME", experiment_name), logging_dir
+        self.run_id, self.description, tags = told("MLFLOW_RUN_ID", run_id), description, told("MLFLOW_TAGS", tags)
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
-        self.nested_run = bool(str_to_bool(str(told["nested_run"] or False)))
+        self.nested_run = bool(str_to_bool(told("MLFLOW_NESTED_RUN", str(nested_run or False))))
 
     def _open(self) -> Any:
         mlflow, name = self._module, self.experiment_name
@@ -306,7 +317,7 @@ class MLflowTracker(_Package):
         else:
             experiment = mlflow.create_experiment(name=name, artifact_location=self.logging_dir, tags=self.tags)
         run = {"run_id": self.run_id, "run_name": self.run_name, "nested": self.nested_run, "tags": self.tags}
-        return mlflow.start_run(experiment_id=experiment, description=self.description, **run, **self.init_kwargs)
+        return mlflow.start_run(experiment_id=experiment, description=self.description, **run)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -402,7 +413,7 @@ class DVCLiveTracker(_Package):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if step is not None:
             self.live.step = step
-        fits = need("dvclive.plots").Metric.could_log
+        fits = import_module("dvclive.plots").Metric.could_log
         for name, value in self._fitting(values, message("dvclive_metric"), fits):
             self.live.log_metric(name, value, **kwargs)
         self.live.next_step()
@@ -412,9 +423,9 @@ _SHIPPED: Any = {one.name: one for one in (*_Package.__subclasses__(), *_Tables.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {k: _SHIPPED[k] for k in map(str, LoggerType) if k in _SHIPPED}
 
 
-def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+def register_tracker_class(tracker_class: object) -> None:
     """Let `log_with` know a class by its name."""
-    if not issubclass(tracker_class, GeneralTracker):
+    if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
     name = str(getattr(tracker_class, "name", tracker_class.__name__))
     if name in LOGGER_TYPE_TO_CLASS:
@@ -447,7 +458,7 @@ def _runnable(name: str, logging_dir: Any) -> Any:
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
     if name in LoggerType and name not in registry.installed():
-        logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
+        logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
         return None
     if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
@@ -467,12 +478,12 @@ def begin(
 ) -> list[GeneralTracker]:
     """The trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
     started: list[GeneralTracker] = []
-    for kind in kinds if process().is_main_process else ():
+    for kind in kinds if PartialState().is_main_process else ():
         tracker: Any = kind
         if not isinstance(kind, GeneralTracker):
             made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
-            place = {"logging_dir": logging_dir} if getattr(made, "requires_logging_directory", False) else {}
-            tracker = made(project, **{**init_kwargs.get(str(kind), {}), **place})
+            place = [logging_dir] if getattr(made, "requires_logging_directory", False) else []
+            tracker = made(project, *place, **init_kwargs.get(str(kind), {}))
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)

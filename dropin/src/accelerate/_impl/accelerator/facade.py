@@ -26,6 +26,7 @@ from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel
+from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
@@ -146,6 +147,11 @@ class Accelerator(SavingFace):
         """The optimizer, updating where a window ends; its state lies where its parameters do."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The schedule, also of a class of one's own, following its optimizer's updates."""
+        prepared = self.prepare(scheduler)
+        return prepared if isinstance(prepared, AcceleratedScheduler) else self._preparer._scheduler(scheduler)
+
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
@@ -155,7 +161,7 @@ class Accelerator(SavingFace):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first batches in every epoch."""
-        return skip_first_batches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
@@ -193,11 +199,14 @@ class Accelerator(SavingFace):
         if self.has_lomo_optimizer:
             self.lomo_backward(loss, learning_rate)
             return
+        if not isinstance(loss, torch.Tensor) and hasattr(loss, "backward"):
+            (loss / self._clock.every).backward(**kwargs)
+            return
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
             loss = loss * self._clock.every
         super().backward(loss, **kwargs)
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None = None) -> None:
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         """Backward fused with the update, by an optimizer that has one (LOMO)."""
         if learning_rate is None:
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
@@ -220,9 +229,11 @@ class Accelerator(SavingFace):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         chosen = clip.as_list(parameters)
-        order = float(norm_type)
-        norm = super().clip_grad_norm_(chosen, max_norm, order)
-        return clip.clip_norm(chosen, float("inf"), order) if norm is None else norm
+        norm = super().clip_grad_norm_(chosen, max_norm, float(norm_type))
+        return self._clip_grad_norm_dtensor_aware(chosen, float("inf"), norm_type) if norm is None else norm
+
+    def _clip_grad_norm_dtensor_aware(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        return clip.clip_norm(clip.as_list(parameters), max_norm, float(norm_type))
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
@@ -256,7 +267,7 @@ class Accelerator(SavingFace):
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Tensors padded along `dim` to the largest size any process has."""
-        return pad_across_processes(tensor, dim, pad_index, pad_first)
+        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def gather_for_metrics(  # type: ignore[override] # the original names no loader
         self, input_data: Any, use_gather_object: bool = False
@@ -265,9 +276,9 @@ class Accelerator(SavingFace):
         loader = self.gradient_state.active_dataloader
         cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
         left = loader.remainder if cut else None  # quirk: LAST_BATCH_IS_CUT
-        if use_gather_object or not trees.tensors(input_data):
+        if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
             found = gather_object(input_data)
-            return found[:left] if isinstance(found, list | tuple) else found
+            return found[:left] if isinstance(found, list | tuple | str) else found
         if self.num_processes > 1:
             input_data = ops.gather_ragged(input_data, self.readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
@@ -275,7 +286,7 @@ class Accelerator(SavingFace):
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Begin a run of every tracker. Ranks: every rank."""
-        self.trackers = tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+        self.trackers += tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or its package's own object; a blank one away from the main process."""

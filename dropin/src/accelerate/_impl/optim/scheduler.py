@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.views.state import GradientState
+from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
 
@@ -55,5 +54,4 @@ class AcceleratedScheduler(PreparedScheduler):
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
         sizes = AMBIENT.whole.get("parallelism_config")
-        together = 1 if sizes is None else int(sizes.sp_size)  # processes that share each batch
-        return ambient.start().world.size // together
+        return AcceleratorState().num_processes // (1 if sizes is None else int(sizes.sp_size))  # which share batches

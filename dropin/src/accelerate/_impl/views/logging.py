@@ -6,9 +6,9 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.surface.messages import message
+from accelerate._impl.views.state import PartialState
 from hasten.runtime.logs import RankLogger
 
 
@@ -17,28 +17,31 @@ class MultiProcessAdapter(RankLogger):
 
     def __init__(self, logger: Any, extra: Any = None) -> None:
         super().__init__(logger if isinstance(logger, logging.Logger) else logger.logger)
-        self.logger, self.extra = logger, extra if extra is not None else {}
+        self.logger, self.extra = logger, extra
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
         """Whether this process speaks."""
-        return not main_process_only or AMBIENT.partial.get("process_index", 0) == 0
+        return not main_process_only or PartialState().is_main_process
 
-    def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: object) -> None:
+    def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
-        if not AMBIENT.partial:  # quirk: LOGGER_NEEDS_STATE
+        if not PartialState._shared_state:  # quirk: LOGGER_NEEDS_STATE
             raise RuntimeError(message("log_before_state"))
-        everywhere = kwargs.get("main_process_only", True) is False and AMBIENT.partial.get("num_processes", 1) > 1
-        named = msg if everywhere else _named(msg)  # said there already
-        super().log(level, named, *args, stacklevel=stacklevel + 1, **kwargs)
+        main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        state, turns = PartialState(), in_order and not main_only
+        named, passed = self.process(msg, {**kwargs, "stacklevel": stacklevel + 1})
+        for turn in range(state.num_processes) if turns else (state.process_index,):
+            if turn == state.process_index and self.isEnabledFor(level) and self._should_log(main_only):
+                self.logger.log(level, named, *args, **passed)
+            if turns:
+                state.wait_for_everyone()
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         """Return the message with the rank before it, and the keywords with what the logger adds."""
-        return _named(msg), {**kwargs, "extra": kwargs.get("extra") or {}, "stacklevel": kwargs.get("stacklevel", 2)}
-
-
-def _named(msg: object) -> str:
-    return f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"  # quirk: LOG_LINES_NAME_THE_RANK
+        extra = {**(self.extra or {}), **(kwargs.get("extra") or {})}
+        named = f"[RANK {PartialState().process_index}] {msg}"  # quirk: LOG_LINES_NAME_THE_RANK
+        return named, {**kwargs, "extra": extra, "stacklevel": kwargs.get("stacklevel", 2)}
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
@@ -47,4 +50,4 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     logger = logging.getLogger(name)
     if level is not None:
         logger.setLevel(level.upper())
-    return MultiProcessAdapter(logger)
+    return MultiProcessAdapter(logger, {})

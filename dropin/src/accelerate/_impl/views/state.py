@@ -60,10 +60,10 @@ def distributed_type_of(strategy: str, device: torch.device, num_processes: int)
 
 
 def _asked(name: str) -> Any:
-    """What hasten's Process has under this name, of the process that runs now."""
+    """What hasten's Process has under this name, of the process that runs now; its properties are PartialState's."""
     told = getattr(Process, name)
     if isinstance(told, property):
-        return shown(lambda self: getattr(ambient.process(), name), str(told.__doc__))
+        return shown(lambda self: getattr(PartialState(), name), str(told.__doc__))
 
     @wraps(told)
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class PartialState(_Shared):
     def _reset_state() -> None:
         ambient.forget_process()
 
-    use_distributed = shown(lambda self: self.num_processes > 1, "Whether there are other processes.")
+    use_distributed = shown(lambda self: self.distributed_type != "NO" and self.num_processes > 1, "Whether not alone.")
     is_main_process = shown(lambda self: self.process_index == 0, "Whether this is the first process.")
     is_local_main_process = shown(lambda self: self.local_process_index == 0, "Whether it is the first of its node.")
     is_last_process = shown(lambda self: self.process_index == self.num_processes - 1, "Whether this is the last one.")
@@ -218,6 +218,7 @@ class AcceleratorState(_Shared):
         fill_whole(str(PrecisionType(precision)), fsdp_plugin, dynamo_plugin=dynamo_plugin, **plugins)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        AMBIENT.whole.update(AMBIENT.partial)
         if cpu and self.device.type != "cpu":
             raise ValueError(message("state_fixed", "cpu=True"))
         if mixed_precision is not None and mixed_precision != self._mixed_precision:
@@ -235,12 +236,12 @@ class AcceleratorState(_Shared):
         """A DeepSpeed plugin by its name."""
         return self._named_plugins(name)[name]
 
-    def select_deepspeed_plugin(self, name: str) -> None:
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Make the plugin of this name the one in use."""
         for key, plugin in self._named_plugins(name).items():
             plugin._unselect() if key != name else plugin.select(_from_accelerator_state=True)
 
-    def _named_plugins(self, name: str) -> dict[str, Any]:
+    def _named_plugins(self, name: str | None) -> dict[str, Any]:
         plugins = self._shared_state.get("deepspeed_plugins")
         if plugins is None:
             raise ValueError(message("deepspeed_not_enabled"))
