@@ -69,9 +69,9 @@ def clips_where_a_window_ends():
             optimizer.zero_grad()
 
 
-def deals_out_what_a_weighted_sampler_draws():
+def deals_out_what_a_weighted_sampler_draws(seedable):
     """Ranks whose torch generators differ draw one order together, of which each takes its batches."""
-    accelerator = fresh()
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
     torch.manual_seed(accelerator.process_index)
     drawn = WeightedRandomSampler([1.0] * 16, 16, replacement=False)
     loader = accelerator.prepare(DataLoader(torch.arange(16), sampler=drawn, batch_size=4))
@@ -98,6 +98,7 @@ if __name__ == "__main__":
     joins_uneven_loaders(even_batches=None)
     joins_uneven_loaders(even_batches=False)
     clips_where_a_window_ends()
-    deals_out_what_a_weighted_sampler_draws()
+    deals_out_what_a_weighted_sampler_draws(seedable=False)
+    deals_out_what_a_weighted_sampler_draws(seedable=True)
     names_shapes_that_differ_when_the_state_asks_for_it()
     Accelerator().print("fine")
