@@ -2,11 +2,12 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, gather, pad_across_processes, set_seed
+from accelerate.utils.operations import DistributedOperationException
 
 
 def fresh(**settings):
@@ -68,9 +69,36 @@ def clips_where_a_window_ends():
             optimizer.zero_grad()
 
 
+def deals_out_what_a_weighted_sampler_draws(seedable):
+    """Ranks whose torch generators differ draw one order together, of which each takes its batches."""
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
+    torch.manual_seed(accelerator.process_index)
+    drawn = WeightedRandomSampler([1.0] * 16, 16, replacement=False)
+    loader = accelerator.prepare(DataLoader(torch.arange(16), sampler=drawn, batch_size=4))
+    for _ in range(2):
+        assert sorted(accelerator.gather(torch.cat(list(loader))).tolist()) == list(range(16))
+
+
+def names_shapes_that_differ_when_the_state_asks_for_it():
+    """`PartialState().debug` is read at each call, and the error is the original's."""
+    rank = fresh().process_index
+    PartialState().debug = True
+    for operation, rows in ((gather, 1 + rank), (pad_across_processes, (1,) * (1 + rank))):
+        said = ""
+        try:
+            operation(torch.ones(rows))
+        except DistributedOperationException as error:
+            said = str(error)
+        assert f"accelerate.utils.operations.{operation.__name__}" in said, said
+    PartialState().debug = False
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     joins_uneven_loaders(even_batches=None)
     joins_uneven_loaders(even_batches=False)
     clips_where_a_window_ends()
+    deals_out_what_a_weighted_sampler_draws(seedable=False)
+    deals_out_what_a_weighted_sampler_draws(seedable=True)
+    names_shapes_that_differ_when_the_state_asks_for_it()
     Accelerator().print("fine")

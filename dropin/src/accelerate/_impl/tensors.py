@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.settings.general import TensorInformation
 from accelerate._impl.surface.messages import message
@@ -138,12 +139,16 @@ def find_device(data: Any) -> torch.device | None:
 
 def concatenate(data: Any, dim: int = 0) -> Any:
     """Equally nested tensors joined along `dim`."""
-    if len(data) == 1:
-        return data[0]
-    strangers = [one for one in trees.leaves(data[0]) if not isinstance(one, Tensor)]
-    if strangers:
-        raise TypeError(f"Can only concatenate tensors but got {type(strangers[0])}")
-    return trees.concat(data, dim)
+    first: Any = data[0]
+    if len(data) == 1 and not isinstance(first, Tensor):
+        return first
+    if isinstance(first, tuple | list):
+        return honor_type(first, (concatenate([one[place] for one in data], dim) for place in range(len(first))))
+    if isinstance(first, Mapping):
+        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]
+    if not isinstance(first, Tensor):
+        raise TypeError(f"Can only concatenate tensors but got {type(first)}")
+    return torch.cat(data, dim)
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
@@ -216,7 +221,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+        if AMBIENT.partial.get("debug", parse_flag_from_env("ACCELERATE_DEBUG_MODE")):  # PartialState().debug
             shapes = gather_object([get_shape(args[0] if args else kwargs["tensor"])])
             if any(shape != shapes[0] for shape in shapes):
                 listed = "\n  - ".join(f"Process {number}: {shape}" for number, shape in enumerate(shapes))
@@ -234,7 +239,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except MismatchError as error:
-            name = f"{function.__module__}.{function.__name__}"
+            name = f"{run.__module__}.{run.__name__}"
             raise DistributedOperationException(message("operation_failed", name)) from error
 
     return run

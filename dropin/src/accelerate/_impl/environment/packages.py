@@ -40,9 +40,11 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     return found and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
 
 
-_PACKAGES = "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo:lomo_optim matplotlib mlflow:mlflow:mlflow-skinny msamp:msamp:ms-amp pandas peft pynvml:pynvml:nvidia-ml-py pytest sagemaker schedulefree swanlab timm torchao torchdata torchvision tqdm trackio transformers triton wandb"
+_PACKAGES = "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo:lomo_optim matplotlib mlflow:mlflow:mlflow-skinny msamp:msamp:ms-amp pandas peft pynvml:pynvml:nvidia-ml-py pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio transformers triton wandb"
 _MAKERS = ("transformer_engine", "intel_transformer_engine")
 _FOUND: dict[str, Callable[[], bool]] = {
+    "aim": lambda: _is_package_available("aim") and compare_versions("aim", "<", "4.0.0"),
+    "torchao": lambda: _is_package_available("torchao") and compare_versions("torchao", ">=", "0.6.1"),
     "4bit_bnb": lambda: is_bnb_available("0.39.0"),
     "8bit_bnb": lambda: is_bnb_available("0.37.2"),
     "bitsandbytes_multi_backend": lambda: is_bnb_available("0.46.0"),

@@ -153,7 +153,7 @@ def check_cuda_p2p_ib_support() -> bool:
     with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):  # no device to ask speaks against it
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
-            return tuple(int(part) for part in get_driver_version().split(".")[:2]) >= (550, 40)
+            return tuple(int(part) for part in get_driver_version().split(".")) >= (550, 40, 7)
     return True
 
 

@@ -357,7 +357,8 @@ class DataLoaderDispatcher(PreparedLoader):
         super().__init__(dataset, **shared, **kwargs)
         here = ambient.start()
         self.num_processes, self.process_index = here.world.size, here.world.rank
-        self.split_batches, self.slice_fn = split_batches, slice_fn
+        self.split_batches, self.slice_fn = split_batches, slice_fn or slice_tensors
+        self.torch_device_mesh = torch_device_mesh
 
     def source(self) -> BatchSource:
         """The main process's batches, dealt out where there are several processes."""
@@ -366,7 +367,7 @@ class DataLoaderDispatcher(PreparedLoader):
         inner = kind(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
-        size, joins = self.num_processes, self.slice_fn is not None
+        size, joins = self.num_processes, self.slice_fn is not slice_tensors
         reader = Dealt(size, self.split_batches, self.even_batches, self._drop_last, self._cut, joins)
         return DispatchSource(inner, reader, world, _seats(self.num_processes))
 
@@ -376,13 +377,13 @@ class DataLoaderDispatcher(PreparedLoader):
         if ambient.start().world.size > 1:
             return None if device is None else plain_move(lambda batch: trees.to_device(batch, device, non_blocking))
         ahead = OneAhead(device, non_blocking)
-        if self.slice_fn is None:
+        if self.slice_fn is slice_tensors:
             return ahead
         cut = plain_move(lambda batch: self._cut(batch, slice(0, find_batch_size(batch))))
         return lambda items: ahead(cut(items))
 
     def _cut(self, batch: Any, rows: slice, shard: int = 0, num_shards: int = 1) -> Any:
-        return (self.slice_fn or slice_tensors)(batch, rows, process_index=shard, num_processes=num_shards)
+        return self.slice_fn(batch, rows, process_index=shard, num_processes=num_shards)
 
     def given(self, batch: Any) -> Any:
         """The batch; the last tells how many samples all processes have of it."""

@@ -113,14 +113,13 @@ class Share:
         # quirk: SHUFFLE_FOLLOWS_TORCH
         while isinstance(sampler, BatchSampler):  # batches given as a loader's sampler
             sampler = sampler.sampler
-        if self.stream or not isinstance(sampler, RandomSampler):
-            found = getattr(self.plain.dataset if self.stream else sampler, "generator", None)
-            return found if isinstance(found, torch.Generator) else None
-        if sampler.generator is None and (max(self.size, ambient.start().world.size) > 1 or self.stateful):
-            sampler.generator = torch.Generator(device=torch.get_default_device())
-            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        generator: torch.Generator | None = sampler.generator
-        return generator
+        drawn: Any = self.plain.dataset if self.stream else sampler
+        found = getattr(drawn, "generator", False)  # None: one that draws from torch's generator
+        shared = max(self.size, ambient.start().world.size) > 1 or self.stateful
+        if found is None and shared and not self.stream:
+            found = drawn.generator = torch.Generator(device=torch.get_default_device())
+            found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return found if isinstance(found, torch.Generator) else None
 
     def loader(
         self, order: tuple[Any, Any], device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool

@@ -99,8 +99,8 @@ class TorchSource:
 class OneAhead:
     """Move of batches to the device, if there is one, that marks the last: one batch is read ahead, and copied if it is large."""
 
-    def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | str | int | None, non_blocking: bool = False) -> None:
+        self._device = None if device is None else torch.device(device)
         self._non_blocking = non_blocking
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:

@@ -1,6 +1,7 @@
 """Helpers for testing scripts: launch commands, skips, temporary folders."""
 
 import inspect
+import io
 import os
 import shutil
 import subprocess
@@ -10,7 +11,6 @@ import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +165,20 @@ class _RunOutput:
         self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
 
 
+def _lines(output: bytes) -> list[str]:
+    return [one.decode(errors="replace").rstrip() for one in io.BytesIO(output)]
+
+
 def execute_subprocess_async(
     cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
 ) -> _RunOutput:
-    """Run a command and give its output lines. Raises: RuntimeError with its errors when it fails."""
+    """Run a command and give its output lines; `timeout` ends nothing. Raises: RuntimeError with its errors when it fails."""
     line, command = " ".join(map(str, cmd)), [*map(str, cmd)]
-    done = subprocess.run(command, stdin=stdin, env=env, capture_output=True, text=True, check=False)
-    result = _RunOutput(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
-    if echo:  # quiet or not, as the original
-        sys.stdout.writelines([f"\nRunning:  {line}\n", *(f"stdout: {one}\n" for one in result.stdout)])
+    sys.stdout.write(f"\nRunning:  {line}\n" if echo else "")
+    done = subprocess.run(command, stdin=stdin, env=env, capture_output=True, check=False)
+    result = _RunOutput(done.returncode, _lines(done.stdout), _lines(done.stderr))
+    if not quiet:
+        sys.stdout.writelines(f"stdout: {one}\n" for one in result.stdout)
         sys.stderr.writelines(f"stderr: {one}\n" for one in result.stderr)
     if result.returncode > 0:
         raise RuntimeError(message("command_failed", line, result.returncode, "\n".join(result.stderr)))
@@ -209,6 +214,6 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What a call prints."""
-    with redirect_stdout(StringIO()) as captured:
+    with redirect_stdout(io.StringIO()) as captured:
         func(*args, **kwargs)
     return captured.getvalue()
