@@ -51,8 +51,7 @@ class PrepareForLaunch:
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """A variable of paths with one more."""
-    paths = [path for path in os.environ.get(env_var_name, "").split(":") if path]
-    return ":".join([*paths, str(path_to_add)])
+    return ":".join([*filter(None, os.environ.get(env_var_name, "").split(":")), str(path_to_add)])
 
 
 def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:

@@ -242,10 +242,9 @@ class DeepSpeedPlugin:
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Mark the classes of `transformer_moe_cls_names`, whose parameters are gathered together, as prepare() does itself."""
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = environment().get(_MOE)
+        self.transformer_moe_cls_names = said = self.transformer_moe_cls_names or environment().get(_MOE)
         kinds = {type(part).__name__: type(part) for part in model.modules()}
-        names = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip()]
+        names = [name.strip() for name in (said or "").split(",") if name.strip()]
         if missing := [name for name in names if name not in kinds]:
             raise Exception(message("moe_class_missing", missing[0]))
         if names:
