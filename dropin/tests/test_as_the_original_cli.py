@@ -219,6 +219,19 @@ def test_the_table_of_a_model_that_is_made_by_hand(capsys: pytest.CaptureFixture
     assert "│float32│" in capsys.readouterr().out
 
 
+def test_the_hub_is_asked_by_a_name_that_can_be_replaced() -> None:
+    config = pytest.importorskip("transformers").BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    known = MagicMock(library_name="transformers", config={"model_type": "bert"})
+    with (
+        patch.object(estimate, "model_info", return_value=known) as asked,
+        patch("transformers.AutoConfig.from_pretrained", return_value=config) as read,
+    ):
+        made = estimate.create_empty_model("made/by-hand", None, access_token="secret")
+    assert type(made).__name__ == "BertModel" and next(made.parameters()).device.type == "meta"
+    asked.assert_called_once_with("made/by-hand", token="secret")
+    read.assert_called_once_with("made/by-hand", trust_remote_code=False, token="secret")
+
+
 def test_checks_and_merges_say_how_they_ended(capsys: pytest.CaptureFixture[str]) -> None:
     with patch("accelerate._impl.commands.answered.hasten", return_value=0):
         run_checks(argparse.Namespace(config_file=None))

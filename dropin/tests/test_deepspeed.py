@@ -47,6 +47,17 @@ def test_single_options_make_the_configuration_the_original_makes() -> None:
     assert (plugin.zero3_init_flag, plain.zero3_init_flag) == (True, False)
 
 
+@needs_deepspeed
+def test_blocks_that_are_gathered_together_can_be_marked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, marked = nn.Sequential(nn.Linear(1, 1), nn.ReLU()), []
+    monkeypatch.setattr("deepspeed.utils.set_z3_leaf_modules", lambda *given: marked.append(given))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "ReLU")
+    DeepSpeedPlugin(transformer_moe_cls_names="Linear,ReLU").set_moe_leaf_modules(model)
+    plugin = DeepSpeedPlugin()
+    plugin.set_moe_leaf_modules(model)
+    assert marked == [(model, [nn.Linear, nn.ReLU]), (model, [nn.ReLU])] and plugin.transformer_moe_cls_names == "ReLU"
+
+
 def test_a_configuration_wins_over_options(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
     file = tmp_path / "engine.json"

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import pickle
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import yaml
 
 import accelerate.commands.launch as launching
 import accelerate.utils.launch
+import accelerate.utils.other
 from accelerate.commands.accelerate_cli import main
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.default import write_basic_config
@@ -81,6 +84,39 @@ def test_a_taken_port_is_told_and_a_second_machine_is_refused() -> None:
         there = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "1.2.3.4"]
         with pytest.raises(ConnectionError, match="another process is utilizing it"):
             prepare_multi_gpu_env(parsed("--multi_gpu", "--num_processes", "4", *there))
+
+
+def test_deepspeeds_own_launcher_is_given_the_port_that_was_settled() -> None:
+    words = [
+        "--use_deepspeed",
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "4",
+        "--machine_rank",
+        "0",
+        "--main_process_ip",
+        "1.2.3.4",
+    ]
+    free = mock.patch("accelerate.utils.launch.is_port_in_use", return_value=False)
+    with free, mock.patch("accelerate.utils.launch.get_free_port", return_value=4242):
+        for port, settled in ((None, "29500"), (0, "4242"), (77, "77")):
+            args = parsed(*words, *([] if port is None else ["--main_process_port", str(port)]))
+            command, _ = prepare_deepspeed_cmd_env(args)
+            assert command is not None and command[command.index("--master_port") + 1] == settled
+            assert args.main_process_port == int(settled)
+    with mock.patch("accelerate.utils.launch.is_port_in_use", return_value=True):
+        with pytest.raises(ConnectionError, match="another process is utilizing it"):
+            prepare_deepspeed_cmd_env(parsed(*words))
+        words[words.index("0")] = "1"  # whose first process is elsewhere
+        assert prepare_deepspeed_cmd_env(parsed(*words))[0] is not None
+
+
+def test_the_parser_of_launch_is_loaded_without_training() -> None:
+    code = "import sys, accelerate.commands.launch as it; it.launch_command_parser(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"accelerate.state", "hasten.checkpoint.export", "hasten.comm.process_group"} & {*loaded}
+    assert accelerate.utils.launch.is_port_in_use is accelerate.utils.other.is_port_in_use
 
 
 def test_a_replaced_name_acts_and_comes_back() -> None:

@@ -24,11 +24,16 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     """Return what the Hub says of a model, "gated" if it does not let us in, "repo" if it has none of that name."""
     hub = need("huggingface_hub")
     try:
-        return hub.model_info(repo, token=token)
+        return model_info(repo, token=token)
     except (hub.errors.OfflineModeIsEnabled, hub.errors.GatedRepoError):
         return "gated"
     except hub.errors.RepositoryNotFoundError:
         return "repo"
+
+
+def model_info(repo: str, **how: Any) -> Any:
+    """Return what the Hub says of a model."""
+    return need("huggingface_hub").model_info(repo, **how)
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
@@ -54,7 +59,7 @@ def create_empty_model(
     library = _checked(model_name, library_name or info.library_name)
     print(f"Loading pretrained config for `{model_name}` from `{library}`...")  # noqa: T201  the command's answer
     if library == "transformers":
-        return _of_transformers(model_name, info.config, trust_remote_code)
+        return _of_transformers(model_name, info.config, trust_remote_code=trust_remote_code, token=access_token)
     with init_empty_weights():
         return need("timm").create_model(add_timm_hub_prefix(model_name), pretrained=False)
 
@@ -69,14 +74,14 @@ def _checked(name: str, library: str | None) -> str:
     return library
 
 
-def _of_transformers(name: str, known: Any, trust: bool) -> Any:
+def _of_transformers(name: str, known: Any, **how: Any) -> Any:
     if known is None:
         raise RuntimeError(f"Tried to load `{name}` with `transformers` but it does not have any metadata.")
     kinds = [kind for kind in known.get("auto_map") or () if kind.startswith("AutoModel")]
-    config = need("transformers").AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    config = need("transformers").AutoConfig.from_pretrained(name, **how)
     with init_empty_weights():
         kind = getattr(need("transformers"), [*kinds, "AutoModel"][0])
-        return kind.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+        return kind.from_config(config, dtype=torch.float32, trust_remote_code=how["trust_remote_code"])
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:

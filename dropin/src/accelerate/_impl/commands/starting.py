@@ -15,8 +15,13 @@ from typing import Any, Final
 from accelerate._impl.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
-from accelerate._impl.environment.variables import environment, get_int_from_env, str_to_bool
-from accelerate._impl.models.other import get_free_port, is_port_in_use
+from accelerate._impl.environment.variables import (
+    environment,
+    get_free_port,
+    get_int_from_env,
+    is_port_in_use,
+    str_to_bool,
+)
 
 # Any in this file: values of flags, and the caller's function.
 _VARIABLES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_name("launch_variables.json").read_text())
@@ -46,8 +51,7 @@ class PrepareForLaunch:
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """A variable of paths with one more."""
-    paths = [path for path in os.environ.get(env_var_name, "").split(":") if path]
-    return ":".join([*paths, str(path_to_add)])
+    return ":".join([*filter(None, os.environ.get(env_var_name, "").split(":")), str(path_to_add)])
 
 
 def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
@@ -134,8 +138,7 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """The environment of the processes of a launch; `args` gets the attributes that torch's launcher reads."""
-    _for_torchrun(args)
-    _checked(args)
+    _for_torchrun(args, _settled_port(args))
     env = {**environment(), **_settings(args), **_compiling(args)}
     if _asked(args, "use_fsdp"):
         if args.fsdp_cpu_ram_efficient_loading and not args.fsdp_sync_module_states:
@@ -146,21 +149,26 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     return prepare_extend_env_parallelism_config(args, env) if _asked(args, "use_parallelism_config") else env
 
 
-def _for_torchrun(args: argparse.Namespace) -> None:
-    """Say in torch's words how many processes meet where; on a port that is free."""
+def _settled_port(args: argparse.Namespace) -> int:
+    """The port where processes meet. Raises: ConnectionError where it is taken and other machines look for it; as `_checked`."""
     machines, port = _asked(args, "num_machines", 1), _asked(args, "main_process_port", _PORT)
-    args.main_process_port = port = get_free_port() if port == 0 else port
+    args.main_process_port = port = int(get_free_port() if port == 0 else port)
+    if (machines == 1 or int(_asked(args, "machine_rank", 0)) == 0) and is_port_in_use(port):
+        if machines > 1:
+            raise ConnectionError(_SAYS["port_taken"].format(port))
+        warnings.warn(_SAYS["standalone"].format(port), UserWarning, stacklevel=3)
+        args.standalone = True
+    _checked(args)
+    return port
+
+
+def _for_torchrun(args: argparse.Namespace, port: int) -> None:
+    """Say in torch's words how many processes meet where."""
+    machines = _asked(args, "num_machines", 1)
     args.nproc_per_node = str(_asked(args, "num_processes", 1) // machines)
-    here = machines == 1 or int(_asked(args, "machine_rank", 0)) == 0
-    taken = here and is_port_in_use(port)
     if machines == 1:
         args.master_port = str(port)
-        if taken:
-            warnings.warn(_SAYS["standalone"].format(port), UserWarning, stacklevel=3)
-            args.standalone = True
         return
-    if taken:
-        raise ConnectionError(_SAYS["port_taken"].format(port))
     args.nnodes, args.node_rank = str(machines), int(_asked(args, "machine_rank", 0))
     if _asked(args, "same_network"):
         args.master_addr, args.master_port = str(args.main_process_ip), str(port)
@@ -170,11 +178,11 @@ def _for_torchrun(args: argparse.Namespace) -> None:
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """DeepSpeed's own command where it spans machines (else None: torch's launcher is used), and the environment."""
-    _checked(args)
+    port = _settled_port(args)
     args.deepspeed_multinode_launcher = _asked(args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0])
     command = None
     if _asked(args, "num_machines", 1) == 1 or args.deepspeed_multinode_launcher == "standard":
-        _for_torchrun(args)
+        _for_torchrun(args, port)
     else:
         command = [*_deepspeed_words(args), args.training_script, *args.training_script_args]
     env = {**environment(), "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())), **_settings(args)}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hasten.launch.network import free_port, reachable
 from hasten.runtime.affinity import set_affinity
 from hasten.runtime.topology import Topology
 
@@ -186,6 +187,16 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the cores near its device."""
     set_affinity(local_process_index, get_cpu_distributed_information().local_world_size, None)
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether somebody listens on a port of this machine."""
+    return reachable("localhost", 29500 if port is None else port)
+
+
+def get_free_port() -> int:
+    """A port nobody listens on."""
+    return free_port()
 
 
 def count_devices() -> int:

@@ -1,4 +1,4 @@
-"""Helpers that fit nowhere else in the established layout: unwrapping, saving, sizes, ports."""
+"""Helpers that fit nowhere else in the established layout: unwrapping, saving, sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from accelerate._impl.views.state import PartialState
 from hasten.checkpoint.export import save_object
 from hasten.checkpoint.format.formats import tied
 from hasten.checkpoint.store.occupied import manifest_aside
-from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
 from hasten.modules.names import is_dtensor
 from hasten.precision.autocast import AutocastForward
@@ -174,16 +173,6 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
         else:
             destination[key] = value
     return destination
-
-
-def is_port_in_use(port: int | None = None) -> bool:
-    """Whether somebody listens on a port of this machine."""
-    return reachable("localhost", 29500 if port is None else port)
-
-
-def get_free_port() -> int:
-    """A port nobody listens on."""
-    return free_port()
 
 
 def convert_bytes(size: float) -> str:

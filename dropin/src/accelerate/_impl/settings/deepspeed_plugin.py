@@ -17,14 +17,14 @@ from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
 from accelerate._impl.settings.filled import fill
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
-from hasten.optional import available
+from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.config import building
 from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
-_ZERO = "zero_optimization"
+_ZERO, _MOE = "zero_optimization", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
 _OPTIONS: dict[str, tuple[str, Any]] = {
     # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
     "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
@@ -129,7 +129,7 @@ class DeepSpeedPlugin:
     # -- what a run takes from it ---------------------------------------------------------------------------------
     def to_hasten(self) -> hasten.DeepSpeedPlugin:
         """hasten's settings, as the configuration is now."""
-        names = self.transformer_moe_cls_names or environment().get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        names = self.transformer_moe_cls_names or environment().get(_MOE)
         return hasten.DeepSpeedPlugin(
             hf_ds_config=self._for_the_engine(),
             is_train_batch_min=self.is_train_batch_min,
@@ -241,10 +241,14 @@ class DeepSpeedPlugin:
             import_module("hasten.strategies.engines.deepspeed.engine").join(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Check that the model has the classes of `transformer_moe_cls_names`, which prepare() marks."""
-        for name in filter(None, (self.transformer_moe_cls_names or "").split(",")):
-            if not any(type(part).__name__ == name.strip() for part in model.modules()):
-                raise Exception(message("moe_class_missing", name))
+        """Mark the classes of `transformer_moe_cls_names`, whose parameters are gathered together, as prepare() does itself."""
+        self.transformer_moe_cls_names = said = self.transformer_moe_cls_names or environment().get(_MOE)
+        kinds = {type(part).__name__: type(part) for part in model.modules()}
+        names = [name.strip() for name in (said or "").split(",") if name.strip()]
+        if missing := [name for name in names if name not in kinds]:
+            raise Exception(message("moe_class_missing", missing[0]))
+        if names:
+            need("deepspeed.utils").set_z3_leaf_modules(model, [kinds[name] for name in names])
 
     def _set_selected(self, value: bool) -> None:
         raise NotImplementedError(message("selected_by_state"))

@@ -74,7 +74,10 @@ class ParallelismConfig:
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(message("replicas_with_tp_or_cp"))
 
-    _sizes = shown(lambda self: {axis: self._size(axis) for axis in _AXES}, "Sizes by axis.")
+    _sizes = shown(
+        lambda self: {axis: self._size(axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
+        "Sizes by axis.",
+    )
 
     def _size(self, *axes: str) -> int:
         return prod(int(getattr(self, f"{axis}_size")) for axis in axes)
