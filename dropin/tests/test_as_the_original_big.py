@@ -317,6 +317,14 @@ def test_training_in_fp8_is_estimated_without_ms_amp_only() -> None:
     assert estimate_training_usage(1000, "fp8", "O1")["step"] == -1
 
 
+@pytest.mark.parametrize("kind", ["cuda", "mps", "npu", "xpu"])
+def test_the_cache_of_the_device_that_is_there_is_cleared(kind: str) -> None:
+    there = patch(f"accelerate.utils.memory.is_{kind}_available", return_value=True)
+    with there, patch(f"torch.{kind}", create=True) as module:
+        accelerate.utils.release_memory()
+    module.empty_cache.assert_called_once_with()
+
+
 def test_names_that_tests_look_at() -> None:
     for module in (big_modeling, modeling, bnb):
         assert module.logger is logging.getLogger(module.__name__)
