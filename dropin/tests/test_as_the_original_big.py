@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import accelerate
 from accelerate import big_modeling, dispatch_model, init_empty_weights, init_on_device, load_checkpoint_and_dispatch
+from accelerate.commands.estimate import estimate_training_usage
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -26,6 +28,7 @@ from accelerate.hooks import (
 )
 from accelerate.utils import BnbQuantizationConfig, OffloadedWeightsLoader, bnb, modeling
 from accelerate.utils.modeling import set_module_tensor_to_device
+from accelerate.utils.other import compile_regions, extract_model_from_parallel
 
 # Any in this file: attributes that the hooks set on modules, and configurations.
 
@@ -251,6 +254,75 @@ def test_quantization_needs_a_library_that_is_new_enough(caplog: pytest.LogCaptu
 def test_autocast_that_is_asked_for_is_given_without_a_precision() -> None:
     accelerate.Accelerator(cpu=True)
     assert isinstance(modeling.get_mixed_precision_context_manager(native_amp=True), torch.autocast)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+
+
+def test_the_outermost_module_shows_what_was_compiled_by_regions() -> None:
+    model: Any = Blocks()
+    made: Any = compile_regions(model, backend="eager")
+    assert made._orig_mod is model and "_orig_mod" not in made.body.__dict__
+    wrapped: Any = compile_regions(nn.DataParallel(model), backend="eager")
+    assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
+    assert type(wrapped._orig_mod) is nn.DataParallel
+    assert extract_model_from_parallel(wrapped) is wrapped and wrapped._orig_mod is model
+    assert list(wrapped.state_dict()) == [f"module.{name}" for name in made.state_dict()]
+
+
+def test_a_graph_can_be_edited_under_a_hook() -> None:
+    class Add(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    graph: Any = torch.fx.symbolic_trace(Add())
+    add_hook_to_module(graph, ModelHook())
+    assert list(inspect.signature(graph.forward).parameters) == ["x"] and graph.forward.__name__ == "forward"
+    next(node for node in graph.graph.nodes if node.op == "call_function").update_arg(1, 5)
+    graph.recompile()
+    assert graph(torch.ones(1)) == 6
+    assert remove_hook_from_module(graph)(torch.ones(1)) == 6 and "forward" not in graph.__dict__
+
+
+def test_hooks_that_are_removed_bring_buffers_back_from_the_meta_device() -> None:
+    model: Any = accelerate.cpu_offload(Net(), torch.device("meta"))
+    assert model.norm.running_var.is_meta
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(model.norm.running_var, torch.ones(4)) and devices(model) == {"cpu"}
+
+
+def test_a_single_gpu_that_keeps_a_tenth_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "accelerate.utils.modeling")
+    with patch("accelerate.utils.modeling.get_max_memory", side_effect=lambda given: {0: 300, "cpu": 1000}):
+        modeling.get_balanced_memory(Net())
+    assert "We will use 90% of the memory on device 0" in caplog.text
+
+
+def test_a_cpu_with_an_index_is_another_device() -> None:
+    same = {("cpu", "cpu"): True, ("cpu:0", "cpu"): False, ("cuda", "cuda:0"): True, ("cuda", "meta"): False}
+    for (first, second), expected in same.items():
+        assert modeling.check_device_same(torch.device(first), torch.device(second)) is expected
+
+
+def test_a_folder_for_nothing_is_made(tmp_path: Path) -> None:
+    accelerate.utils.offload_state_dict(tmp_path / "new", {})
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_training_in_fp8_is_estimated_without_ms_amp_only() -> None:
+    assert estimate_training_usage(1000, "fp8") == estimate_training_usage(1000, "float16")
+    assert estimate_training_usage(1000, "fp8", "O1")["step"] == -1
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "npu", "xpu"])
+def test_the_cache_of_the_device_that_is_there_is_cleared(kind: str) -> None:
+    there = patch(f"accelerate.utils.memory.is_{kind}_available", return_value=True)
+    with there, patch(f"torch.{kind}", create=True) as module:
+        accelerate.utils.release_memory()
+    module.empty_cache.assert_called_once_with()
 
 
 def test_names_that_tests_look_at() -> None:

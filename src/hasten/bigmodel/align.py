@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -201,7 +202,8 @@ class AlignDevicesHook(ModelHook):
         if self.offload and self.weights_map is not None:
             weights = self._weights(module)
             for name, device in self.original_devices.items():
-                value = self.weights_map.get(name) if name in weights else None
+                now = attrgetter(name)(module)
+                value = self.weights_map.get(name) if name in weights or now.is_meta else None
                 if device.type != "meta" or value is not None:
                     set_tensor(module, name, device if device.type != "meta" else torch.device("cpu"), value)
         return module

@@ -73,6 +73,7 @@ def read_offload_index(folder: str | Path) -> dict[str, Any]:
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
     """Write the weights of a state dict to a folder, one file each, with an index."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torch import nn
+from torch.fx import GraphModule
 
 CHUNKED_LOSS: Final = "chunked loss"
 """Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
@@ -52,6 +53,26 @@ class Forward:
             self.__dict__["inner"] = getattr(type(self.module), FORWARD).__get__(self.module)
 
 
+class GraphForward:
+    """Forward of a GraphModule, which `recompile()` replaces in the class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        forward: Callable[..., Any] = getattr(type(self.module), FORWARD)
+        return forward
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        bound: Callable[..., Any] = self.__func__.__get__(self.module)
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+        return self.__func__(self.module, *args, **kwargs)
+
+
 def _overridden(module: nn.Module) -> dict[str, Any]:
     """Return the `forward` in the module's `__dict__` before the first replacement, as a dict; empty if none."""
     first: Any = module.__dict__.get(FORWARD)
@@ -64,7 +85,8 @@ def _overridden(module: nn.Module) -> dict[str, Any]:
 def replace(module: nn.Module, forward: Forward) -> None:
     """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
-    forward.inner = module.forward
+    own = isinstance(module, GraphModule) and FORWARD not in module.__dict__
+    forward.inner = GraphForward(module) if own else module.forward
     for name in ("__name__", "__qualname__", "__doc__"):  # as functools.wraps() would copy them
         forward.__dict__[name] = getattr(forward.inner, name, "forward")
     module.__dict__[FORWARD] = forward

@@ -125,3 +125,19 @@ def test_layerwise_casting_stores_small_and_computes_large() -> None:
     assert layer.weight.dtype == torch.bfloat16
     remove_hook_from_module(layer)
     assert layer.weight.dtype == torch.float32
+
+
+def test_a_graph_that_is_recompiled_runs_anew_inside_its_forward() -> None:
+    graph: Any = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    forwarding.replace(graph, forwarding.Forward())
+    graph.graph.erase_node(next(node for node in graph.graph.nodes if node.op == "call_module" and _skip(node)))
+    graph.recompile()
+    assert graph(torch.tensor(-1.0)) == -1
+    assert forwarding.restore(graph, forwarding.Forward.tag)
+    assert "forward" not in graph.__dict__
+
+
+def _skip(node: Any) -> bool:
+    """Lead the output past a node; the node has no users afterwards."""
+    node.replace_all_uses_with(node.args[0])
+    return True

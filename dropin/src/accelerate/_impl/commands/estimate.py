@@ -86,7 +86,7 @@ def _of_transformers(name: str, known: Any, **how: Any) -> Any:
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
     """Return the bytes of training with Adam by their use; -1 where it is not possible in that dtype."""
-    half, full = mixed_precision in ("float16", "bfloat16"), mixed_precision == "float32"
+    half, full = mixed_precision in ("float16", "bfloat16", "" if msamp_config else "fp8"), mixed_precision == "float32"
     sizes = [bytes, 2 * bytes, bytes + half * bytes // 2, (2 if half else 4) * bytes] if half or full else [-1] * 4
     return dict(zip(("model", "optimizer", "gradients", "step"), sizes, strict=True))
 

@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 
+from accelerate._impl.environment.packages import (
+    is_cuda_available,
+    is_mps_available,
+    is_npu_available,
+    is_xpu_available,
+)
 from accelerate._impl.surface.messages import message
 from hasten.optim.batch_size import next_size, should_reduce_batch_size
 
@@ -18,8 +24,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Hand cached device memory back."""
     if garbage_collection:
         gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    there = (is_cuda_available(), is_mps_available(), is_npu_available(), is_xpu_available())
+    found = [getattr(torch, kind) for kind, one in zip(("cuda", "mps", "npu", "xpu"), there, strict=True) if one]
+    for module in found or [torch.accelerator] * torch.accelerator.is_available():
+        module.empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:  # Any: the caller's objects

@@ -44,8 +44,8 @@ def is_peft_model(model: Any) -> bool:
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
     """Whether two devices are one; an index that is not given is the current one's."""
-    same = first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
-    return same and first_device.type == second_device.type
+    numbered = first_device.type == second_device.type not in ("cpu", "meta")
+    return first_device == second_device or (numbered and (first_device.index or 0) == (second_device.index or 0))
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:

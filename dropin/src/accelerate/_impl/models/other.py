@@ -61,6 +61,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     made = copy(module)
     one: Callable[..., Any] = torch.compile if is_repeated_blocks(module) else compile_regions
     parts = {name: one(part, **compile_kwargs) for name, part in module.named_children()}
+    for part in parts.values():
+        part.__dict__.pop("_orig_mod", None)  # the outermost module shows the original
     made.__dict__.update(_modules=parts, _orig_mod=module)
     return made
 
@@ -90,15 +92,23 @@ def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
-    inner = _inside(model._orig_mod if is_compiled_module(model) else model, recursive)
+    inner = _inside(getattr(model, "_orig_mod", model), recursive)
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    if is_compiled_module(model) and keep_torch_compile:
+    return _recompiled(model, inner) if keep_torch_compile else inner
+
+
+def _recompiled(model: Any, inner: Any) -> Any:
+    """Return a compiled model with its original replaced, or `inner` if the model is not compiled."""
+    if "_orig_mod" in getattr(model, "__dict__", ()):  # compiled by regions
+        model.__dict__["_orig_mod"] = inner
+    elif is_compiled_module(model):
         model._orig_mod = inner
-        return model
-    return inner
+    else:
+        return inner
+    return model
 
 
 def show_original_forward(model: Any) -> None:

@@ -381,9 +381,9 @@ def get_balanced_memory(
     full = [at for at, device in enumerate(gpus) if limits[device] > 0]
     if len(full) > 1:
         sizes = compute_module_sizes(model, dtype, special_dtypes)
-        slack = _slack(model, sizes, no_split_module_classes)
-        _spread(limits, gpus, full, sizes[""], slack, low_zero)
+        _spread(limits, gpus, full, sizes[""], _slack(model, sizes, no_split_module_classes), low_zero)
     elif full and max_memory is None and gpus[full[0]] != "mps":
+        logger.info(message("tenth_stays_free", gpus[full[0]]))
         limits[gpus[full[0]]] *= 0.9
     return limits
 
