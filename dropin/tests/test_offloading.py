@@ -110,6 +110,7 @@ def test_weights_of_other_shapes_are_told_in_torchs_words(tmp_path: Path) -> Non
         accelerate.utils.modeling.load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "w.bin", {"": "cpu"})
 
 
+@pytest.mark.usefixtures("fresh_states")  # an earlier state keeps its flag
 def test_debug_mode_compares_the_shapes_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     told = "Operation: `accelerate.utils.operations.gather`\nInput shapes:\n  - Process 0: [2, 3]\n  - Process 1: [1]"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = Path(__file__).parents[2] / "src" / "hasten"
+ROOT: Final = Path(__file__).parents[2]
+FOLDERS: Final = (ROOT / "src" / "hasten", ROOT / "dropin" / "src")
 QUESTIONS: Final = frozenset({"What", "Whether", "Who", "Where", "How", "Which", "Why", "That", "Whoever", "Whatever"})
 NOUNS: Final = frozenset({"The", "A", "An", "All", "Every", "This", "One", "Both", "Each", "Several", "Whole"})
 VERBS: Final = frozenset({"Stands", "Takes", "Leaves", "Writes", "Counts", "Keeps", "Reads", "Moves", "Looks", "Shows"})
@@ -39,7 +40,10 @@ def complaints(text: str, name: str) -> Iterator[str]:
 
 def test_docstrings_open_with_what_a_thing_is_or_does() -> None:
     found = [
-        line for file in sorted(FOLDER.rglob("*.py")) for line in complaints(file.read_text("utf-8"), file.as_posix())
+        line
+        for folder in FOLDERS
+        for file in sorted(folder.rglob("*.py"))
+        for line in complaints(file.read_text("utf-8"), file.as_posix())
     ]
     assert not found, f"{len(found)} docstrings:\n" + "\n".join(found)
 

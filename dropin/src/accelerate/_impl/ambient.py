@@ -52,7 +52,7 @@ class EstablishedProcess(Process):
 
 @dataclass(slots=True)
 class Ambient:
-    """What is known of this process; the latest Accelerator replaces what an earlier one had put here."""
+    """The context, helpers and clock of this process; the latest Accelerator replaces an earlier one's."""
 
     partial: dict[str, Any] = field(default_factory=dict)  # the attributes of PartialState
     whole: dict[str, Any] = field(default_factory=dict)  # the attributes of AcceleratorState
@@ -67,7 +67,7 @@ AMBIENT = Ambient()  # quirk: SINGLETONS
 
 
 def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessContext:
-    """The context of this process, started from the environment on first use."""
+    """Return the context of this process, started from the environment on first use."""
     if AMBIENT.context is None:
         variables = env.snapshot()
         topology = Topology.from_env(variables)
@@ -88,7 +88,7 @@ def adopt(context: ProcessContext) -> None:
 
 
 def process() -> EstablishedProcess:
-    """The helpers of this process."""
+    """Return the helpers of this process."""
     if AMBIENT.process is None:
         start()
     assert AMBIENT.process is not None, "starting adopts a process"
@@ -96,14 +96,14 @@ def process() -> EstablishedProcess:
 
 
 def clock() -> StepClock:
-    """The clock of the latest Accelerator, or one that every step is a boundary of."""
+    """Return the clock of the latest Accelerator, or one that every step is a boundary of."""
     if AMBIENT.clock is None:
         AMBIENT.clock = StepClock()
     return AMBIENT.clock
 
 
 def device() -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     return start().device
 
 

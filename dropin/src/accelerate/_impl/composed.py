@@ -51,7 +51,7 @@ class Composed(hasten.Accelerator):
         self._engine.follow()
 
     def readers(self) -> Comm:
-        """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
+        """Return the processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
         return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
     def _accumulate_over(self, steps: int) -> None:
@@ -71,7 +71,7 @@ class Composed(hasten.Accelerator):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """What computes in fp8."""
+        """The library that computes in fp8."""
         backend = self.config.fp8.backend if self.fp8_enabled else "no"
         return FP8BackendType("AO" if backend == "auto" else backend.upper())
 

@@ -30,7 +30,7 @@ UNSET: Any = object()
 
 @dataclass(slots=True)
 class Arguments:
-    """What was given, sorted: settings for hasten, and objects the Accelerator shows as they came."""
+    """The given arguments, sorted: settings for hasten, and objects the Accelerator shows as they came."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     handlers: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Arguments:
 
 
 def sort_arguments(given: dict[str, Any]) -> Arguments:
-    """The arguments of Accelerator(), checked. Raises: ValueError as callers match it."""
+    """Return the arguments of Accelerator(), checked. Raises: ValueError as callers match it."""
     found = Arguments()
     settings = found.settings
     if given["torch_tp_plugin"] is not None:

@@ -42,7 +42,7 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[Any]:
-        """Every value."""
+        """Return every value."""
         return [member.value for member in cls]
 
 
@@ -54,19 +54,19 @@ class DistributedType(
     _Named,
     words="NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP XLA MEGATRON_LM MULTI_HPU MULTI_NEURON",
 ):
-    """How processes work together."""
+    """The ways in which processes work together."""
 
 
 class SageMakerDistributedType(_Named, words="NO DATA_PARALLEL MODEL_PARALLEL"):
-    """How SageMaker trains."""
+    """The ways in which SageMaker trains."""
 
 
 class FP8BackendType(_Named, words="NO TE MSAMP AO"):
-    """What computes in fp8."""
+    """The library that computes in fp8."""
 
 
 class ComputeEnvironment(_Named, words="LOCAL_MACHINE AMAZON_SAGEMAKER"):
-    """Where processes are started."""
+    """The environments in which processes are started."""
 
 
 class CustomDtype(enum.Enum, metaclass=EnumWithContains, words="fp8 int4 int2"):
@@ -74,7 +74,7 @@ class CustomDtype(enum.Enum, metaclass=EnumWithContains, words="fp8 int4 int2"):
 
 
 class DDPCommunicationHookType(BaseEnum, words="no fp16 bf16 power_sgd batched_power_sgd"):
-    """How gradients travel."""
+    """The compressions of gradients in communication."""
 
 
 class DynamoBackend(

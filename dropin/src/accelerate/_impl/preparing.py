@@ -44,7 +44,7 @@ class EstablishedPreparer(Preparer):
     def prepare(
         self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True
     ) -> Any:
-        """The objects prepared, in call order; what is none of the known kinds comes back as it is."""
+        """Return the objects prepared, in call order; what is none of the known kinds comes back as it is."""
         self._accelerator.follow_plugins()
         places = list(placement) if placement is not None else [None] * len(objects)
         if len(places) != len(objects):
@@ -68,7 +68,7 @@ class EstablishedPreparer(Preparer):
         return tuple(result)
 
     def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:
-        """Whether this is an optimizer of a model that is prepared later, or never, and whose parameters stay in place."""
+        """Return whether this is an optimizer of a model that is prepared later, or never, and whose parameters stay in place."""
         if not isinstance(value, Optimizer) or self.done.holds(value):
             return False
         caps = self._strategy.caps

@@ -36,27 +36,27 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether this is a tensor."""
+    """Return whether this is a tensor."""
     return isinstance(tensor, Tensor)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Whether this is a tensor of an XPU's own type."""
+    """Return whether this is a tensor of an XPU's own type."""
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether this describes a tensor."""
+    """Return whether this describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether this is a named tuple."""
+    """Return whether this is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
-    """The values in a container of the type of `obj`."""
+    """Return the values in a container of the type of `obj`."""
     return type(obj)(*list(generator)) if is_namedtuple(obj) else type(obj)(generator)
 
 
@@ -81,7 +81,7 @@ def recursively_apply(
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The nested tensors on a device; values under `skip_keys` stay."""
+    """Return the nested tensors on a device; values under `skip_keys` stay."""
     if isinstance(tensor, torch.nn.Module):
         return tensor.to(device, non_blocking=non_blocking)
     keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
@@ -89,12 +89,12 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def get_shape(data: Any) -> Any:
-    """The shapes, nested as the data."""
+    """Return the shapes, nested as the data."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """A description of every tensor, nested as the data."""
+    """Return a description of every tensor, nested as the data."""
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
@@ -106,7 +106,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The rows of the first tensor."""
+    """Return the rows of the first tensor."""
     if isinstance(data, tuple | list | Mapping) and len(data) == 0:
         raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
     if isinstance(data, tuple | list):
@@ -119,7 +119,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """The rows of the first tensor, or None where there is none."""
+    """Return the rows of the first tensor, or None where there is none."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError, IndexError):
@@ -132,7 +132,7 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor, or None."""
+    """Return the device of the first tensor, or None."""
     found = trees.tensors(data)
     return found[0].device if found else None
 
@@ -152,12 +152,12 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
-    """The slice of every tensor."""
+    """Return the slice of every tensor."""
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The nested tensors, those in half precision as float32."""
+    """Return the nested tensors, those in half precision as float32."""
     return trees.to_fp32(tensor)
 
 
@@ -176,7 +176,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward with outputs in float32."""
+    """Return the forward with outputs in float32."""
     convert = ConvertOutputsToFp32(model_forward)
 
     @wraps(convert, assigned=(), updated=())
@@ -203,7 +203,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 # -- over all processes -----------------------------------------------------------------------------------------------
 def _checked(name: str, data: Any) -> Any:
-    """The tensors in new containers. Raises: TypeError for other objects among them, in the name of a step."""
+    """Return the tensors in new containers. Raises: TypeError for other objects among them, in the name of a step."""
 
     def same(tensor: Any) -> Any:
         return tensor
@@ -217,7 +217,7 @@ def _world() -> Any:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, which in debug mode compares the processes' shapes first."""
+    """Return the collective, which in debug mode compares the processes' shapes first."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation made of others, whose error about shapes names it."""
+    """Return an operation made of others, whose error about shapes names it."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @verify_operation
 def gather(tensor: Any) -> Any:
-    """Every process's tensors, joined along the first dimension. Ranks: every rank."""
+    """Return every process's tensors, joined along the first dimension. Ranks: every rank."""
     world = _world()
     if world.size == 1:  # quirk: FLAT_RESULTS
         return tensor
@@ -256,7 +256,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Every process's list, joined. Ranks: every rank."""
+    """Return every process's list, joined. Ranks: every rank."""
     world = _world()
     if world.size == 1:
         return object
@@ -266,7 +266,7 @@ def gather_object(object: Any) -> Any:
 
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The tensors of one process, written into those of the others. Ranks: every rank."""
+    """Return the tensors of one process, written into those of the others. Ranks: every rank."""
     world = _world()
     if world.size == 1:
         return tensor
@@ -279,7 +279,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
-    """The list, its items replaced by those of one process. Ranks: every rank."""
+    """Return the list, its items replaced by those of one process. Ranks: every rank."""
     world = _world()
     return object_list if world.size == 1 else ops.broadcast_object_list(object_list, world, from_process)
 
@@ -298,7 +298,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def _with_gradient(reduced: Tensor, mine: Tensor, share: float) -> Tensor:
-    """The reduced tensor, through which this process's own part of it gets a gradient."""
+    """Return the reduced tensor, through which this process's own part of it gets a gradient."""
     if not mine.requires_grad:
         return reduced
     result = mine * share
@@ -320,12 +320,12 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def gather_tensor_shape(tensor: Any) -> Any:
-    """The shapes of one process's tensor, known to all. Ranks: every rank."""
+    """Return the shapes of one process's tensor, known to all. Ranks: every rank."""
     return ops.gather_object([list(tensor.shape)], _world())
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """The tensor of the one process that has it on every process; the others pass nothing. Ranks: every rank."""
+    """Return the tensor of the one process that has it on every process; the others pass nothing. Ranks: every rank."""
     world = _world()
     source = world.all_gather_object(tensor is not None).index(True)
     sent: Tensor = world.broadcast_object(None if tensor is None else tensor.cpu(), source)

@@ -31,7 +31,7 @@ logger = get_logger("accelerate.tracking")
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A tracker's method, run on the main process only when the tracker says so."""
+    """Return a tracker's method, run on the main process only when the tracker says so."""
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -434,13 +434,13 @@ def register_tracker_class(tracker_class: object) -> None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The trackers whose packages are installed."""
+    """Return the trackers whose packages are installed."""
     installed = set(registry.installed())
     return [kind for kind in LoggerType if kind.value in installed]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """The trackers asked for that can run here: kinds or instances."""
+    """Return the trackers asked for that can run here: kinds or instances."""
     if log_with is None:
         return []
     asked = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
@@ -454,7 +454,7 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
 
 
 def _runnable(name: str, logging_dir: Any) -> Any:
-    """A kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
+    """Return a kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
     if name in LoggerType and name not in registry.installed():
@@ -466,7 +466,7 @@ def _runnable(name: str, logging_dir: Any) -> Any:
 
 
 def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """The trackers that `Accelerator(log_with=...)` asks for; a warning when none of them can run here."""
+    """Return the trackers that `Accelerator(log_with=...)` asks for; a warning when none of them can run here."""
     found = filter_trackers(log_with, logging_dir)
     if log_with is not None and not found:
         warnings.warn(message("no_trackers", log_with), stacklevel=3)
@@ -476,7 +476,7 @@ def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
 def begin(
     kinds: list[Any], project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any], logging_dir: Any
 ) -> list[GeneralTracker]:
-    """The trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
+    """Return the trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
     started: list[GeneralTracker] = []
     for kind in kinds if PartialState().is_main_process else ():
         tracker: Any = kind

@@ -111,7 +111,7 @@ class Accelerator(SavingFace):
     __deepcopy__ = __copy__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
+        """Return an Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
         given = {name: value for name, value in self._given.items() if value is not UNSET}
         return partial(type(self), **given), ()
 
@@ -144,28 +144,28 @@ class Accelerator(SavingFace):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """The optimizer, updating where a window ends; its state lies where its parameters do."""
+        """Return the optimizer, updating where a window ends; its state lies where its parameters do."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """The schedule, also of a class of one's own, following its optimizer's updates."""
+        """Return the schedule, also of a class of one's own, following its optimizer's updates."""
         prepared = self.prepare(scheduler)
         return prepared if isinstance(prepared, AcceleratedScheduler) else self._preparer._scheduler(scheduler)
 
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """The loader, reading this process's share."""
+        """Return the loader, reading this process's share."""
         place = self.device_placement if device_placement is None else device_placement
         return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader without its first batches in every epoch."""
+        """Return the loader without its first batches in every epoch."""
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
-        """One micro-step over these models; models that were not prepared take part without a window of their own."""
+        """Return one micro-step over these models; models that were not prepared take part without a window of their own."""
         known = [model for model in models if any(model is one for one in self._prepared.models)]
         key: Key = tuple([self._prepared.index_of(model) for model in known])
         each = self.config.gradient_accumulation.sync_each_batch
@@ -173,7 +173,7 @@ class Accelerator(SavingFace):
         return Accumulation(self._clock, self._strategy, known or self._prepared.models, key, each)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """A block in which backward leaves this model's gradients unsynchronised."""
+        """Return a block in which backward leaves this model's gradients unsynchronised."""
         if any(model is one for one in self._prepared.models):
             return self._strategy.no_sync(model)
         return model.no_sync() if self.num_processes > 1 and hasattr(model, "no_sync") else nullcontext()
@@ -222,7 +222,7 @@ class Accelerator(SavingFace):
     has_lomo_optimizer = shown(lambda self: bool(self._fused_backwards()), "Whether an optimizer updates in backward.")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
-        """A block that computes in this run's precision."""
+        """Return a block that computes in this run's precision."""
         chosen = autocast_handler or self.autocast_handler
         return super().autocast(None if chosen is None else chosen.to_hasten())
 
@@ -236,13 +236,13 @@ class Accelerator(SavingFace):
         return clip.clip_norm(clip.as_list(parameters), max_norm, float(norm_type))
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
+        """Return the prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
         if self._sequences is None:
             raise ValueError(message("no_shared_sequences"))
         return self._sequences.split(dl)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
-        """A block in which processes may run out of batches at different times."""
+        """Return a block in which processes may run out of batches at different times."""
         if self.num_processes == 1:
             return nullcontext()
         if not all(isinstance(one, nn.Module | torch.optim.Optimizer) for one in joinables):
@@ -254,7 +254,7 @@ class Accelerator(SavingFace):
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
-        """Every process's tensors joined along the first dimension."""
+        """Return every process's tensors joined along the first dimension."""
         return gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]  # other kinds
@@ -272,7 +272,7 @@ class Accelerator(SavingFace):
     def gather_for_metrics(  # type: ignore[override] # the original names no loader
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
-        """The results of every process for the current batch; the last batch is cut to the samples that are left."""
+        """Return the results of every process for the current batch; the last batch is cut to the samples that are left."""
         loader = self.gradient_state.active_dataloader
         cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
         left = loader.remainder if cut else None  # quirk: LAST_BATCH_IS_CUT
@@ -289,7 +289,7 @@ class Accelerator(SavingFace):
         self.trackers += tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or its package's own object; a blank one away from the main process."""
+        """Return the tracker of this name, or its package's own object; a blank one away from the main process."""
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
@@ -311,13 +311,13 @@ class Accelerator(SavingFace):
 
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The user's own module inside a prepared one."""
+        """Return the user's own module inside a prepared one."""
         if any(model is one for one in self._prepared.models):
             model = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Every parameter and buffer of a model, whole. Ranks: every rank."""
+        """Return every parameter and buffer of a model, whole. Ranks: every rank."""
         if any(map(has_offloaded_params, model.modules())):
             return get_state_dict_offloaded_model(model)
         if any(model is one for one in self._prepared.models):
@@ -338,7 +338,7 @@ class Accelerator(SavingFace):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
-        """A block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
+        """Return a block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
         if self.ctx.mesh.size(Axis.CP) == 1:
             logger.warning_once(message("no_context_parallelism"))
             return nullcontext()
@@ -353,5 +353,5 @@ class Accelerator(SavingFace):
     clear = free_memory
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model was spread over devices by a device map."""
+        """Return whether the model was spread over devices by a device map."""
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())

@@ -26,7 +26,7 @@ def _numbered(stem: str, index: int, suffix: str = "bin") -> str:
 
 
 def _model_files(index: int) -> tuple[str, str]:
-    """How a model's file is called, in safetensors and in torch's format."""
+    """Return the name of a model's file, in safetensors or in torch's format."""
     return _numbered(constants.SAFE_MODEL_NAME, index, "safetensors"), _numbered(constants.MODEL_NAME, index)
 
 
@@ -77,7 +77,7 @@ def write_for_original(
 
 
 def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
-    """The loaders whose positions are saved, each with the name of its file."""
+    """Return the loaders whose positions are saved, each with the name of its file."""
     numbered = ((_numbered("dl_state_dict", index), one) for index, one in enumerate(dataloaders))
     return [(name, one) for name, one in numbered if one.use_stateful_dataloader]
 
@@ -127,6 +127,6 @@ def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, An
 
 
 def step_in(folder: Path, process_index: int) -> int:
-    """The micro-steps that a process had made in its epoch; 0 where none are known."""
+    """Return the micro-steps that a process had made in its epoch; 0 where none are known."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
     return int(read_random_states(file).get("step", 0)) if file.is_file() else 0

@@ -46,7 +46,7 @@ def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> set[nn.Parameter]:
-    """The parameters of modules given as such, or by a regular expression over their names."""
+    """Return the parameters of modules given as such, or by a regular expression over their names."""
     if modules is None:
         return set()
     if isinstance(modules, str):
@@ -60,7 +60,7 @@ def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> 
 
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> Any:
-    """The init function; hasten ties weights again by itself when it materialises a model."""
+    """Return the init function unchanged; hasten ties weights again by itself when it materialises a model."""
     return param_init_fn
 
 
@@ -74,18 +74,18 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def _address(parameter: Any) -> Any:
-    """A parameter's address; callers may have put that of another one in the place of the method."""
+    """Return a parameter's address; callers may have put that of another one in the place of the method."""
     return parameter.data_ptr() if callable(parameter.data_ptr) else parameter.data_ptr
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """A function that tells the modules of this model which are sharded on their own; None where there are none."""
+    """Return a function that tells the modules of this model which are sharded on their own; None where there are none."""
     chosen = {id(block) for block in blocks_to_shard(model, fsdp2_plugin.to_hasten(say=False))}
     return (lambda module: id(module) in chosen) if chosen else None
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The model, with the blocks that are sharded on their own recomputed in backward."""
+    """Return the model, with the blocks that are sharded on their own recomputed in backward."""
     settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
     find = partial(blocks_to_recompute, config=settings)
     recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
@@ -102,13 +102,13 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The model, sharded. Ranks: every rank."""
+    """Return the model, sharded. Ranks: every rank."""
     prepared: nn.Module = accelerator.prepare_model(model)
     return prepared
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """A loss scaler that sees overflows in any rank's shard."""
+    """Return a loss scaler that sees overflows in any rank's shard."""
     return torch.amp.GradScaler(**kwargs)
 
 
@@ -190,7 +190,7 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
 
 
 def _files(kind: Literal["model", "optimizer"], folder: Any, index: int) -> ObjectFiles:
-    """A model or an optimizer in a folder: its shards, whose folder the given one itself may be, or a file of whole tensors."""
+    """Return the places of a model or an optimizer: the folder of its shards, given or below the given one, and a file of whole tensors."""
     place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
     given = place.name.startswith(stem) and place.is_dir()
     shards = place if given else place / f"{stem}_{index}"
@@ -198,7 +198,7 @@ def _files(kind: Literal["model", "optimizer"], folder: Any, index: int) -> Obje
 
 
 def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:
-    """The names that belong to peft's adapters, where only those are wanted: peft puts the adapter's name into them."""
+    """Return the names that belong to peft's adapters, where only those are wanted: peft puts the adapter's name into them."""
     if not adapter_only or not is_peft_model(module):
         return None
     adapters: Any = module.peft_config

@@ -25,7 +25,7 @@ def merge_fsdp_weights(
 
 
 def _shards_in(source: str) -> Path:
-    """The folder of shards. Raises: ValueError where there is none."""
+    """Return the folder of shards. Raises: ValueError where there is none."""
     folder = Path(source)
     if not folder.is_dir():
         raise ValueError(message("no_folder_to_merge", source))

@@ -21,7 +21,7 @@ _HEADING: Final = "\nCopy-and-paste the text below in your GitHub issue\n"
 
 
 def chosen_file(args: Any) -> list[str]:
-    """The flag that names the settings file, where one is given."""
+    """Return the flag that names the settings file, where one is given."""
     return ["--config_file", args.config_file] if args.config_file else []
 
 
@@ -38,7 +38,7 @@ def env_command(args: Any) -> dict[str, Any]:
 
 
 def _report() -> dict[str, Any]:
-    """What the report says of this machine."""
+    """Return the report of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     device = torch.accelerator.current_accelerator(check_available=True)
     found = {

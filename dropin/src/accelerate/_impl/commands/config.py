@@ -27,7 +27,7 @@ config_command_parser = parser_of("config", config_command)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate config` and its subcommands."""
+    """Return the parser of `accelerate config` and its subcommands."""
     parser = config_command_parser(subparsers)
     more = parser.add_subparsers(title="subcommands", dest="subcommand")
     default_command_parser(more, [])

@@ -30,7 +30,7 @@ _ALONE = (Config().strategy, Config().parallelism)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate launch`, alone or as a subcommand."""
+    """Return the parser of `accelerate launch`, alone or as a subcommand."""
     options: dict[str, Any] = {"description": message("about_launch"), "add_help": True, "allow_abbrev": False}
     make = partial(CustomArgumentParser, "Accelerate launch command")
     parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
@@ -84,7 +84,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
-    """The original's meaning where there is no accelerator: no devices to choose, and one process if nothing asks for several."""
+    """Apply the original's defaults without an accelerator: no choice of devices, one process if nothing asks for several."""
     config = settings_for(words)
     launch, asked = config.launch, config.launch.num_processes or 1
     several = launch.multi_gpu or (config.strategy, config.parallelism) != _ALONE
@@ -112,7 +112,7 @@ def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
 
 
 def _as_the_original_says(words: Sequence[str]) -> str:
-    """What the established parser and reader of settings files say against the words, to the letter."""
+    """Return the objections of the established parser and reader of settings files, to the letter."""
     try:
         with redirect_stderr(StringIO()):
             _validate_launch_command(launch_command_parser().parse_known_args(words)[0])
@@ -135,7 +135,7 @@ def simple_launcher(args: argparse.Namespace) -> None:
 
 
 def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None]:
-    """What starts the script of a parsed command line with these switches on."""
+    """Return the function that starts the script of a parsed command line with these switches on."""
 
     def launch(args: argparse.Namespace) -> None:
         for name in switches:

@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line for hasten that a parsed namespace stands for."""
+    """Return the command line for hasten that a parsed namespace stands for."""
     words: list[str] = []
     for name, how in [flag for flags in _GROUPS.values() for flag in flags.items()]:
         value = getattr(args, how.get("dest", name), None)

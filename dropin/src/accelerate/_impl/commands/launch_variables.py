@@ -28,7 +28,7 @@ set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the dro
 
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
-    """What workers of `launch WORDS` find in their environment besides what this process has."""
+    """Return the variables that workers of `launch WORDS` have in addition to those of this process."""
     return spelled(settings_for(words))
 
 
@@ -41,7 +41,7 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
 
 
 def settings_for(words: Sequence[str]) -> Config:
-    """The settings that `launch WORDS` runs under."""
+    """Return the settings that `launch WORDS` runs under."""
     given = make_parser("accelerate").parse_args(words)
     env = {name: value for name, value in environment().items() if name != VARIABLE}
     return effective(env, given.config_file, given.settings).config
@@ -60,7 +60,7 @@ def spelled(config: Config) -> dict[str, str]:
 
 
 def _said(config: Config, *sections: str) -> dict[str, str]:
-    """What the variables of some sections say where it is not the default, or where libraries look in any case."""
+    """Return the variables of some sections whose values are not the defaults, or that libraries read in any case."""
     paths = {name: path for name, path in established_variables() if path[0] in sections and path in BY_PATH}
     values = {name: attrgetter(".".join(path))(config) for name, path in paths.items()}
     told = {name: value for name, value in values.items() if value != BY_PATH[paths[name]].default}

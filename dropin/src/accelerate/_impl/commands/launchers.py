@@ -113,7 +113,7 @@ def _announce(processes: int, devices: int) -> None:
 
 
 def _failed_child(error: LaunchError, name: str) -> ChildFailedError:
-    """The error as torch's launcher raises it, with the child's message."""
+    """Return the error as torch's launcher raises it, with the child's message."""
     rank = int(found[1]) if (found := re.search(r"rank (\d+)", str(error))) else 0
     with NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}}, file)

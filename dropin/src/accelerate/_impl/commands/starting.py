@@ -50,7 +50,7 @@ class PrepareForLaunch:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """A variable of paths with one more."""
+    """Return a variable of paths with one more."""
     return ":".join([*filter(None, os.environ.get(env_var_name, "").split(":")), str(path_to_add)])
 
 
@@ -60,7 +60,7 @@ def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
 
 
 def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
-    """The variables of a group of settings."""
+    """Return the variables of a group of settings."""
     found = {}
     for variable, (name, *how) in ((one, words.split()) for one, words in _VARIABLES[group].items()):
         value = getattr(args, name, None)
@@ -70,7 +70,7 @@ def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
-    """The variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
+    """Return the variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
     precision, found = str(_asked(args, "mixed_precision", "no")).lower(), {}
     if precision not in PrecisionType.list():
         raise ValueError(f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}.")
@@ -85,7 +85,7 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _compiling(args: argparse.Namespace) -> dict[str, str]:
-    """The variables of compilation and threads. Raises: ValueError for an unknown backend."""
+    """Return the variables of compilation and threads. Raises: ValueError for an unknown backend."""
     backend, known = str(_asked(args, "dynamo_backend", "no")).upper(), [one.value for one in DynamoBackend]
     if backend not in known:
         raise ValueError(f"Unknown dynamo backend: {backend}. Choose between {known}.")
@@ -99,7 +99,7 @@ def _checked(args: argparse.Namespace) -> None:
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
+    """Return the command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
     _checked(args)
     mpi = _mpi_words(args) if _asked(args, "mpirun_hostfile") else []
     python = [] if _asked(args, "no_python") else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
@@ -110,7 +110,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 
 def _address(args: argparse.Namespace) -> dict[str, str]:
-    """The variables of the first process's address, where there are several. Raises: AssertionError if it is unknown."""
+    """Return the variables of the first process's address, where there are several. Raises: AssertionError if it is unknown."""
     if _asked(args, "num_machines", 1) > 1:
         assert _asked(args, "main_process_ip") is not None, _SAYS["no_address"].format("IP")
         assert _asked(args, "main_process_port") is not None, _SAYS["no_address"].format("port")
@@ -121,14 +121,14 @@ def _address(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _mpi_words(args: argparse.Namespace) -> list[str]:
-    """The words that start processes on the hosts of a file."""
+    """Return the words that start processes on the hosts of a file."""
     program, file, count, each, bound = _get_mpirun_args()
     words = [program, file, str(args.mpirun_hostfile), each, str(args.num_processes // args.num_machines)]
     return [*words, count, str(args.num_processes), *([bound, "socket"] if bound else [])]
 
 
 def _get_mpirun_args() -> tuple[str, str, str, str, str]:
-    """A program that starts processes and its flags: hosts, processes in all, per host, binding. Raises: OSError without one."""
+    """Return a program that starts processes and its flags: hosts, processes in all, per host, binding. Raises: OSError without one."""
     program = next((name for name in ("mpirun", "mpiexec") if which(name)), None)
     if program is None:
         raise OSError(_SAYS["no_mpi"])
@@ -137,7 +137,7 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """The environment of the processes of a launch; `args` gets the attributes that torch's launcher reads."""
+    """Return the environment of the processes of a launch; `args` gets the attributes that torch's launcher reads."""
     _for_torchrun(args, _settled_port(args))
     env = {**environment(), **_settings(args), **_compiling(args)}
     if _asked(args, "use_fsdp"):
@@ -150,7 +150,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _settled_port(args: argparse.Namespace) -> int:
-    """The port where processes meet. Raises: ConnectionError where it is taken and other machines look for it; as `_checked`."""
+    """Return the port where processes meet. Raises: ConnectionError where it is taken and other machines look for it; as `_checked`."""
     machines, port = _asked(args, "num_machines", 1), _asked(args, "main_process_port", _PORT)
     args.main_process_port = port = int(get_free_port() if port == 0 else port)
     if (machines == 1 or int(_asked(args, "machine_rank", 0)) == 0) and is_port_in_use(port):
@@ -208,7 +208,7 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The arguments and the environment of a job on TPUs."""
+    """Return the arguments and the environment of a job on TPUs."""
     if _asked(args, "mixed_precision") == "bf16" and is_torch_xla_available():
         current_env["XLA_DOWNCAST_BF16" if _asked(args, "downcast_bf16") else "XLA_USE_BF16"] = "1"
     if _asked(args, "debug"):
@@ -219,7 +219,7 @@ def prepare_tpu(
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """The environment with the options of fp8."""
+    """Return the environment with the options of fp8."""
     current_env.update(_shown(args, "fp8"))
     parts = _asked(args, "fp8_override_linear_precision")
     if isinstance(parts, str):
@@ -230,7 +230,7 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """The environment with the sizes of the mesh."""
+    """Return the environment with the sizes of the mesh."""
     current_env.update({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_shown(args, "parallelism")})
     for name in ("cp", "sp"):
         if _asked(args, f"parallelism_config_{name}_size", 1) > 1:
@@ -241,7 +241,7 @@ def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env:
 def prepare_sagemager_args_inputs(
     sagemaker_config: Any, args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """What an estimator of Amazon's SDK is given for this script, and the data channels of the job."""
+    """Return the arguments of Amazon's estimator for this script, and the data channels of the job."""
     script = Path(args.training_script)
     if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
         raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
@@ -253,7 +253,7 @@ def prepare_sagemager_args_inputs(
 
 
 def _job(config: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """What the job is told of its precision, its processes and what to measure."""
+    """Return the job's settings of precision, processes and metrics."""
     compiling = {name: word for name, word in _compiling(args).items() if name != "OMP_NUM_THREADS"}
     kind, word = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", config.distributed_type.value
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", kind: word}
@@ -267,7 +267,7 @@ def _job(config: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _table(file: str | None) -> dict[str, str] | None:
-    """The two columns of a tab-separated file below its heading; None without a file."""
+    """Return the two columns of a tab-separated file below its heading; None without a file."""
     if not file:
         return None
     rows = [line.split("\t") for line in Path(file).read_text().splitlines()[1:] if line.strip()]
@@ -287,7 +287,7 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
 
 
 def _filter_args(args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Any = ()) -> Any:
-    """The arguments that another parser knows, with its defaults for `default_args` where there are none."""
+    """Return the arguments that another parser knows, with its defaults for `default_args` where there are none."""
     known, _ = parser.parse_known_args(list(default_args))
     for name in vars(args):
         if hasattr(known, name):

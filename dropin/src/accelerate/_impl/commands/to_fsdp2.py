@@ -45,7 +45,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _reshard(value: Any, said: list[str]) -> Any:
-    """What a sharding strategy, by name or number, is in FSDP2."""
+    """Return FSDP2's equivalent of a sharding strategy, by name or number."""
     if str(value).upper() in ("3", "NO_SHARD"):
         raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
     found, _ = fsdp_from_fsdp1({"sharding_strategy": value})

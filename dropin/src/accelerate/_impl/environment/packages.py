@@ -30,12 +30,12 @@ def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bo
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Whether numpy is installed, at least in `min_version`."""
+    """Return whether numpy is installed, at least in `min_version`."""
     return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether bitsandbytes is installed."""
+    """Return whether bitsandbytes is installed."""
     found = _is_package_available("bitsandbytes")
     return found and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
 
@@ -67,7 +67,7 @@ _FOUND: dict[str, Callable[[], bool]] = {
 
 
 def _probe(package: str, *names: str) -> Callable[[], bool]:
-    """A function that says whether a package is installed, from a distribution of its own name or of one of these."""
+    """Return a function that says whether a package is installed, from a distribution of its own name or of one of these."""
     return lambda: any(_is_package_available(package, one) for one in names or (package,))
 
 
@@ -82,14 +82,14 @@ def __getattr__(name: str) -> Callable[..., bool]:  # type checkers take the tab
 
 
 def _there(name: str) -> bool:
-    """What `is_NAME_available` says, which tests replace."""
+    """Return the answer of `is_NAME_available`, which tests replace."""
     found: Callable[[], bool] = globals()[f"is_{name}_available"]
     return found()
 
 
 @lru_cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and has the device asked for."""
+    """Return whether torch_xla is installed and has the device asked for."""
     if check_is_tpu and check_is_gpu:
         raise AssertionError("The check_is_tpu and check_is_gpu cannot both be true.")
     if not (USE_TORCH_XLA and available("torch_xla")):
@@ -99,13 +99,13 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_cuda_available() -> bool:
-    """Whether there is a CUDA device, asked in a way that lets this process fork afterwards."""
+    """Return whether there is a CUDA device, asked in a way that lets this process fork afterwards."""
     with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return torch.cuda.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is an Apple device."""
+    """Return whether there is an Apple device."""
     return torch.backends.mps.is_available() and compare_versions("torch", ">=", min_version)
 
 
@@ -133,17 +133,17 @@ is_neuron_available = _device_probe("neuron", "torch_neuronx")
 
 @lru_cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether there is a Gaudi device."""
+    """Return whether there is a Gaudi device."""
     return _device_probe("hpu", "habana_frameworks")()
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether the Gaudi device is of the first generation."""
+    """Return whether the Gaudi device is of the first generation."""
     return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device computes in bfloat16."""
+    """Return whether the device computes in bfloat16."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     if is_xpu_available():

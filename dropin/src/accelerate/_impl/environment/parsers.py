@@ -52,7 +52,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
 
 def parser_of(name: str, command: Callable[[Any], object]) -> Callable[..., argparse.ArgumentParser]:
-    """What makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
+    """Return the function that makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
 
     about = _TABLE[name].get("about")
 
@@ -93,7 +93,7 @@ def runner(
 
 
 def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
-    """The entry point of a command."""
+    """Return the entry point of a command."""
 
     def main() -> NoReturn:
         sys.exit(run(sys.argv[1:]))
@@ -102,6 +102,6 @@ def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
 
 
 def both_spellings(names: tuple[str, ...]) -> list[str]:
-    """Every flag also with hyphens."""
+    """Accept every flag with hyphens as well."""
     more = [f"--{name[2:].replace('_', '-')}" for name in names if name.startswith("--") and "_" in name]
     return list(dict.fromkeys([*names, *more]))

@@ -26,7 +26,7 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 def environment() -> Mapping[str, str]:
-    """The environment as it is now."""
+    """Return the environment as it is now."""
     return os.environ
 
 
@@ -40,7 +40,7 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Any, default: int) -> int:
-    """The first of some variables that holds a number of at least zero."""
+    """Return the first of some variables that holds a number of at least zero."""
     for key in env_keys:
         value = int(os.environ.get(key, -1))
         if value >= 0:
@@ -49,12 +49,12 @@ def get_int_from_env(env_keys: Any, default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A yes-or-no variable."""
+    """Return a yes-or-no variable."""
     return bool(str_to_bool(os.environ.get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """A variable that holds a word."""
+    """Return a variable that holds a word."""
     return os.environ.get(key, str(default))
 
 
@@ -88,7 +88,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """A function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
+    """Return a function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
     if not isinstance(func_or_cls, type):
         return _purged(func_or_cls)
     whole: Any = func_or_cls
@@ -132,25 +132,25 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def _nvidia_smi(question: str) -> list[str]:
-    """What the driver's own tool answers, a row for each device."""
+    """Return the answer of the driver's own tool, a row for each device."""
     tool = "nvidia-smi" if platform.system() != "Windows" else "nvidia-smi.exe"
     answer = subprocess.check_output([tool, f"--query-gpu={question}", "--format=csv,noheader"], text=True)
     return [row for row in answer.strip().split("\n") if row]
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """The names and the number of NVIDIA devices."""
+    """Return the names and the number of NVIDIA devices."""
     rows = _nvidia_smi("count,name")
     return [row.split(",")[1].strip() for row in rows], len(rows)
 
 
 def get_driver_version() -> str:
-    """The version of the NVIDIA driver."""
+    """Return the version of the NVIDIA driver."""
     return _nvidia_smi("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether devices can talk directly; consumer cards of the 4000 series with old drivers cannot."""
+    """Return whether devices can talk directly; consumer cards of the 4000 series with old drivers cannot."""
     with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):  # no device to ask speaks against it
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
@@ -160,7 +160,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 @lru_cache
 def check_cuda_fp8_capability() -> bool:
-    """Whether the device computes in fp8."""
+    """Return whether the device computes in fp8."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -173,7 +173,7 @@ CPUInformation: Any = make_dataclass(
 
 
 def get_cpu_distributed_information() -> Any:
-    """The place of this process among those of its job, from the variables of any launcher."""
+    """Return the place of this process among those of its job, from the variables of any launcher."""
     here = Topology.from_env(os.environ)
     return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
 
@@ -190,22 +190,22 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether somebody listens on a port of this machine."""
+    """Return whether a program listens on a port of this machine."""
     return reachable("localhost", 29500 if port is None else port)
 
 
 def get_free_port() -> int:
-    """A port nobody listens on."""
+    """Return a free port."""
     return free_port()
 
 
 def count_devices() -> int:
-    """The number of accelerators of this machine."""
+    """Return the number of accelerators of this machine."""
     return max(torch.cuda.device_count(), torch.accelerator.device_count())
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device and the distributed type that several of them make."""
+    """Return the kind of device and the distributed type that several of them make."""
     found = torch.accelerator.current_accelerator(check_available=True)
     kind = "cuda" if found is None else found.type
     return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"

@@ -38,7 +38,7 @@ POSITION = "_position"
 
 
 class DataLoaderStateMixin:
-    """What GradientState reads of a loader that is being iterated."""
+    """The attributes that GradientState reads of an iterated loader."""
 
     end_of_dataloader: bool = False
     remainder: int = -1
@@ -64,7 +64,7 @@ class DataLoaderStateMixin:
 
 @lru_cache
 def stateful(kind: Any) -> Any:
-    """The kind of loader as one of torchdata's, which other libraries look for."""
+    """Return the kind of loader as one of torchdata's, which other libraries look for."""
     torchdata = need("torchdata.stateful_dataloader", ">=0.8", why="use_stateful_dataloader=True")
     reduced = {"__reduce_ex__": lambda self, protocol: (_blank, (kind,), self.__getstate__())}
     return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__, **reduced})
@@ -163,7 +163,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     @property
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
-        """What hasten's loader is put together from."""
+        """The parts of hasten's loader."""
         return LoaderParts(
             source=self.source() if self.cut is None else SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
@@ -176,7 +176,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         )
 
     def followers(self) -> tuple[Any, ...]:
-        """The samplers that are told which epoch begins."""
+        """Return the samplers that are told which epoch begins."""
         return tuple(one for one in (get_sampler(self), self.batch_sampler) if not isinstance(one, BatchSamplerShard))
 
     get_sampler = get_sampler
@@ -188,12 +188,12 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             part.sampler, part = sampler, getattr(part, "batch_sampler", None)
 
     def source(self) -> BatchSource:
-        """Where batches come from."""
+        """Return the source of batches."""
         kind = SnapshotSource if self.use_stateful_dataloader else TorchSource
         return kind(self, self.synchronized_generator, self.followers())
 
     def move(self) -> Move | None:
-        """What brings batches to the device."""
+        """Return the copier of batches to the device."""
         return OneAhead(self.device, self._non_blocking)
 
     def rejoin(self) -> None:
@@ -223,7 +223,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
                 self.loader_iteration.place(self.loader_iteration.upcoming())
 
     def given(self, batch: Any) -> Any:
-        """The batch that the loop gets."""
+        """Return the batch that the loop gets."""
         return batch
 
     iteration = shown("epoch", "The current or next epoch.", lambda self, epoch: self.loader_iteration.set_epoch(epoch))
@@ -251,13 +251,13 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         return size and int(size if self.split_batches else size * self.num_processes // together)
 
     def saved_state(self) -> dict[str, Any]:
-        """The loop's position, which checkpoints hold."""
+        """Return the loop's position, which checkpoints hold."""
         yielded = self.loader_iteration.start.batches + self.loader_iteration.steps
         shown = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
         return {**super().state_dict(), "batches": yielded, **shown}
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
+        """Return the loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
         if not self.use_stateful_dataloader or (
             self.latest is None and self.loader_iteration.start.batches + self.loader_iteration.steps
         ):
@@ -280,7 +280,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         super().load_state_dict({**position, **beginning})
 
     def skipping(self, num_batches: int) -> Any:
-        """The same loader without its first batches; it shares this loader's position."""
+        """Return the same loader without its first batches; it shares this loader's position."""
         loader = copy.copy(self)
         loader.__dict__.update(clock=self.clock, cut=self.cut, skip_batches=self.skip_batches + num_batches)
         return loader
@@ -316,7 +316,7 @@ class Dealt(BatchReader):
     """Whether those of every step are."""
 
     def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
-        """The batches of each step, marked with the samples that they hold together."""
+        """Return the batches of each step, marked with the samples that they hold together."""
         for group in BatchReader._groups(self, items):
             total = sum(find_batch_size(item[0]) or 0 for item in group)
             yield [(batch, None, last, total) for batch, _, last, _ in group]
@@ -361,7 +361,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
 
     def source(self) -> BatchSource:
-        """The main process's batches, dealt out where there are several processes."""
+        """Return the main process's batches, dealt out where there are several processes."""
         world = ambient.start().world
         kind = SnapshotSource if self.use_stateful_dataloader and world.size == 1 else TorchSource
         inner = kind(self, None, self.followers(), reads=world.rank == 0)
@@ -372,7 +372,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return DispatchSource(inner, reader, world, _seats(self.num_processes))
 
     def move(self) -> Move | None:
-        """What brings batches to the device; those that are dealt out have been read ahead already."""
+        """Return the copier of batches to the device; those that are dealt out have been read ahead already."""
         device, non_blocking = self.device, self._non_blocking
         if ambient.start().world.size > 1:
             return None if device is None else plain_move(lambda batch: trees.to_device(batch, device, non_blocking))
@@ -386,7 +386,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.slice_fn(batch, rows, process_index=shard, num_processes=num_shards)
 
     def given(self, batch: Any) -> Any:
-        """The batch; the last tells how many samples all processes have of it."""
+        """Return the batch; the last tells how many samples all processes have of it."""
         if self.end_of_dataloader:
             state = self.loader_iteration.source_state
             total = state if isinstance(state, int) else None

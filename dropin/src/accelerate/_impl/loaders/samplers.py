@@ -47,7 +47,7 @@ class SeedableRandomSampler(RandomSampler):
 
 @dataclass(frozen=True, slots=True)
 class AsDrawn:
-    """What a sampler or a stream gives, drawn by every process for itself."""
+    """The samples of a sampler or a stream, drawn by every process for itself."""
 
     units: Any
     as_torch: bool = True
@@ -57,14 +57,14 @@ class AsDrawn:
         return len(self.units) if isinstance(self.units, Sized) else None
 
     def begin(self, at: Position) -> Position:
-        """The loader remembers what is drawn from."""
+        """Record the loader and its source."""
         return at
 
     def seek(self, at: Position) -> None:
         """There is no way but to draw."""
 
     def draw(self, at: Position) -> Iterator[Any]:
-        """The units of an epoch."""
+        """Return the units of an epoch."""
         return iter(self.units)
 
 
@@ -142,7 +142,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
-    """Which process a part is for, and how batches are shared, by its attributes as they are now."""
+    """Return the process of a part and the way batches are shared, by its attributes as they are now."""
     place = {"num_shards": part.num_processes, "shard": part.process_index}
     return {**place, "split": part.split_batches, "dispatch": False, "drop_last": bool(part.drop_last)}
 
@@ -154,7 +154,7 @@ class SkipBatchSampler(SkippedBatches):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler that decides a loader's order, below any number of batch samplers."""
+    """Return the sampler that decides a loader's order, below any number of batch samplers."""
     if dataloader.batch_sampler is None:
         return dataloader.sampler
     found = dataloader.batch_sampler

@@ -52,7 +52,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """The loader, reading this process's share. Ranks: every rank."""
+    """Return the loader, reading this process's share. Ranks: every rank."""
     if dispatch_batches is None:  # quirk: STREAMS_ARE_DISPATCHED
         dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
@@ -97,7 +97,7 @@ class Share:
     stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
 
     def order(self, data_seed: int | None, seedable: bool) -> tuple[Any, Any]:
-        """The sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""
+        """Return the sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""
         sampler: Any = get_sampler(self.plain)
         batches: Any = self.plain.batch_sampler
         if not seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
@@ -109,7 +109,7 @@ class Share:
         return sampler, batches
 
     def _shared_generator(self, sampler: Any) -> torch.Generator | None:
-        """The generator that orders the loader, made where ranks would draw differently."""
+        """Return the generator that orders the loader, made where ranks would draw differently."""
         # quirk: SHUFFLE_FOLLOWS_TORCH
         while isinstance(sampler, BatchSampler):  # batches given as a loader's sampler
             sampler = sampler.sampler
@@ -124,7 +124,7 @@ class Share:
     def loader(
         self, order: tuple[Any, Any], device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool
     ) -> PreparedLoader:
-        """The loader of this share."""
+        """Return the loader of this share."""
         # the main process alone draws the order of batches that it hands out
         generator = None if self.dispatch else self._shared_generator(order[0])
         dataset, batches = self._cut(order[1])
@@ -142,7 +142,7 @@ class Share:
         return made
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
-        """The dataset and the batches of this process."""
+        """Return the dataset and the batches of this process."""
         dataset: Any = self.plain.dataset
         if self.size == 1 or self.dispatch:
             return dataset, batches
@@ -163,7 +163,7 @@ class Share:
         return {**kept, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
 
     def _batching(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        """How the prepared loader forms batches: as torch's DataLoader takes it."""
+        """Return the prepared loader's arguments for batches, as torch's DataLoader takes them."""
         if self.stream:
             rows = self.plain.batch_size
             if rows is not None and self.split and not self.dispatch:

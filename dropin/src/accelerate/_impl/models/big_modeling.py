@@ -33,7 +33,7 @@ _STILL = ("cpu", "meta")  # devices that nothing is copied to
 
 
 def _with_buffers(create: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
-    """The function of hasten's, and torch's own default device if buffers are included, by the argument or a variable."""
+    """Return the function of hasten's, and torch's own default device if buffers are included, by the argument or a variable."""
 
     @like(create)
     @contextmanager
@@ -80,7 +80,7 @@ def _fresh(model: nn.Module, device: Any) -> Any:
 
 
 def _way(device: Any) -> Any:
-    """How weights get to the device: streamed, and to the CPU and the meta device by hooks."""
+    """Return the function that places weights on the device: streamed, and to the CPU and the meta device by hooks."""
     return hooked if dispatch.device_of(device).type in _STILL else dispatch
 
 
@@ -130,7 +130,7 @@ class _Move(Immovable):
 
 
 def _shown(model: nn.Module, device: Any) -> nn.Module:
-    """The model, looking offloaded to libraries that look at its hooks."""
+    """Return the model, looking offloaded to libraries that look at its hooks."""
     mirror(model)
     if "_hf_hook" not in model.__dict__:
         show(model, AlignDevicesHook(device, io_same_device=True))
@@ -163,7 +163,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """The model with the weights of a checkpoint, every part where the map says."""
+    """Return the model with the weights of a checkpoint, every part where the map says."""
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     filling = (model, checkpoint, places, offload_folder, dtype)
     if places is None or all(str(place) in (*OFFLOAD, *_STILL) for place in places.values()):

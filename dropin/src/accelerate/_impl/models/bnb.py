@@ -34,7 +34,7 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """The model with its linear layers in four or eight bits on one device, filled from `weights_location` if it is empty.
+    """Return the model with its linear layers in four or eight bits on one device, filled from `weights_location` if it is empty.
 
     Weights are read in their full size to host memory and quantized layer by layer. The settings that divide a model
     over devices (`no_split_module_classes`, `max_memory`) and `offload_state_dict` have nothing to do on one device.
@@ -88,7 +88,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
-    """The model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
+    """Return the model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
     kept = modules_to_not_convert or ()
     names = {name: ".".join([*(current_key_name or ()), name]) for name in linear_names(model) if name}
     free = {name: whole for name, whole in names.items() if name.rpartition(".")[2] not in kept}
@@ -99,7 +99,7 @@ def replace_with_bnb_layers(
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """The device of a module's parameters."""
+    """Return the device of a module's parameters."""
     return next(parameter.parameters()).device
 
 
@@ -110,7 +110,7 @@ def get_quantized_model_device_map(
     max_memory: dict[Any, Any] | None = None,
     no_split_module_classes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Where the parts of a quantized model go: all to one device."""
+    """Return the device map of a quantized model: all on one device."""
     return {"": _one_device(device_map)}
 
 
@@ -139,7 +139,7 @@ def quantize_and_offload_8bit(
 
 
 def _one_device(device_map: Any) -> torch.device:
-    """The device all weights go to. Raises: ValueError when parts are to be elsewhere."""
+    """Return the device all weights go to. Raises: ValueError when parts are to be elsewhere."""
     here = ambient.device()
     if device_map is None or (isinstance(device_map, str) and device_map in ("auto", "balanced", "sequential")):
         return here
@@ -160,6 +160,6 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: object) -> bool:
-    """Whether bitsandbytes has quantized a part of the model to four bits."""
+    """Return whether bitsandbytes has quantized a part of the model to four bits."""
     modules = model.modules() if hasattr(model, "modules") else ()
     return any(type(part).__name__ == "Linear4bit" for part in modules)

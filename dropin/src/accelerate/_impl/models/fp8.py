@@ -17,13 +17,13 @@ from hasten.precision.fp8 import TEForward, te_recipe
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last linear layer."""
+    """Return the names of the first and the last linear layer."""
     names: list[str | None] = [*surgery.linear_names(model)] or [None]
     return names[0], names[-1]
 
 
 def filter_linear_layers(module: Any, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Whether a layer can compute in fp8: a linear one of fitting sizes that is not in the list."""
+    """Return whether a layer can compute in fp8: a linear one of fitting sizes that is not in the list."""
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False
     return fqn not in layers_to_filter
@@ -36,7 +36,7 @@ def filter_first_and_last_linear_layers(module: Any, fqn: str) -> bool:
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether torchao has converted a part of the model."""
+    """Return whether torchao has converted a part of the model."""
     return any(type(part).__name__ == "Float8Linear" for part in model.modules())
 
 
@@ -66,7 +66,7 @@ def convert_model(
 
 
 def _like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
-    """The same layer of another library, with the parameters of this one."""
+    """Return the same layer of another library, with the parameters of this one."""
     fresh: nn.Module
     if type(old) is source.Linear:
         fresh = target.Linear(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
@@ -78,7 +78,7 @@ def _like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
 
 
 def contextual_fp8_autocast(model_forward: Any, fp8_recipe: Any, use_during_eval: bool = False) -> Any:
-    """A method that calls `model_forward` in fp8, while evaluating only with `use_during_eval`."""
+    """Return a method that calls `model_forward` in fp8, while evaluating only with `use_during_eval`."""
     te = need("transformer_engine.pytorch", why="layers that compute in fp8")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +90,12 @@ def contextual_fp8_autocast(model_forward: Any, fp8_recipe: Any, use_during_eval
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """The model, whose forward computes its Transformer Engine layers in fp8."""
+    """Return the model, whose forward computes its Transformer Engine layers in fp8."""
     settings = fp8_recipe_handler.to_hasten()
     forwarding.replace(model, TEForward(te_recipe(settings), settings.use_autocast_during_eval))
     return model
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a part of the model is Transformer Engine's."""
+    """Return whether a part of the model is Transformer Engine's."""
     return any(type(part).__module__.startswith("transformer_engine") for part in model.modules())

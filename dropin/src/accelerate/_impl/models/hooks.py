@@ -20,7 +20,7 @@ from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 
 
 class StreamedHook(AlignDevicesHook):
-    """What libraries see of a module whose weights hasten streams: at rest they are in place, on the host."""
+    """A stand-in that libraries find on a module whose weights hasten streams: at rest they are in place, on the host."""
 
     init_hook, pre_forward, detach_hook = ModelHook.init_hook, ModelHook.pre_forward, ModelHook.detach_hook
 
@@ -58,14 +58,14 @@ def _show_streaming(part: nn.Module, device: Any) -> None:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """The module with a hook around its forward: instead of the one it has, or in a sequence of both."""
+    """Return the module with a hook around its forward: instead of the one it has, or in a sequence of both."""
     if append and (earlier := hook_of(module)) is not None:
         module, hook = hooks.remove_hook_from_module(module), SequentialHook(earlier, hook)
     return show(hooks.add_hook_to_module(module, hook), hook)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """The module without its hook, and with `recurse` without all hooks and streaming in it."""
+    """Return the module without its hook, and with `recurse` without all hooks and streaming in it."""
     if recurse or forwarding.find(module, StreamedForward.tag) is not None:
         detach(module)
     module = hooks.remove_hook_from_module(module, recurse)
@@ -89,7 +89,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def mirrored(attach: Callable[..., None]) -> Callable[..., None]:
-    """The function of hasten's, after which every hook is found where libraries look for it."""
+    """Return the function of hasten's, after which every hook is found where libraries look for it."""
 
     @like(attach)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> None:

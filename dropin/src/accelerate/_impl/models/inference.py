@@ -26,7 +26,7 @@ from hasten.checkpoint.export import parse_size
 def build_pipeline(
     model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int | None
 ) -> ScheduleGPipe:
-    """A schedule of torch's over the stages of a model traced with example inputs, one stage on each process."""
+    """Return a schedule of torch's over the stages of a model traced with example inputs, one stage on each process."""
     here = ambient.start()
     starts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     traced = pipeline(model, mb_args=tuple(args or ()), mb_kwargs=dict(kwargs or {}), split_spec=starts)
@@ -48,7 +48,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
 
 
 def _lengthened(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A batch with its last row repeated."""
+    """Return a batch with its last row repeated."""
     return torch.cat([tensor, *[tensor[-1:]] * missing]) if missing and tensor.dim() and len(tensor) == rows else tensor
 
 
@@ -61,7 +61,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """The model with its blocks on all processes, for inference in micro-batches; the last has the output, or all if gathered."""
+    """Return the model with its blocks on all processes, for inference in micro-batches; the last has the output, or all if gathered."""
     context, points = ambient.start(), None if split_points in (None, "auto") else split_points
     cuts: dict[str, Any] = {"split_points": [points] if isinstance(points, str) else points}
     options: dict[str, Any] = {"num_microbatches": num_chunks, "gather_output": bool(gather_output)}
@@ -75,7 +75,7 @@ def prepare_pippy(
 
 
 def find_pippy_batch_size(args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """The rows of the first tensor among the arguments; None without one."""
+    """Return the rows of the first tensor among the arguments; None without one."""
     return trees.batch_size((args or (), dict(kwargs or {})))
 
 
@@ -85,7 +85,7 @@ def generate_device_map(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Which process would hold which module, when all hold about the same; processes count from 0."""
+    """Return which process would hold which module, when all hold about the same; processes count from 0."""
     if num_processes == 1:
         return infer_auto_device_map(model, None, no_split_module_classes, clean_result=False)
     parts = atoms(tree(model, no_split_module_classes))

@@ -43,7 +43,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:  # Any: the decorated function, or a decorator
-    """A decorator that calls the function with a batch size, and with smaller ones while memory runs out."""
+    """Return a decorator that calls the function with a batch size, and with smaller ones while memory runs out."""
     decorate = partial(_searching, starting_batch_size, reduce_batch_size_fn)
     return decorate if function is None else decorate(function)
 

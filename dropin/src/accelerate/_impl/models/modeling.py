@@ -37,19 +37,19 @@ logger = logging.getLogger("accelerate.utils.modeling")
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether peft made this model."""
+    """Return whether peft made this model."""
     inner = getattr(model, "module", model)
     return is_peft_available() and isinstance(getattr(inner, "_orig_mod", inner), need("peft").PeftModel)
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are one; an index that is not given is the current one's."""
+    """Return whether two devices are one; an index that is not given is the current one's."""
     numbered = first_device.type == second_device.type not in ("cpu", "meta")
     return first_device == second_device or (numbered and (first_device.index or 0) == (second_device.index or 0))
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """What tells the memory of a tensor from any other."""
+    """Return an identifier of the memory of a tensor."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -218,7 +218,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state of a model, offloaded parts from where they rest."""
+    """Return the whole state of a model, offloaded parts from where they rest."""
     state = dict(model.state_dict())
     for name, tensor in list(state.items()):
         if tensor.is_meta:
@@ -231,7 +231,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
 ) -> dict[str, Any]:
-    """A state dict with one module's offloaded weights, on a device."""
+    """Return a state dict with one module's offloaded weights, on a device."""
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
         for name, tensor in module.state_dict().items():
@@ -242,7 +242,7 @@ def get_state_dict_from_offload(
 
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
-    """The tensors of a weights file, in safetensors or torch's format."""
+    """Return the tensors of a weights file, in safetensors or torch's format."""
     _check_format(Path(checkpoint_file))
     state = read_model(checkpoint_file)
     if device_map is None:
@@ -266,25 +266,25 @@ def _check_format(file: Path) -> None:
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
-    """The entries that belong to some modules, module by module."""
+    """Return the entries that belong to some modules, module by module."""
     return {key: one for name in submodule_names for key, one in state_dict.items() if f"{key}.".startswith(f"{name}.")}
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module's parameters come to a device for its forward only."""
+    """Return whether the module's parameters come to a device for its forward only."""
     hook = getattr(module, "_hf_hook", None)
     return bool(getattr(hook, "offload", False))
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A loss scaler for this process's device."""
+    """Return a loss scaler for this process's device."""
     return torch.amp.GradScaler(ambient.device().type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """A block under autocast in the current precision, or torch's own; one that does nothing without `native_amp`."""
+    """Return a block under autocast in the current precision, or torch's own; one that does nothing without `native_amp`."""
     if not native_amp:
         return nullcontext()
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}

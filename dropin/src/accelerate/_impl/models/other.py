@@ -34,27 +34,27 @@ TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]  # of which states of random generator
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether torch.compile made this module."""
+    """Return whether torch.compile made this module."""
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether torch.compile made this module or a part of it."""
+    """Return whether torch.compile made this module or a part of it."""
     return any(is_compiled_module(part) for part in module.modules())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether this is a list of blocks of one class."""
+    """Return whether this is a list of blocks of one class."""
     return isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether a model has such a list."""
+    """Return whether a model has such a list."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A copy over the same parameters in which repeated blocks, and what lies beside them, are compiled one by one."""
+    """Return a copy over the same parameters in which repeated blocks, and what lies beside them, are compiled one by one."""
     if not has_repeated_blocks(module):
         whole: Any = torch.compile(module, **compile_kwargs)
         return cast("nn.Module", whole)
@@ -78,20 +78,20 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """The module, compiled in place, because its shards belong to its own blocks."""
+    """Return the module, compiled in place, because its shards belong to its own blocks."""
     compile_regions_deepspeed(module, **compile_kwargs)
     return module
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether any parameter is sharded."""
+    """Return whether any parameter is sharded."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
+    """Return the user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
     inner = _inside(getattr(model, "_orig_mod", model), recursive)
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
@@ -145,7 +145,7 @@ def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, each stored once: names that share memory are reduced to the first of them."""
+    """Return the tensors, each stored once: names that share memory are reduced to the first of them."""
     tensors = {name: one.contiguous() for name, one in state_dict.items() if isinstance(one, torch.Tensor)}
     repeated = tell_shared({name: one for name, one in state_dict.items() if name in tensors})
     return {name: tensors.get(name, one) for name, one in state_dict.items() if name not in repeated}
@@ -163,13 +163,13 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """What torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
+    """Return the object that torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def get_pretty_name(obj: Any) -> str:
-    """A name for an object, a class or a function."""
+    """Return a name for an object, a class or a function."""
     if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
         obj = getattr(obj, "__class__", obj)
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
@@ -186,7 +186,7 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in words."""
+    """Return a number of bytes in words."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -195,12 +195,12 @@ def convert_bytes(size: float) -> str:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """An attribute by a dotted name."""
+    """Return an attribute by a dotted name."""
     return attrgetter(attr)(obj)
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every module of a model, each behind those inside of it, and the model last."""
+    """Return every module of a model, each behind those inside of it, and the model last."""
     return [pair if return_fqns else pair[1] for pair in _behind_children("", model)]
 
 
@@ -219,5 +219,5 @@ def check_os_kernel() -> None:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """The tensor parallel size a model was loaded with, if any."""
+    """Return the tensor parallel size a model was loaded with, if any."""
     return getattr(model, "tp_size", None)

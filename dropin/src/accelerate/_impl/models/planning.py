@@ -196,7 +196,7 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model says that it ties weights."""
+    """Return whether a transformers model says that it ties weights."""
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return False
     config, last = getattr(model, "config", None), getattr(model, "get_output_embeddings", lambda: None)

@@ -40,18 +40,18 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def get_global_grad_norm(self) -> Any:
-        """The norm of the last update's gradients, as a number where it is one."""
+        """Return the norm of the last update's gradients, as a number where it is one."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The plugin in use. Raises: ValueError without DeepSpeed."""
+    """Return the plugin in use. Raises: ValueError without DeepSpeed."""
     if state.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(message("no_active_deepspeed_plugin"))
     return active_plugin(state.deepspeed_plugins)
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer as it is: hasten lets DeepSpeed use the script's own, with offload too."""
+    """Return the optimizer as it is: hasten lets DeepSpeed use the script's own, with offload too."""
     return optimizer

@@ -18,7 +18,7 @@ from hasten.runtime.mesh_plan import BATCH
 
 
 class AbstractTrainStep:
-    """What a train step of the user's own is made of."""
+    """The parts of a user's own train step."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,14 +31,14 @@ class AbstractTrainStep:
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for datasets of Megatron's own: options, kept as they are."""
+    """A stand-in for Megatron's own datasets, with their options."""
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args = dict(dataset_kwargs)
 
 
 class MegatronLMDummyScheduler:
-    """Stands for a scheduler of Megatron's own."""
+    """A stand-in for Megatron's own scheduler."""
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
@@ -56,7 +56,7 @@ class MegatronLMSchedulerWrapper(DeepSpeedSchedulerWrapper):
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The losses, averaged over the processes that read different samples. Ranks: every rank."""
+    """Return the losses, averaged over the processes that read different samples. Ranks: every rank."""
     mean: torch.Tensor = ops.reduce(torch.stack([loss.detach().reshape(()) for loss in losses]), _batch(), "mean")
     return mean
 

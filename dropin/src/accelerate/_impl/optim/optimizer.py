@@ -77,5 +77,5 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; hasten learns from the step's result whether it was skipped, so nothing is patched."""
+    """Return the method; hasten learns from the step's result whether it was skipped, so nothing is patched."""
     return method

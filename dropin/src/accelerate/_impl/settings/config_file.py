@@ -22,7 +22,7 @@ hf_cache_home = str(Path(cache_dir).parent)
 
 
 def load_config_from_file(config_file: str | None) -> "BaseConfig":
-    """The settings in a file, by default the established one."""
+    """Return the settings in a file, by default the established one."""
     path = Path(config_file if config_file is not None else default_config_file)
     if config_file is not None and not path.is_file():
         raise FileNotFoundError(message("no_config_file", config_file))
@@ -34,7 +34,7 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
 
 
 def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
-    """The settings of a mapping. Raises: ValueError for unknown keys."""
+    """Return the settings of a mapping. Raises: ValueError for unknown keys."""
     cloud = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     kind: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
     known, values = {one.name for one in fields(kind)}, BaseConfig.process_config(dict(values))
@@ -47,7 +47,7 @@ def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
 
 @dataclass
 class BaseConfig:
-    """What every settings file has."""
+    """The settings that every file has."""
 
     compute_environment: Any
     distributed_type: Any
@@ -65,7 +65,7 @@ class BaseConfig:
                 setattr(self, one.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that hold something, as plain values."""
+        """Return the settings that hold something, as plain values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         plain = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
         return {name: value for name, value in plain.items() if value is not None and value != {}}
@@ -86,12 +86,12 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> "BaseConfig":
-        """The settings in a JSON file."""
+        """Return the settings in a JSON file."""
         return load_config_from_file(json_file or default_json_config_file)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
-        """The settings in a YAML file."""
+        """Return the settings in a YAML file."""
         return load_config_from_file(yaml_file or default_yaml_config_file)
 
     def to_json_file(self, json_file: str) -> None:
@@ -104,7 +104,7 @@ class BaseConfig:
 
 
 def _made(name: str, about: str) -> Any:
-    """A class of settings with the fields of the table: names that need a value, and defaults."""
+    """Return a class of settings with the fields of the table: names that need a value, and defaults."""
     table = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
     rows: Any = [(one, Any, field(default=default)) for one, default in table["has"].items()]
     rows = [*((one, Any) for one in table["needed"]), *rows]

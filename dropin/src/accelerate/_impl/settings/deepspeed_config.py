@@ -28,7 +28,7 @@ class HfDeepSpeedConfig:
         self._offload = self._stage in (2, 3) and any(place in _OFFLOAD_DEVICES for place in places)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The mapping that holds a dotted key, or None, and the key's last part."""
+        """Return the mapping that holds a dotted key, or None, and the key's last part."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for name in path:
@@ -38,7 +38,7 @@ class HfDeepSpeedConfig:
         return node, last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value under a dotted key."""
+        """Return the value under a dotted key."""
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
 
@@ -52,24 +52,24 @@ class HfDeepSpeedConfig:
         del node[key]
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether the value is there and true."""
+        """Return whether the value is there and true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether the value is there and false."""
+        """Return whether the value is there and false."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
-        """Whether optimizer and gradients are sharded."""
+        """Return whether optimizer and gradients are sharded."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are sharded too."""
+        """Return whether parameters are sharded too."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether anything rests outside the device."""
+        """Return whether anything rests outside the device."""
         return self._offload
 
 

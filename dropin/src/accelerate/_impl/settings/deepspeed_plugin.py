@@ -138,7 +138,7 @@ class DeepSpeedPlugin:
         )
 
     def _for_the_engine(self) -> dict[str, Any]:
-        """The configuration without what the loop does itself."""
+        """Return the configuration without what the loop does itself."""
         config = deepcopy(self.deepspeed_config)
         config.pop("steps_per_print", None)  # infinity: never
         config["gradient_accumulation_steps"] = AUTO  # the loop's clock accumulates, or a library that says 1
@@ -158,11 +158,11 @@ class DeepSpeedPlugin:
 
     # -- as libraries ask -----------------------------------------------------------------------------------------
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value under a dotted key of DeepSpeed's configuration."""
+        """Return the value under a dotted key of DeepSpeed's configuration."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the configuration leaves a value to the run."""
+        """Return whether the configuration leaves a value to the run."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def fill_match(
@@ -215,7 +215,7 @@ class DeepSpeedPlugin:
             self._told = RegisteredConfig(self._building())
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models are partitioned while transformers builds them."""
+        """Return whether models are partitioned while transformers builds them."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
@@ -269,7 +269,7 @@ Plugins = DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
 
 
 def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
-    """The plugin in use, of one or several by name."""
+    """Return the plugin in use, of one or several by name."""
     return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
 
 

@@ -20,5 +20,5 @@ def fill(settings: object, prefix: str, **readings: Reading) -> None:
 
 
 def yes(word: str) -> bool:
-    """Whether a word says yes."""
+    """Return whether a word means true."""
     return bool(str_to_bool(word))

@@ -141,7 +141,7 @@ class FullyShardedDataParallelPlugin:
 
     @classmethod
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
-        """The plugin that shows settings which came from flags, the environment or a file."""
+        """Return the plugin that shows settings which came from flags, the environment or a file."""
         shown = "reshard_after_forward cpu_offload ignored_modules state_dict_type transformer_cls_names_to_wrap min_num_params"
         known = {name: getattr(settings, name) for name in (*shown.split(), *_SWITCHES[:2])}
         known["auto_wrap_policy"] = None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
@@ -190,7 +190,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = kind(**dict(zip(names, (dtype, dtype, last), strict=True)))
 
     def _policy(self) -> tuple[Any, list[str]]:
-        """The version's class of precision policies and its dtypes."""
+        """Return the version's class of precision policies and its dtypes."""
         kind = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
         return kind, ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
 
@@ -214,7 +214,7 @@ class FullyShardedDataParallelPlugin:
     whole_checkpoints = shown(lambda self: self.state_dict_type is _WHOLE, "Whether checkpoints hold whole tensors.")
 
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
-        """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
+        """Return the same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
         values: dict[str, Any] = {name: bool(getattr(self, name)) for name in _SWITCHES} | self._placed()
         if isinstance(policy := self.mixed_precision_policy, fsdp.MixedPrecision):
             policy = fsdp.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
@@ -232,7 +232,7 @@ class FullyShardedDataParallelPlugin:
         return {"cpu_offload": True, "cpu_offload_pin_memory": pinned}
 
     def _blocks(self) -> dict[str, Any]:
-        """What is sharded on its own, and what is not sharded."""
+        """Return the modules that are sharded on their own, and those that are not sharded."""
         ignored, names = self.ignored_modules, _words(self.transformer_cls_names_to_wrap or ())
         policy = as_choice(self.auto_wrap_policy)
         return {
@@ -243,7 +243,7 @@ class FullyShardedDataParallelPlugin:
         }
 
     def _translated(self, say: bool) -> dict[str, Any]:
-        """What FSDP1 knew by other names."""
+        """Return the settings that FSDP1 knew by other names."""
         old = {name: getattr(getattr(self, name), "name", getattr(self, name)) for name in _FSDP1.split()}
         if old["reshard_after_forward"] is not None and self.fsdp_version == 1:
             del old["sharding_strategy"]  # a default
@@ -255,7 +255,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def _of(kind: Any, given: Any, **names: Any) -> Any:
-    """The member of a torch enum that a word or a number in a word stands for; other values as they are."""
+    """Return the member of a torch enum that a word or a number in a word stands for; other values as they are."""
     if not isinstance(given, str):
         return given
     word = given.upper()
@@ -279,5 +279,5 @@ def _emptied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    """The class called `name` among a model's modules, or None."""
+    """Return the class called `name` among a model's modules, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

@@ -24,7 +24,7 @@ _DTYPES: Final = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", tor
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are split over processes."""
+    """The settings for splitting loaders over processes."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -37,7 +37,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a project keeps its files."""
+    """The folders and limits of a project's files."""
 
     project_dir: str | None = None
     logging_dir: str | None = None
@@ -56,7 +56,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
     def over(self, make: Callable[..., Any]) -> Any:
-        """What `make` gives for these settings as hasten names them."""
+        """Return the result of `make` for these settings under hasten's names."""
         names = ("project_dir", "logging_dir", "total_limit", "iteration", "save_on_each_node")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return make(**values | {name: str(values[name]) for name in names[:2] if values[name] is not None})
@@ -129,7 +129,7 @@ def _length(word: str) -> int | None:
 
 @dataclass
 class BnbQuantizationConfig:
-    """Which layers bitsandbytes quantizes, and how."""
+    """The settings of bitsandbytes' quantization."""
 
     load_in_8bit: bool = False
     llm_int8_threshold: float = 6.0

@@ -33,22 +33,22 @@ class KwargsHandler:
     """Base of settings that are handed to `Accelerator(kwargs_handlers=[...])`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field."""
+        """Return every field."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their default."""
+        """Return the fields that differ from their default."""
         plain = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if plain[name] != value}
 
     def to_hasten(self) -> Any:
-        """The same in hasten's terms: its class of the same name, with what was given."""
+        """Return the same in hasten's terms: its class of the same name, with what was given."""
         if (kind := getattr(hasten, type(self).__name__, None)) is None:
             left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
         return kind(**{name: value for name, value in self._values().items() if value is not None})
 
     def _values(self) -> dict[str, Any]:
-        """The fields as hasten takes them."""
+        """Return the fields as hasten takes them."""
         return dict(self.__dict__)
 
 
@@ -78,7 +78,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """The fields DistributedDataParallel itself takes."""
+        """Return the fields DistributedDataParallel itself takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
@@ -158,7 +158,7 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated."""
+    """The settings of gradient accumulation."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -260,13 +260,13 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, the backend as torch spells it."""
+        """Return the fields, the backend as torch spells it."""
         values = copy.deepcopy(self.__dict__)
         values["backend"] = DynamoBackend(self.backend).value.lower()
         return values
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What torch.compile takes, also what variables have set."""
+        """Return the arguments of torch.compile, including those set by variables."""
         plain, values = {"backend": "no", "mode": "default", "dynamic": None}, self.to_dict()
         del values["use_regional_compilation"]
         return {name: value for name, value in values.items() if value not in (None, plain.get(name, False))}

@@ -14,7 +14,7 @@ _DEFAULTS = {one.name: one.default for one in fields(hasten.MegatronLMPlugin) if
 
 
 class _Options:
-    """What every plugin does with its options."""
+    """The handling of options that plugins share."""
 
     def __post_init__(self) -> None:
         variables = environment()
@@ -24,7 +24,7 @@ class _Options:
                 setattr(self, name, bool(str_to_bool(word)) if isinstance(default, bool) else type(default)(word))
 
     def to_hasten(self) -> hasten.MegatronLMPlugin:
-        """The options that say something else than hasten does by itself."""
+        """Return the options that say something else than hasten does by itself."""
         given = {name: getattr(self, name) for name in _DEFAULTS}
         return hasten.MegatronLMPlugin(
             **{name: value for name, value in given.items() if value is not None and value != _DEFAULTS[name]}

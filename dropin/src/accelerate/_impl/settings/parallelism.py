@@ -26,7 +26,7 @@ _HANDLERS = {
 
 @dataclass
 class ParallelismConfig:
-    """How many processes each kind of parallelism gets."""
+    """The number of processes of each kind of parallelism."""
 
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
@@ -50,7 +50,7 @@ class ParallelismConfig:
                 setattr(self, f"{axis}_handler", self._handler(axis, kind))
 
     def _handler(self, axis: str, kind: type[Any]) -> Any:
-        """The options of an axis. Raises: ValueError for those of another one."""
+        """Return the options of an axis. Raises: ValueError for those of another one."""
         given, backend = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_backend", None)
         if given is not None and backend is not None and not isinstance(given, kind):
             raise ValueError(message("handler_of_another_backend", axis, backend, kind, type(given)))
@@ -58,7 +58,7 @@ class ParallelismConfig:
 
     @classmethod
     def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> Self | None:
-        """What the flags of a launch stand for where they split sequences: scripts look for the group of one."""
+        """Return what the flags of a launch stand for where they split sequences: scripts look for the group of one."""
         if sizes.sp_size == 1:
             return None
         return cls(dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard, sp_size=sizes.sp_size)
@@ -93,7 +93,7 @@ class ParallelismConfig:
         return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
 
     def to_json(self) -> str:
-        """The sizes as JSON."""
+        """Return the sizes as JSON."""
         return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
 
     total_size = shown(lambda self: self._size(*_AXES), "Processes in all.")
@@ -156,6 +156,6 @@ class ParallelismConfig:
             raise ValueError(message("sizes_of_another_kind", accelerator.distributed_type))
 
     def to_hasten(self) -> hasten.ParallelismConfig:
-        """The same in hasten's terms; sizes of 1 are left to be filled."""
+        """Return the same in hasten's terms; sizes of 1 are left to be filled."""
         sizes: dict[str, Any] = {f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)}
         return hasten.ParallelismConfig(**sizes)

@@ -74,7 +74,7 @@ class FollowedSections:
 
 
 def chosen_plugins(given: Any, several: Any) -> Plugins:  # Any: what the script gave
-    """What Accelerator() was given, or the plugin that `accelerate launch --use_deepspeed` stands for; the first is selected.
+    """Return the given plugin, or the one that `accelerate launch --use_deepspeed` stands for; the first is selected.
 
     Raises: TypeError for another class.
     """

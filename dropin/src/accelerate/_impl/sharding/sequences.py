@@ -91,7 +91,7 @@ class SpannedAttention:
 
 
 class SplitSequences:
-    """What prepare() does beside the rest where `sp_size` processes share a sequence."""
+    """The additional preparation where `sp_size` processes share a sequence."""
 
     def __init__(self, accelerator: Composed, handler: DeepSpeedSequenceParallelConfig) -> None:
         comm = accelerator.ctx.groups(Axis.CP)
@@ -102,12 +102,12 @@ class SplitSequences:
 
     @classmethod
     def of(cls, accelerator: Composed, sizes: ParallelismConfig | None) -> SplitSequences | None:
-        """What an Accelerator needs for its `sp_size`, or None where processes share no sequence."""
+        """Return the sharing of sequences for an Accelerator's `sp_size`, or None where processes share no sequence."""
         handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
         return None if handler is None else cls(accelerator, handler)
 
     def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
-        """The models among what prepare() is given, which attend over parts from now on."""
+        """Return the models among what prepare() is given, which attend over parts from now on."""
         known = {id(one) for one in components(self._accelerator).prepared.models}
         models = [one for one in given if isinstance(one, nn.Module)]
         for model in models:
@@ -124,7 +124,7 @@ class SplitSequences:
                 self.split(one)
 
     def split(self, loader: Any) -> Any:
-        """The loader, handing out parts from its next iteration on."""
+        """Return the loader, handing out parts from its next iteration on."""
         if not isinstance(loader, PreparedLoader):
             raise ValueError(message("loader_not_prepared", type(loader).__name__))
         loader.cut = self._cut
@@ -132,5 +132,5 @@ class SplitSequences:
 
 
 def _reading_parts() -> bool:
-    """Whether the innermost loader that is being iterated hands out parts."""
+    """Return whether the innermost loader that is being iterated hands out parts."""
     return bool(AMBIENT.loaders) and getattr(AMBIENT.loaders[-1], "cut", None) is not None

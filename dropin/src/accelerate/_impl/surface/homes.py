@@ -51,7 +51,7 @@ class Rooms(SourceFileLoader):
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """How a room or a face is loaded; None for every other module."""
+        """Return the loader of a module under `_impl` or of a public one; None for every other module."""
         ours = name in HOMES or (name.startswith("accelerate.") and not name.startswith("accelerate._impl"))
         spec = PathFinder.find_spec(name, path) if ours else None
         if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:  # else in an archive

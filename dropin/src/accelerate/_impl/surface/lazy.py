@@ -47,7 +47,7 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
 
 def _defined(module: str) -> list[str]:
-    """The names a face's modules and rooms define: not what a module shows of another face or of hasten."""
+    """Return the names a face's modules and rooms define: not what a module shows of another face or of hasten."""
     found = {name: one for name, one in vars(import_module(module)).items() if not isinstance(one, ModuleType)}
     rooms = (module.rpartition(".")[0], "accelerate._impl")
     homes = {name: str(getattr(one, "__module__", module)) for name, one in found.items()}
@@ -56,7 +56,7 @@ def _defined(module: str) -> list[str]:
 
 @cache
 def _homes() -> dict[str, dict[str, str]]:
-    """The module of each name, by face; a line is a face, a home and the names it has there, `-` and NAME=MODULE for modules."""
+    """Return the module of each name, by face; a line is a face, a home and the names it has there, `-` and NAME=MODULE for modules."""
     found: dict[str, dict[str, str]] = {}
     for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines():
         face, home, *names = line.split()
@@ -74,7 +74,7 @@ def complete(face: ModuleType) -> None:
 
 
 def _looked_up(face: ModuleType, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
-    """The `__getattr__` of a face."""
+    """Return the `__getattr__` of a face."""
 
     def get(name: str) -> Any:  # Any: whatever the name stands for
         try:

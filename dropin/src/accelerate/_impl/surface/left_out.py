@@ -17,7 +17,7 @@ def refuse(name: str, why: str) -> NoReturn:
 
 
 def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a function of any signature
-    """A function that refuses."""
+    """Return a function that refuses."""
 
     def refusing(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, why)
@@ -29,7 +29,7 @@ def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a 
 
 
 def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a class
-    """A class that can be named in annotations and isinstance(), but not instantiated."""
+    """Return a class that can be named in annotations and isinstance(), but not instantiated."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse(name, why)

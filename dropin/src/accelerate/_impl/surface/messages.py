@@ -8,5 +8,5 @@ _TEMPLATES: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json
 
 
 def message(name: str, *values: object) -> str:
-    """The message called `name`, with its values."""
+    """Return the message called `name`, with its values."""
     return _TEMPLATES[name].format(*values)

@@ -12,12 +12,12 @@ Adapter = TypeVar("Adapter", bound=Callable[..., Any])
 
 
 def shown(get: str | Callable[[Any], Any], doc: str, change: Callable[[Any, Any], None] | None = None) -> Any:
-    """A property: what lies at a dotted path below the object, or what a function of it gives; settable with `change`."""
+    """Return a property: what lies at a dotted path below the object, or what a function of it gives; settable with `change`."""
     return property(attrgetter(get) if isinstance(get, str) else get, change, doc=doc)
 
 
 def like(function: Callable[..., Any]) -> Callable[[Adapter], Adapter]:
-    """A decorator for what adapts a function of hasten's: name, signature and documentation are that function's."""
+    """Return a decorator for what adapts a function of hasten's: name, signature and documentation are that function's."""
 
     def dress(adapter: Adapter) -> Adapter:
         update_wrapper(adapter, function, assigned=("__name__", "__qualname__", "__doc__"), updated=())

@@ -31,7 +31,7 @@ _run_slow_tests = parse_flag_from_env("RUN_SLOW")
 
 
 def get_backend() -> tuple[str, int, Callable[..., Any]]:
-    """The kind of device, how many there are, and what counts its allocated memory."""
+    """Return the kind of device, how many there are, and what counts its allocated memory."""
     kind = choose_device(0).type
     if kind == "cpu":
         return "cpu", 1, lambda: 0
@@ -42,7 +42,7 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """A command line of `accelerate launch` with these flags."""
+    """Return a command line of `accelerate launch` with these flags."""
     command = ["accelerate", "launch"]
     for key, value in kwargs.items():
         if value is not None:
@@ -54,7 +54,7 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_
 
 
 def run_first(test_case: Any) -> Any:
-    """A test that is marked to run before others."""
+    """Return a test that is marked to run before others."""
     return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
 
 
@@ -71,7 +71,7 @@ def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
 
 
 def _have(number: str, kinds: list[str]) -> bool:
-    """Whether there is one device, or there are several, of these kinds; `-kind` is any other kind."""
+    """Return whether there is one device, or there are several, of these kinds; `-kind` is any other kind."""
     found = torch_device in kinds if not kinds[0].startswith("-") else f"-{torch_device}" not in kinds
     return found and number in ("any", "one" if device_count == 1 else "several")
 
@@ -94,7 +94,7 @@ for _what, _number, *_kinds in (rule.split() for rule, _, _ in _LINES if " " in 
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """A test that needs at least this torch."""
+    """Return a test that needs at least this torch."""
     if test_case is None:
         return lambda case: require_torch_min_version(case, version)
     enough = version is None or compare_versions("torch", ">=", version)
@@ -142,7 +142,7 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether every process has the same tensor. Ranks: every rank."""
+    """Return whether every process has the same tensor. Ranks: every rank."""
     everyone = gather(tensor[None].clone().to(PartialState().device)).cpu()
     return all(torch.equal(one, tensor.cpu()) for one in everyone)
 
@@ -186,17 +186,17 @@ def execute_subprocess_async(
 
 
 def pytest_xdist_worker_id() -> int:
-    """The number of this xdist worker."""
+    """Return the number of this xdist worker."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A port of this xdist worker's own."""
+    """Return a port of this xdist worker's own."""
     return 29500 + pytest_xdist_worker_id()
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """A path below the installed package."""
+    """Return a path below the installed package."""
     return Path(inspect.getfile(accelerate)).parent.joinpath(*components)
 
 
@@ -213,7 +213,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call prints."""
+    """Return the output of a call."""
     with redirect_stdout(io.StringIO()) as captured:
         func(*args, **kwargs)
     return captured.getvalue()

@@ -21,7 +21,7 @@ class MultiProcessAdapter(RankLogger):
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
-        """Whether this process speaks."""
+        """Return whether this process logs."""
         return not main_process_only or PartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class MultiProcessAdapter(RankLogger):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger `name`; its level is `log_level`, else ACCELERATE_LOG_LEVEL. The root logger is left alone."""
+    """Return the logger `name`; its level is `log_level`, else ACCELERATE_LOG_LEVEL. The root logger is left alone."""
     level = log_level or environment().get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level is not None:

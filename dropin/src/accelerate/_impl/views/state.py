@@ -40,7 +40,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator has been made."""
+    """Return whether an Accelerator has been made."""
     return bool(AMBIENT.whole)
 
 
@@ -49,7 +49,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def distributed_type_of(strategy: str, device: torch.device, num_processes: int) -> DistributedType:
-    """The established name of how processes work together."""
+    """Return the established name of how processes work together."""
     if strategy in ("fsdp", "deepspeed"):
         return DistributedType(strategy.upper())
     if device.type == "xla":
@@ -60,7 +60,7 @@ def distributed_type_of(strategy: str, device: torch.device, num_processes: int)
 
 
 def _asked(name: str) -> Any:
-    """What hasten's Process has under this name, of the process that runs now; its properties are PartialState's."""
+    """Return what hasten's Process has under this name, of the process that runs now; its properties are PartialState's."""
     told = getattr(Process, name)
     if isinstance(told, property):
         return shown(lambda self: getattr(PartialState(), name), str(told.__doc__))
@@ -73,7 +73,7 @@ def _asked(name: str) -> Any:
 
 
 class _Shared:
-    """What both states offer: this process among the others."""
+    """The position of this process among the others, which both states show."""
 
     _shared_state: dict[str, Any]
     _known_attrs: tuple[str, ...]
@@ -139,7 +139,7 @@ class PartialState(_Shared):
         use_device(self.device)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """The function, run on the main process only."""
+        """Return the function, run on the main process only."""
         if not self.initialized:
             raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
         return super().on_main_process(function)
@@ -233,7 +233,7 @@ class AcceleratorState(_Shared):
     deepspeed_plugin = shown(lambda self: active_plugin(self.deepspeed_plugins), "The DeepSpeed plugin in use, if any.")
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """A DeepSpeed plugin by its name."""
+        """Return a DeepSpeed plugin by its name."""
         return self._named_plugins(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
@@ -257,7 +257,7 @@ class AcceleratorState(_Shared):
 
 
 class GradientState:
-    """Where the latest Accelerator's accumulation window and loaders stand."""
+    """The progress of the latest Accelerator's accumulation window and loaders."""
 
     _shared_state: dict[str, Any] = AMBIENT.gradient
     plugin_kwargs: dict[str, Any]  # shown to type checkers; it lives in the shared dictionary
