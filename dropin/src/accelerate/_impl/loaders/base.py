@@ -19,7 +19,7 @@ from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDataset
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.tensors import find_batch_size, slice_tensors
+from accelerate._impl.tensors import find_batch_size, gather_object, slice_tensors
 from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import GradientState
 from hasten import trees
@@ -161,6 +161,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
 
+    drawn_from_torch: Any = None
+    """The sampler that draws from torch's generator, where ranks share what it draws."""
+
     @property
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
         """The parts of hasten's loader."""
@@ -205,6 +208,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        if self.drawn_from_torch is not None:
+            self.agree()
         batches: Any = iter(())
         self.begin()
         try:
@@ -221,6 +226,14 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             self.end()
             if not self.loader_iteration.fresh:
                 self.loader_iteration.place(self.loader_iteration.upcoming())
+
+    def agree(self) -> None:
+        """Give the sampler a generator if the ranks' own have different states, or its order would differ. Ranks: every rank."""
+        states = gather_object([torch.get_rng_state()])
+        if any(not torch.equal(state, states[0]) for state in states):
+            self.synchronized_generator = self.drawn_from_torch.generator = torch.Generator()
+            self.synchronized_generator.set_state(states[0])
+            self.drawn_from_torch = None
 
     def given(self, batch: Any) -> Any:
         """Return the batch that the loop gets."""

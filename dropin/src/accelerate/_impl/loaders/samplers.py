@@ -161,3 +161,10 @@ def get_sampler(dataloader: Any) -> Any:
     while isinstance(found, (BatchSamplerShard, SkipBatchSampler)):
         found = found.batch_sampler
     return getattr(found, "sampler", None)
+
+
+def innermost(sampler: Any) -> Any:
+    """Return the sampler of single indices below batch samplers, which may be a loader's sampler."""
+    while isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    return sampler

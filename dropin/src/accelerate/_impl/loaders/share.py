@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
 from accelerate._impl.loaders.base import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
@@ -17,6 +17,7 @@ from accelerate._impl.loaders.samplers import (
     SkipBatchSampler,
     check_split,
     get_sampler,
+    innermost,
 )
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like, shown
@@ -58,8 +59,9 @@ def prepare_data_loader(
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
     size, index = _place(torch_device_mesh, num_processes, process_index)
-    share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
-    order = share.order(data_seed, use_seedable_sampler)
+    how = (split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader, use_seedable_sampler)
+    share = Share(dataloader, size, index, *how)
+    order = share.order(data_seed)
     return share.loader(order, device if put_on_device else None, rng_types, slice_fn_for_dispatch, non_blocking)
 
 
@@ -85,6 +87,7 @@ class Share:
     even: bool
     dispatch: bool
     stateful: bool
+    seedable: bool
 
     def __post_init__(self) -> None:
         batches = self.plain.batch_sampler
@@ -96,11 +99,11 @@ class Share:
 
     stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
 
-    def order(self, data_seed: int | None, seedable: bool) -> tuple[Any, Any]:
+    def order(self, data_seed: int | None) -> tuple[Any, Any]:
         """Return the sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""
         sampler: Any = get_sampler(self.plain)
         batches: Any = self.plain.batch_sampler
-        if not seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
+        if not self.seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
             return sampler, batches
         sampler = _seedable(sampler, data_seed)
         if batches is not None:
@@ -111,12 +114,10 @@ class Share:
     def _shared_generator(self, sampler: Any) -> torch.Generator | None:
         """Return the generator that orders the loader, made where ranks would draw differently."""
         # quirk: SHUFFLE_FOLLOWS_TORCH
-        while isinstance(sampler, BatchSampler):  # batches given as a loader's sampler
-            sampler = sampler.sampler
-        drawn: Any = self.plain.dataset if self.stream else sampler
+        drawn: Any = self.plain.dataset if self.stream else innermost(sampler)
         found = getattr(drawn, "generator", False)  # None: one that draws from torch's generator
-        shared = max(self.size, ambient.start().world.size) > 1 or self.stateful
-        if found is None and shared and not self.stream:
+        makes = isinstance(drawn, RandomSampler) or not (self.seedable or self.stream)
+        if found is None and makes and (max(self.size, ambient.start().world.size) > 1 or self.stateful):
             found = drawn.generator = torch.Generator(device=torch.get_default_device())
             found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return found if isinstance(found, torch.Generator) else None
@@ -136,6 +137,8 @@ class Share:
             types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
             kwargs |= {"rng_types": types or None, "synchronized_generator": generator}
             made = DataLoaderShard(dataset, **kwargs)
+            if self.size > 1 and getattr(innermost(order[0]), "generator", False) is None:
+                made.drawn_from_torch = innermost(order[0])
         made.device = device
         made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
         made.even_batches = self.even or self.dispatch or isinstance(dataset, IterableDatasetShard)
