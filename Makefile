@@ -36,7 +36,7 @@ suite = status=0; \
 	$(BIN)/python -m pytest $(2) -m '$(1)timed' $$(grep -rl --include='test_*.py' mark.timed tests) || status=$$?; \
 	exit $$status
 
-test: $(READY) ## run the test suite: every law on a small world, twenty to thirty minutes on two cores
+test: $(READY) ## run the test suite: every law on a small world, about twenty minutes on two cores
 	@$(call suite,not exhaustive and )
 
 test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM, 1000 random cases and torch_xla: four hours
