@@ -335,12 +335,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._marked = None
         self._share.reset()
         clear = self.optimizer.zero_grad
-        if set_to_none and getattr(clear, "__func__", None) is torch.optim.Optimizer.zero_grad:
+        is_torchs = getattr(clear, "__func__", None) is torch.optim.Optimizer.zero_grad
+        if set_to_none and is_torchs:
             # same effect, without the profiler mark, which costs more than the rest
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        elif inspect.signature(clear).parameters:
+        elif is_torchs or inspect.signature(clear).parameters:
             clear(set_to_none)
         else:  # a class of the user's that takes no argument
             clear()

@@ -22,9 +22,17 @@ from hasten.runtime.devices import stands_in
 from hasten.runtime.env import assigned_device
 
 # Any in this file: arguments of every type.
-_KINDS = "ddp:DistributedDataParallel scaler:GradScaler init:InitProcessGroup fp8_recipe:FP8Recipe autocast:Autocast profile:Profile ao_recipe:AORecipe te_recipe:TERecipe msamp_recipe:MSAMPRecipe"
-_PAIRS = (one.split(":") for one in _KINDS.split())
-HANDLERS: dict[type, str] = {getattr(kinds, f"{kind}Kwargs"): f"{name}_handler" for name, kind in _PAIRS}
+HANDLERS: dict[type, str] = {
+    kinds.DistributedDataParallelKwargs: "ddp_handler",
+    kinds.GradScalerKwargs: "scaler_handler",
+    kinds.InitProcessGroupKwargs: "init_handler",
+    kinds.FP8RecipeKwargs: "fp8_recipe_handler",
+    kinds.AutocastKwargs: "autocast_handler",
+    kinds.ProfileKwargs: "profile_handler",
+    kinds.AORecipeKwargs: "ao_recipe_handler",
+    kinds.TERecipeKwargs: "te_recipe_handler",
+    kinds.MSAMPRecipeKwargs: "msamp_recipe_handler",
+}
 UNSET: Any = object()
 
 

@@ -162,7 +162,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.split_batches, self.even_batches = False, True
 
     drawn_from_torch: Any = None
-    """The sampler that draws from torch's generator, where ranks share what it draws."""
+    """The sampler that draws from torch's generator, if its indices are shared by several ranks."""
 
     @property
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
@@ -228,7 +228,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
                 self.loader_iteration.place(self.loader_iteration.upcoming())
 
     def agree(self) -> None:
-        """Give the sampler a generator if the ranks' own have different states, or its order would differ. Ranks: every rank."""
+        """Give the sampler a generator with the first rank's state if torch's generators differ between ranks. Ranks: every rank."""
         states = gather_object([torch.get_rng_state()])
         if any(not torch.equal(state, states[0]) for state in states):
             self.synchronized_generator = self.drawn_from_torch.generator = torch.Generator()

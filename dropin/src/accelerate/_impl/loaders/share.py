@@ -116,8 +116,8 @@ class Share:
         # quirk: SHUFFLE_FOLLOWS_TORCH
         drawn: Any = self.plain.dataset if self.stream else innermost(sampler)
         found = getattr(drawn, "generator", False)  # None: one that draws from torch's generator
-        makes = isinstance(drawn, RandomSampler) or not (self.seedable or self.stream)
-        if found is None and makes and (max(self.size, ambient.start().world.size) > 1 or self.stateful):
+        needed = isinstance(drawn, RandomSampler) or not (self.seedable or self.stream)
+        if found is None and needed and (max(self.size, ambient.start().world.size) > 1 or self.stateful):
             found = drawn.generator = torch.Generator(device=torch.get_default_device())
             found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return found if isinstance(found, torch.Generator) else None
