@@ -47,15 +47,20 @@ class Tower(nn.Module):
 
 
 def main() -> None:
-    """Save a model, load it again within a budget, and compare."""
+    """Read the arguments, and compare the models in a folder that is deleted afterwards."""
     parser = argparse.ArgumentParser(description="Run a model that does not fit on the device.")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--budget", default="1GB", help="memory for weights on the accelerator, if there is one")
     parser.add_argument("--host", default="4MB", help="memory for weights on the host; the rest stays on the disk")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hasten-big-") as folder:
+        compare(args, Path(folder))
+
+
+def compare(args: argparse.Namespace, folder: Path) -> None:
+    """Save a model, load it again within the budget, and compare what both compute."""
     torch.manual_seed(0)
-    folder = Path(tempfile.mkdtemp(prefix="hasten-big-"))
     whole = Tower(args.width, args.depth).eval()
     Accelerator().save_model(whole, folder / "model")  # any folder in the Hub layout will do
     ids = torch.randint(0, 1000, (1, 16))

