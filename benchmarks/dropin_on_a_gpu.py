@@ -332,6 +332,9 @@ def compared(notes: dict[str, Any]) -> tuple[dict[str, Counter[str]], list[Diffe
             count["not reached"] += 1
             continue
         for key in dict.fromkeys([*one, *other]):
+            if (key not in one and _ended(one)) or (key not in other and _ended(other)):
+                count["not noted"] += 1
+                continue
             first, second = one.get(key, "(nothing)"), other.get(key, "(nothing)")
             kind = apart(first, second)
             count[kind] += 1
@@ -341,6 +344,11 @@ def compared(notes: dict[str, Any]) -> tuple[dict[str, Counter[str]], list[Diffe
                 count["listed"] += all(difference.listed for difference in found)
             differences += found
     return counts, differences
+
+
+def _ended(seen: dict[str, Any]) -> bool:
+    """Whether a function ended early, so that what would have followed was not noted."""
+    return "ended" in seen or "process" in seen
 
 
 def _difference(group: str, name: str, place: tuple[str, Any, Any], kind: str) -> Difference:
@@ -360,6 +368,9 @@ def _raised(value: object) -> bool:
 def _short(value: object) -> str:
     if isinstance(value, dict) and "raised" in value:
         text = f"{value['raised']}: {value['says']}"
+    elif isinstance(value, dict) and "tensor" in value:
+        kind = "parameter " if value["tensor"] == "Parameter" else ""
+        text = f"{kind}{value['dtype']} {value['device']} {value['shape']} {value.get('values', '')}"
     else:
         text = value if isinstance(value, str) else json.dumps(value)
     text = re.sub(r"\s+", " ", text).replace("|", "\\|")
@@ -396,11 +407,12 @@ def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
 
 def page(known: dict[str, str], counts: dict[str, Counter[str]], differences: list[Difference]) -> list[str]:
     """The tables."""
-    kinds = ("equal", "words", "different", "listed", "not reached")
+    kinds = ("equal", "words", "different", "listed", "not noted", "not reached")
     lines = ["# The drop-in beside the original on one GPU", ""]
     lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines += ["`words`: the same exception, told in other words. `listed`: of the different ones, in DIFFERENCES.md."]
     lines += [
-        "`words`: the same exception, told in other words. `listed`: of the different ones, in DIFFERENCES.md.",
+        "`not noted`: what follows where a function of one package ended early. `not reached`: whole functions.",
         "",
     ]
     lines += ["| group | " + " | ".join(kinds) + " |", "|" + "---|" * (len(kinds) + 1)]

@@ -32,7 +32,7 @@ STATE = (
 def attributes(see: Seen, name: str, owner: object, names: tuple[str, ...]) -> None:
     """Note attributes of an object one by one."""
     for attribute in names:
-        see(f"{name}.{attribute}", lambda attribute=attribute: getattr(owner, attribute))  # type: ignore[misc]
+        see(f"{name}.{attribute}", lambda attribute=attribute: getattr(owner, attribute))
 
 
 @observe("state")
@@ -201,16 +201,16 @@ def a_model_with_a_device_map(see: Seen) -> None:
 
     accelerator = Accelerator()
     model = Net()
-    model.hf_device_map = {"first": 0, "norm": "cpu", "last": "disk"}  # type: ignore[assignment]
+    model.hf_device_map = {"first": 0, "norm": "cpu", "last": "disk"}
     see("cpu and disk", lambda: type(accelerator.prepare(model)))
-    model.hf_device_map = {"": 0}  # type: ignore[assignment]
+    model.hf_device_map = {"": 0}
     see("one device", lambda: next(accelerator.prepare(model).parameters()).device)
-    model.hf_device_map = {"first": 0, "last": 1}  # type: ignore[assignment]
+    model.hf_device_map = {"first": 0, "last": 1}
     see("two devices", lambda: type(accelerator.prepare(model)))
     see("verified", lambda: accelerator.verify_device_map(model))
     other = Net()
-    other.is_loaded_in_8bit = True  # type: ignore[assignment]
-    other.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+    other.is_loaded_in_8bit = True
+    other.hf_device_map = {"": "cpu"}
     see("8 bit", lambda: type(accelerator.prepare(other)))
 
 
@@ -220,7 +220,7 @@ def decorators_and_blocks(see: Seen) -> None:
 
     accelerator = Accelerator()
     for name in ("on_main_process", "on_local_main_process", "on_last_process"):
-        see(name, lambda name=name: getattr(accelerator, name)(lambda: 3)())  # type: ignore[misc]
+        see(name, lambda name=name: getattr(accelerator, name)(lambda: 3)())
     see("on_process", lambda: accelerator.on_process(lambda: 4, process_index=0)())
     see("on_local_process", lambda: accelerator.on_local_process(lambda: 4, local_process_index=0)())
     see("waits", lambda: accelerator.wait_for_everyone())
@@ -256,7 +256,7 @@ class Movable:
 class OnlyDevice(Movable):
     """Has a `to` without options."""
 
-    def to(self, device: Any) -> OnlyDevice:  # type: ignore[override]
+    def to(self, device: Any) -> OnlyDevice:
         self.asked.append(str(device))
         return self
 
@@ -279,8 +279,8 @@ def sending_to_the_device(see: Seen) -> None:
         ("number", 5),
         ("module", nn.Linear(1, 1)),
     ):
-        see(name, lambda value=value: send_to_device(value, DEVICE))  # type: ignore[misc]
-        see(f"{name}, ahead", lambda value=value: send_to_device(value, torch.device(DEVICE), non_blocking=True))  # type: ignore[misc]
+        see(name, lambda value=value: send_to_device(value, DEVICE))
+        see(f"{name}, ahead", lambda value=value: send_to_device(value, torch.device(DEVICE), non_blocking=True))
     see("skipped", lambda: send_to_device({"a": x, "b": x}, DEVICE, skip_keys=["a"]))
     see("skipped one", lambda: send_to_device({"a": x, "b": {"a": x}}, DEVICE, skip_keys="a"))
     see("index", lambda: send_to_device(x, 0))
@@ -298,7 +298,7 @@ def looking_at_tensors(see: Seen) -> None:
 
     x = {"a": batch(), "b": [torch.arange(4, device=DEVICE)]}
     for name in ("find_batch_size", "find_device", "get_data_structure", "listify", "convert_to_fp32"):
-        see(name, lambda name=name: getattr(tools, name)(x))  # type: ignore[misc]
+        see(name, lambda name=name: getattr(tools, name)(x))
     see(
         "half",
         lambda: tools.convert_to_fp32(
@@ -330,12 +330,12 @@ def collectives_of_one_process(see: Seen) -> None:
         ("host", x.cpu()),
         ("flags", x > 0),
     ):
-        see(f"gather {name}", lambda value=value: accelerator.gather(value))  # type: ignore[misc]
-        see(f"metrics {name}", lambda value=value: accelerator.gather_for_metrics(value))  # type: ignore[misc]
+        see(f"gather {name}", lambda value=value: accelerator.gather(value))
+        see(f"metrics {name}", lambda value=value: accelerator.gather_for_metrics(value))
         for how in ("sum", "mean", "none"):
-            see(f"reduce {name}, {how}", lambda value=value, how=how: accelerator.reduce(value, reduction=how))  # type: ignore[misc]
-        see(f"pad {name}", lambda value=value: accelerator.pad_across_processes(value, dim=1, pad_index=7))  # type: ignore[misc]
-        see(f"pad first {name}", lambda value=value: accelerator.pad_across_processes(value, pad_first=True))  # type: ignore[misc]
+            see(f"reduce {name}, {how}", lambda value=value, how=how: accelerator.reduce(value, reduction=how))
+        see(f"pad {name}", lambda value=value: accelerator.pad_across_processes(value, dim=1, pad_index=7))
+        see(f"pad first {name}", lambda value=value: accelerator.pad_across_processes(value, pad_first=True))
     see("same", accelerator.gather(x) is x)
     see("reduce half", lambda: accelerator.reduce(x.half(), "mean", scale=2.0))
     see("gather object", lambda: accelerator.gather_for_metrics(["a", "b"]))
@@ -380,7 +380,7 @@ def operations_under_debug(see: Seen) -> None:
 def random_states(see: Seen) -> None:
     from accelerate import PartialState
     from accelerate.utils import set_seed, synchronize_rng_state, synchronize_rng_states
-    from accelerate.utils.random import RNGType  # type: ignore[attr-defined]
+    from accelerate.utils.random import RNGType
 
     PartialState()
     set_seed(7)
@@ -393,7 +393,7 @@ def random_states(see: Seen) -> None:
     torch.use_deterministic_algorithms(False)
     see("workspace", os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
     for kind in ("torch", "cuda", "xpu", "generator"):
-        see(kind, lambda kind=kind: synchronize_rng_state(RNGType(kind)))  # type: ignore[misc]
+        see(kind, lambda kind=kind: synchronize_rng_state(RNGType(kind)))
     see("several", lambda: synchronize_rng_states(["torch", "cuda"]))
     see("unknown", lambda: synchronize_rng_states(["dice"]))
     see("after", torch.rand(2, device=DEVICE))
@@ -428,8 +428,8 @@ def loaders_on_the_device(see: Seen) -> None:
         ("workers", loader(num_workers=2)),
         ("pinned", loader(pin_memory=CUDA)),
         ("workers, pinned", loader(num_workers=1, pin_memory=CUDA, persistent_workers=True)),
-        ("rows", torch.utils.data.DataLoader(dataset(4), batch_size=None)),  # type: ignore[arg-type]
-        ("tensors", torch.utils.data.DataLoader(torch.arange(12.0), batch_size=5)),  # type: ignore[arg-type]
+        ("rows", torch.utils.data.DataLoader(dataset(4), batch_size=None)),
+        ("tensors", torch.utils.data.DataLoader(torch.arange(12.0), batch_size=5)),
     ):
         torch.manual_seed(4)
         prepared = accelerator.prepare(made)
@@ -520,7 +520,7 @@ def streams(see: Seen) -> None:
         stream = Stream(dataset(10))
         prepared = accelerator.prepare(torch.utils.data.DataLoader(stream, batch_size=4))
         see(f"{dispatch}, class", type(prepared))
-        see(f"{dispatch}, length", lambda prepared=prepared: len(prepared))  # type: ignore[misc]
+        see(f"{dispatch}, length", lambda prepared=prepared: len(prepared))
         read = []
         for one in prepared:
             read.append([stream.read, one["x"].device, list(one["x"].shape)])
@@ -570,15 +570,15 @@ def batches_of_many_forms(see: Seen) -> None:
 
     accelerator = Accelerator()
     data = [(torch.ones(3) * index, {"name": f"row {index}"}, index) for index in range(4)]
-    prepared = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+    prepared = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))
     see("default", list(prepared))
-    strings = accelerator.prepare(torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2))  # type: ignore[arg-type]
+    strings = accelerator.prepare(torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2))
     see("strings", lambda: list(strings))
     kept = accelerator.prepare(
         torch.utils.data.DataLoader(data, batch_size=2, collate_fn=lambda rows: Pair(rows[0][0], rows[1][0]))
-    )  # type: ignore[arg-type]
+    )
     see("named", list(kept))
-    movable = accelerator.prepare(torch.utils.data.DataLoader([1, 2], collate_fn=lambda _: Movable()))  # type: ignore[arg-type]
+    movable = accelerator.prepare(torch.utils.data.DataLoader([1, 2], collate_fn=lambda _: Movable()))
     see("movable", lambda: [one.asked for one in movable])
     host = accelerator.prepare_data_loader(loader(), device_placement=False)
     see("on the host", [one["x"].device for one in host])
@@ -609,7 +609,7 @@ def loaders_made_by_hand(see: Seen) -> None:
             },
         ),
     ):
-        _walk(see, name, prepare_data_loader(loader(14), **options))  # type: ignore[arg-type]
+        _walk(see, name, prepare_data_loader(loader(14), **options))
     prepared = accelerator.prepare(loader())
     _walk(see, "skipped", skip_first_batches(prepared, 2))
     _walk(see, "skipped by it", accelerator.skip_first_batches(prepared, 1))
@@ -707,7 +707,7 @@ def communication_hooks_under_torchrun(see: Seen) -> None:
         AcceleratorState._reset_state(True)
         hook = DDPCommunicationHookType[name]
         inner = Seen()
-        see(name, lambda hook=hook, inner=inner: _launched(inner, [DistributedDataParallelKwargs(comm_hook=hook)]))  # type: ignore[misc]
+        see(name, lambda hook=hook, inner=inner: _launched(inner, [DistributedDataParallelKwargs(comm_hook=hook)]))
         for key in ("losses", "weights", "types", "ended"):
             see.values[f"{name}, {key}"] = inner.values.get(key)
     wrapper = DDPCommunicationHookType.FP16

@@ -93,11 +93,11 @@ def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
     for name, hook in _hooks(model).items():
         see(f"hook of {name or 'the model'}", hook)
     see("modules with hooks", sorted(_hooks(model)))
-    see("map", lambda: {str(key): str(value) for key, value in model.hf_device_map.items()})  # type: ignore[operator]
+    see("map", lambda: {str(key): str(value) for key, value in model.hf_device_map.items()})
     with torch.no_grad():
         for name, given in (("host", tokens()), ("device", tokens().to(DEVICE))):
-            see(f"answer to the {name}", lambda given=given: model(given).device)  # type: ignore[misc]
-            see(f"equal, {name}", lambda given=given: bool(torch.equal(model(given).cpu(), wanted(tied).cpu())))  # type: ignore[misc]
+            see(f"answer to the {name}", lambda given=given: model(given).device)
+            see(f"equal, {name}", lambda given=given: bool(torch.equal(model(given).cpu(), wanted(tied).cpu())))
     see("by name", lambda: model(tokens=tokens(), scale=torch.ones(1)).device)
     see("places after", lambda: _places(model))
     see("answer", lambda: model(tokens()))
@@ -113,7 +113,7 @@ def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
         ("half", lambda: type(model.half())),
         ("float", lambda: type(model.float())),
     ):
-        see(name, move if name in ("half", "float") else (lambda move=move: type(move())))  # type: ignore[misc]
+        see(name, move if name in ("half", "float") else (lambda move=move: type(move())))
     see("places after the moves", lambda: _places(model))
 
 
@@ -186,8 +186,8 @@ def dispatched_to_a_disk_with_a_main_device(see: Seen) -> None:
 def dispatched_with_tied_weights(see: Seen) -> None:
     model = _dispatched(see, {**MIXED, "head": "cpu"}, tied=True)
     if model is not None:
-        see("tied", lambda: model.head.weight is model.embed.weight)  # type: ignore[union-attr]
-        see("pointers", lambda: model.head.weight.data_ptr() == model.embed.weight.data_ptr())  # type: ignore[union-attr,operator]
+        see("tied", lambda: model.head.weight is model.embed.weight)
+        see("pointers", lambda: model.head.weight.data_ptr() == model.embed.weight.data_ptr())
 
 
 @observe("dispatch")
@@ -361,10 +361,10 @@ def training_on_offloaded_models(see: Seen) -> None:
             model: nn.Module = model, adapter: nn.Module = adapter, optimizer: Any = optimizer, losses: Any = losses
         ) -> None:
             for _ in range(3):
-                hidden = adapter(model.embed(tokens().to(DEVICE)))  # type: ignore[operator]
-                for block in model.blocks:  # type: ignore[union-attr]
+                hidden = adapter(model.embed(tokens().to(DEVICE)))
+                for block in model.blocks:
                     hidden = block(hidden)
-                loss = model.head(hidden).float().square().mean()  # type: ignore[operator]
+                loss = model.head(hidden).float().square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -408,7 +408,7 @@ def offloaded_state_dicts(see: Seen) -> None:
     from safetensors.torch import load_file
 
     from accelerate import Accelerator, cpu_offload, dispatch_model
-    from accelerate.utils.modeling import get_state_dict_offloaded_model  # type: ignore[attr-defined]
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
 
     for name, make in (
         ("host", lambda: cpu_offload(model_of(), DEVICE)),
@@ -422,33 +422,33 @@ def offloaded_state_dicts(see: Seen) -> None:
             lambda model=model: {
                 key: [one.device, one.double().sum()] for key, one in get_state_dict_offloaded_model(model).items()
             },
-        )  # type: ignore[misc]
+        )
         accelerator = Accelerator()
         see(
             f"{name}, saved",
             lambda model=model, name=name, accelerator=accelerator: accelerator.save_model(model, f"saved {name}"),
-        )  # type: ignore[misc]
-        see(f"{name}, files", lambda name=name: files_in(f"saved {name}"))  # type: ignore[misc]
+        )
+        see(f"{name}, files", lambda name=name: files_in(f"saved {name}"))
         see(
             f"{name}, tensors",
             lambda name=name: {
                 key: one.double().sum() for key, one in load_file(f"saved {name}/model.safetensors").items()
             },
-        )  # type: ignore[misc]
+        )
         see(
             f"{name}, shards",
             lambda model=model, name=name, accelerator=accelerator: (
                 accelerator.save_model(model, f"shards {name}", max_shard_size="3KB"),
                 files_in(f"shards {name}"),
             ),
-        )  # type: ignore[misc]
+        )
         see(
             f"{name}, state dict",
             lambda model=model, accelerator=accelerator: {
                 key: str(one.device) for key, one in accelerator.get_state_dict(model).items()
             },
-        )  # type: ignore[misc]
-        see(f"{name}, prepared", lambda model=model, accelerator=accelerator: type(accelerator.prepare(model)))  # type: ignore[misc]
+        )
+        see(f"{name}, prepared", lambda model=model, accelerator=accelerator: type(accelerator.prepare(model)))
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------------
@@ -476,18 +476,18 @@ def aligning_hooks(see: Seen) -> None:
     ):
         torch.manual_seed(1)
         layer = nn.Linear(4, 4)
-        hook = AlignDevicesHook(**options)  # type: ignore[arg-type]
-        see(f"{name}, repr", lambda hook=hook: repr(hook))  # type: ignore[misc]
-        see(f"{name}, added", lambda layer=layer, hook=hook: add_hook_to_module(layer, hook) is layer)  # type: ignore[misc]
+        hook = AlignDevicesHook(**options)
+        see(f"{name}, repr", lambda hook=hook: repr(hook))
+        see(f"{name}, added", lambda layer=layer, hook=hook: add_hook_to_module(layer, hook) is layer)
         see(f"{name}, before", [layer.weight.device, layer.bias.device])
-        see(f"{name}, answer", lambda layer=layer: layer(x))  # type: ignore[misc]
+        see(f"{name}, answer", lambda layer=layer: layer(x))
         see(f"{name}, after", [layer.weight.device, hasattr(layer, "_old_forward"), hasattr(layer, "_hf_hook")])
-        see(f"{name}, removed", lambda layer=layer: remove_hook_from_module(layer) is layer)  # type: ignore[misc]
+        see(f"{name}, removed", lambda layer=layer: remove_hook_from_module(layer) is layer)
         see(
             f"{name}, left",
             [layer.weight.device, float(layer.weight.sum()) if layer.weight.device.type != "meta" else None],
         )
-        see(f"{name}, signature", lambda layer=layer: layer.forward.__name__)  # type: ignore[misc]
+        see(f"{name}, signature", lambda layer=layer: layer.forward.__name__)
 
 
 @observe("hooks")
@@ -507,7 +507,7 @@ def hooks_of_blocks(see: Seen) -> None:
         attach_align_device_hook(model, execution_device=DEVICE, offload=True, offload_buffers=buffers)
         see(f"aligned, {buffers}", _hooks(model))
         see(f"aligned, {buffers}, places", _places(model))
-        see(f"aligned, {buffers}, answer", lambda model=model: model(tokens().to(DEVICE)))  # type: ignore[misc]
+        see(f"aligned, {buffers}, answer", lambda model=model: model(tokens().to(DEVICE)))
         see(f"aligned, {buffers}, after", _places(model))
     model = model_of()
     devices = {
@@ -556,7 +556,7 @@ def hooks_of_ones_own(see: Seen) -> None:
     add_hook_to_module(layer, Plus(), append=True)
     see("two", [layer(x), type(layer._hf_hook)])
     add_hook_to_module(layer, AlignDevicesHook(GPU, io_same_device=True), append=True)
-    see("three", [[type(one).__name__ for one in layer._hf_hook.hooks], layer(x)])  # type: ignore[union-attr,operator]
+    see("three", [[type(one).__name__ for one in layer._hf_hook.hooks], layer(x)])
     remove_hook_from_module(layer)
     see("removed", bool(torch.equal(layer(x), plain)))
     add_hook_to_module(layer, SequentialHook(Plus(), Plus()))
@@ -589,12 +589,12 @@ def casting_layers(see: Seen) -> None:
                 lambda model=model, storage=storage, compute=compute: attach_layerwise_casting_hooks(
                     model, storage, compute
                 ),
-            )  # type: ignore[misc]
+            )
             see(f"{name}, dtypes", [one.dtype for one in model.parameters()])
             x = torch.ones(2, 8, device=DEVICE, dtype=compute)
-            see(f"{name}, answer", lambda model=model, x=x: model(x))  # type: ignore[misc]
+            see(f"{name}, answer", lambda model=model, x=x: model(x))
             see(f"{name}, after", [one.dtype for one in model.parameters()])
-            see(f"{name}, ahead", lambda model=model, x=x: model(x.float()).dtype)  # type: ignore[misc]
+            see(f"{name}, ahead", lambda model=model, x=x: model(x.float()).dtype)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(DEVICE)
     options = {"skip_modules_pattern": ["0"], "skip_modules_classes": (nn.LayerNorm,), "non_blocking": True}
     attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, **options)
@@ -632,14 +632,14 @@ def maps_by_limits(see: Seen) -> None:
                     lambda limits=limits, tied=tied, options=options: infer_auto_device_map(
                         model_of(tied), dict(limits), **options
                     ),
-                )  # type: ignore[misc,arg-type]
+                )
     for options in (
         {"clean_result": False},
         {"verbose": True},
         {"offload_buffers": True},
         {"fallback_allocation": True},
     ):
-        see(f"{options}", lambda options=options: infer_auto_device_map(model_of(), {0: 5000, "cpu": 4000}, **options))  # type: ignore[misc,arg-type]
+        see(f"{options}", lambda options=options: infer_auto_device_map(model_of(), {0: 5000, "cpu": 4000}, **options))
     see(
         "dtypes",
         lambda: infer_auto_device_map(model_of(), {0: 5000, "cpu": 10**6}, special_dtypes={"embed.weight": torch.int8}),
@@ -656,13 +656,13 @@ def balanced_memory(see: Seen) -> None:
             see(
                 f"{limits}, {low}",
                 lambda limits=limits, low=low: get_balanced_memory(model, dict(limits), low_zero=low),
-            )  # type: ignore[misc]
+            )
             see(
                 f"{limits}, {low}, blocks",
                 lambda limits=limits, low=low: get_balanced_memory(
                     model, dict(limits), ["Block"], torch.float16, None, low
                 ),
-            )  # type: ignore[misc]
+            )
     see("given", lambda: get_max_memory({0: "1GB", "cpu": "1GiB"}))
     see("sizes", compute_module_sizes(model))
     see("half", compute_module_sizes(model, dtype=torch.float16, buffers_only=True))
@@ -698,7 +698,7 @@ def tensors_set_by_name(see: Seen) -> None:
                 set_module_tensor_to_device(module, "weight", GPU, torch.ones(3), dtype=dtype),
                 module.weight,
             ),
-        )  # type: ignore[misc]
+        )
     see("shape", lambda: set_module_tensor_to_device(module, "weight", GPU, torch.ones(4)))
     see("name", lambda: set_module_tensor_to_device(module, "weights", GPU))
     see(
@@ -715,7 +715,7 @@ def tensors_set_by_name(see: Seen) -> None:
             set_module_tensor_to_device(module, "bias", GPU),
             module.bias.requires_grad,
         ),
-    )  # type: ignore[operator,union-attr]
+    )
     see(
         "non blocking",
         lambda: (set_module_tensor_to_device(module, "bias", GPU, torch.ones(3), non_blocking=True), module.bias),
@@ -760,7 +760,7 @@ def empty_models(see: Seen) -> None:
 @observe("maps")
 def tied_parameters(see: Seen) -> None:
     from accelerate import utils
-    from accelerate.utils.modeling import named_module_tensors  # type: ignore[attr-defined]
+    from accelerate.utils.modeling import named_module_tensors
 
     model = model_of(True)
     see("found", utils.find_tied_parameters(model))
@@ -782,7 +782,7 @@ def tied_parameters(see: Seen) -> None:
         ),
     )
     for dtype in (torch.float32, torch.float16, torch.bool, torch.int8, torch.float8_e4m3fn):
-        see(f"{dtype}", lambda dtype=dtype: utils.dtype_byte_size(dtype))  # type: ignore[misc]
+        see(f"{dtype}", lambda dtype=dtype: utils.dtype_byte_size(dtype))
     see("int4", lambda: utils.dtype_byte_size(utils.CustomDtype.INT4))
 
 
@@ -879,7 +879,7 @@ def loaded_in_place(see: Seen) -> None:
         ("full", {"full_state_dict": False}),
     ):
         model = model_of(seed=8)
-        see(name, lambda model=model, options=options: load_checkpoint_in_model(model, form, **options))  # type: ignore[misc,arg-type]
+        see(name, lambda model=model, options=options: load_checkpoint_in_model(model, form, **options))
         see(f"{name}, places", _places(model))
         see(f"{name}, weight", model.head.weight)
     see("missing", lambda: load_checkpoint_in_model(model_of(), "none"))
@@ -888,7 +888,7 @@ def loaded_in_place(see: Seen) -> None:
         see(
             f"file, {name}",
             lambda given=given: {key: str(one.device) for key, one in load_state_dict(file, device_map=given).items()},
-        )  # type: ignore[misc]
+        )
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------------
@@ -987,10 +987,10 @@ def generation_with_offloaded_models(see: Seen) -> None:
     ):
         model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
         offload(model)
-        see(f"{name}, tokens", lambda model=model: model.generate(given, max_new_tokens=6, do_sample=False))  # type: ignore[misc]
-        see(f"{name}, device", lambda model=model: model.device)  # type: ignore[misc]
-        see(f"{name}, beams", lambda model=model: model.generate(given, max_new_tokens=4, num_beams=2, do_sample=False))  # type: ignore[misc]
-        see(f"{name}, tied", lambda model=model: model.lm_head.weight is model.transformer.wte.weight)  # type: ignore[misc]
+        see(f"{name}, tokens", lambda model=model: model.generate(given, max_new_tokens=6, do_sample=False))
+        see(f"{name}, device", lambda model=model: model.device)
+        see(f"{name}, beams", lambda model=model: model.generate(given, max_new_tokens=4, num_beams=2, do_sample=False))
+        see(f"{name}, tied", lambda model=model: model.lm_head.weight is model.transformer.wte.weight)
 
 
 @observe("clients", limit=90)
@@ -1005,13 +1005,13 @@ def trainer_on_the_device(see: Seen) -> None:
             "out", max_steps=4, per_device_train_batch_size=4, logging_steps=1, save_steps=2, report_to=[], disable_tqdm=True, seed=3,
             use_cpu=not CUDA, gradient_accumulation_steps=2, **precision,
         )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=options, train_dataset=rows)  # type: ignore[arg-type]
+        trainer = transformers.Trainer(model=model, args=options, train_dataset=rows)
         trainer.remove_callback(transformers.PrinterCallback)
-        see(f"{precision}, trained", lambda trainer=trainer: round(trainer.train().training_loss, 5))  # type: ignore[misc]
+        see(f"{precision}, trained", lambda trainer=trainer: round(trainer.train().training_loss, 5))
         see(
             f"{precision}, losses",
             [[row["loss"], row.get("grad_norm")] for row in trainer.state.log_history if "loss" in row],
         )
         see(f"{precision}, files", files_in("out"))
-        see(f"{precision}, evaluated", lambda trainer=trainer: trainer.evaluate(rows)["eval_loss"])  # type: ignore[misc]
-        see(f"{precision}, wrapped", lambda trainer=trainer: type(trainer.model_wrapped))  # type: ignore[misc]
+        see(f"{precision}, evaluated", lambda trainer=trainer: trainer.evaluate(rows)["eval_loss"])
+        see(f"{precision}, wrapped", lambda trainer=trainer: type(trainer.model_wrapped))

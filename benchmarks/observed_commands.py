@@ -248,8 +248,8 @@ def default_settings(see: Seen) -> None:
     from accelerate.utils import write_basic_config
 
     for precision in ("no", "fp16", "bf16"):
-        see(precision, lambda precision=precision: str(write_basic_config(precision, f"{precision}.json")))  # type: ignore[misc]
-        see(f"{precision}, file", lambda precision=precision: json.loads(Path(f"{precision}.json").read_text()))  # type: ignore[misc]
+        see(precision, lambda precision=precision: str(write_basic_config(precision, f"{precision}.json")))
+        see(f"{precision}, file", lambda precision=precision: json.loads(Path(f"{precision}.json").read_text()))
     see("again", lambda: write_basic_config("no", "no.json"))
     see("wrong", lambda: write_basic_config("fp5", "wrong.json"))
     from accelerate.commands.config.default import default_command_parser  # noqa: F401
@@ -274,11 +274,11 @@ def what_is_available(see: Seen) -> None:
     import accelerate.utils as tools
 
     for name in ("get_gpu_info", "check_cuda_p2p_ib_support", "check_cuda_fp8_capability"):
-        see(name, lambda name=name: getattr(tools, name)())  # type: ignore[misc]
+        see(name, lambda name=name: getattr(tools, name)())
     see("cuda", lambda: tools.is_cuda_available())
-    see("check device", lambda: tools.is_cuda_available(check_device=True))  # type: ignore[call-arg]
+    see("check device", lambda: tools.is_cuda_available(check_device=True))
     for value in (True, False):
-        see(f"bf16, {value}", lambda value=value: tools.is_bf16_available(ignore_tpu=value))  # type: ignore[misc]
+        see(f"bf16, {value}", lambda value=value: tools.is_bf16_available(ignore_tpu=value))
 
 
 @observe("probes")
@@ -291,11 +291,11 @@ def probes_of_modules(see: Seen) -> None:
         "check_cuda_fp8_capability",
         "get_cpu_distributed_information",
     ):
-        see(name, lambda name=name: getattr(environment, name)())  # type: ignore[misc]
+        see(name, lambda name=name: getattr(environment, name)())
     for name in ("get_driver_version", "is_multi_device"):
-        see(name, lambda name=name: bool(getattr(environment, name)()))  # type: ignore[misc]
+        see(name, lambda name=name: bool(getattr(environment, name)()))
     for name in PACKAGES:
-        see(name, lambda name=name: getattr(imports, f"is_{name}_available")())  # type: ignore[misc]
+        see(name, lambda name=name: getattr(imports, f"is_{name}_available")())
     see("affinity", lambda: environment.set_numa_affinity(0))
     see("override", lambda: environment.override_numa_affinity(0))
 
@@ -306,7 +306,7 @@ def names_for_tests(see: Seen) -> None:
 
     see("device", testing.torch_device)
     for name in NEEDS:
-        see(f"require_{name}", lambda name=name: _skipped(getattr(testing, f"require_{name}")))  # type: ignore[misc]
+        see(f"require_{name}", lambda name=name: _skipped(getattr(testing, f"require_{name}")))
     for name in (
         "device_count",
         "get_launch_command",
@@ -314,7 +314,7 @@ def names_for_tests(see: Seen) -> None:
         "memory_allocated_func",
         "DEFAULT_LAUNCH_COMMAND",
     ):
-        see(name, lambda name=name: _called(getattr(testing, name)))  # type: ignore[misc]
+        see(name, lambda name=name: _called(getattr(testing, name)))
 
 
 def _called(one: Any) -> Any:

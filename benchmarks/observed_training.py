@@ -102,7 +102,7 @@ def handlers_of_precision(see: Seen) -> None:
 
     see("twice", lambda: Accelerator(kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs()]))
     see("autocast twice", lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]))
-    see("stranger", lambda: Accelerator(kwargs_handlers=[3]))  # type: ignore[list-item]
+    see("stranger", lambda: Accelerator(kwargs_handlers=[3]))
     see("unknown", lambda: Accelerator(mixed_precision="fp4"))
     see("scaler", GradScalerKwargs(init_scale=3.0).to_kwargs())
     see("autocast", AutocastKwargs(enabled=False).to_kwargs())
@@ -196,7 +196,7 @@ def outputs_in_float32(see: Seen) -> None:
     accelerator = Accelerator(mixed_precision="bf16")
     model = accelerator.prepare(Forms())
     for form in names:
-        see(form, lambda form=form: model(batch(), form))  # type: ignore[misc]
+        see(form, lambda form=form: model(batch(), form))
     see("forward", [type(model.forward).__name__, hasattr(model.forward, "__wrapped__"), "forward" in model.__dict__])
     see("kept original", [hasattr(model, "_original_forward"), "_original_forward" in model.__dict__])
     see("pickled", lambda: type(pickle.loads(pickle.dumps(accelerator.prepare(Net())))))
@@ -285,8 +285,8 @@ def batches_in_half(see: Seen) -> None:
     accelerator = Accelerator()
     for kind in (torch.float16, torch.bfloat16):
         model = accelerator.prepare(Net().to(kind))
-        see(f"{kind}", lambda model=model, kind=kind: model(batch().to(kind)))  # type: ignore[misc]
-        see(f"{kind}, backward", lambda model=model, kind=kind: accelerator.backward(model(batch().to(kind)).sum()))  # type: ignore[misc]
+        see(f"{kind}", lambda model=model, kind=kind: model(batch().to(kind)))
+        see(f"{kind}, backward", lambda model=model, kind=kind: accelerator.backward(model(batch().to(kind)).sum()))
 
 
 @observe("precision")
@@ -465,7 +465,7 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
     see("rate", run[4].get_last_lr())
     see("step", [run[0].save_iteration, run[0].step])
     for name in ("optimizer.bin", "scheduler.bin", "scaler.pt", "sampler.bin", "custom_checkpoint_0.pkl"):
-        see(name, lambda name=name: _shape(torch.load(Path("state") / name, weights_only=False)))  # type: ignore[misc]
+        see(name, lambda name=name: _shape(torch.load(Path("state") / name, weights_only=False)))
     states = torch.load("state/random_states_0.pkl", weights_only=False)
     see("random states", {key: type(value).__name__ for key, value in states.items()})
     see("of the device", lambda: [[one.dtype, one.device, list(one.shape)] for one in states["torch_cuda_manual_seed"]])
@@ -551,8 +551,8 @@ def saved_models(see: Seen) -> None:
         ("shards", {"max_shard_size": "1KB"}),
         ("pickled", {"safe_serialization": False}),
     ):
-        see(f"{name}, returned", lambda name=name, options=options: accelerator.save_model(model, name, **options))  # type: ignore[misc]
-        see(f"{name}, files", lambda name=name: files_in(name))  # type: ignore[misc]
+        see(f"{name}, returned", lambda name=name, options=options: accelerator.save_model(model, name, **options))
+        see(f"{name}, files", lambda name=name: files_in(name))
     see("tensors", lambda: {key: [one.dtype, one.device] for key, one in load_file("whole/model.safetensors").items()})
     see("pickled", lambda: _shape(torch.load("pickled/pytorch_model.bin", weights_only=True)))
     see("index", lambda: json.loads(Path("shards/model.safetensors.index.json").read_text()))
@@ -563,7 +563,7 @@ def saved_models(see: Seen) -> None:
         see(
             f"{name}, loaded",
             lambda name=name, other=other: (load_checkpoint_in_model(other, name), checksum(other) == checksum(model)),
-        )  # type: ignore[misc]
+        )
         placed = Net().to("meta")
         see(
             f"{name}, placed",
@@ -571,7 +571,7 @@ def saved_models(see: Seen) -> None:
                 load_checkpoint_in_model(placed, name, device_map={"": GPU_OR_CPU}),
                 placed(batch()).device,
             ),
-        )  # type: ignore[misc]
+        )
     accelerator.save({"a": batch(), "b": 3}, "object.pt")
     see("object", lambda: torch.load("object.pt"))
     see(
@@ -695,7 +695,7 @@ def kernels_for_memory(see: Seen) -> None:
     from accelerate.test_utils import testing
 
     for name in ("torch_device", "device_count"):
-        see(name, lambda name=name: getattr(testing, name))  # type: ignore[misc]
+        see(name, lambda name=name: getattr(testing, name))
     held = torch.ones(1 << 20, device="cuda")
     see("held", lambda: testing.memory_allocated_func() >= held.nbytes)
     from accelerate.utils import get_max_memory
@@ -778,7 +778,7 @@ def a_profile_by_a_schedule(see: Seen) -> None:
 def wrong_profiles(see: Seen) -> None:
     from accelerate import Accelerator, ProfileKwargs
 
-    see("activity", lambda: ProfileKwargs(activities=["gpu"]).build())  # type: ignore[list-item]
+    see("activity", lambda: ProfileKwargs(activities=["gpu"]).build())
     see("schedule", lambda: ProfileKwargs(schedule_option={"wait": 1}).build())
     accelerator = Accelerator()
     with accelerator.profile(ProfileKwargs(activities=["cpu"])) as profile:
@@ -953,7 +953,7 @@ def fp8_without_its_packages(see: Seen) -> None:
     for name, make in (
         ("te", lambda: utils.FP8RecipeKwargs(backend="TE")),
         ("msamp", lambda: utils.FP8RecipeKwargs(backend="MSAMP")),
-        ("unknown", lambda: utils.FP8RecipeKwargs(backend="XX")),  # type: ignore[arg-type]
+        ("unknown", lambda: utils.FP8RecipeKwargs(backend="XX")),
         ("te recipe", lambda: utils.TERecipeKwargs()),
         ("msamp recipe", lambda: utils.MSAMPRecipeKwargs()),
         ("ao", lambda: type(utils.AORecipeKwargs())),
@@ -963,11 +963,11 @@ def fp8_without_its_packages(see: Seen) -> None:
         see(
             f"{name}, accelerator",
             lambda make=make: Accelerator(mixed_precision="fp8", kwargs_handlers=[make()]).fp8_backend,
-        )  # type: ignore[misc]
+        )
     AcceleratorState._reset_state(True)
     see(
         "two",
         lambda: Accelerator(mixed_precision="fp8", kwargs_handlers=[utils.AORecipeKwargs(), utils.AORecipeKwargs()]),
     )
     for name in ("is_transformer_engine_available", "is_msamp_available", "is_torchao_available", "is_fp8_available"):
-        see(name, lambda name=name: getattr(utils, name)())  # type: ignore[misc]
+        see(name, lambda name=name: getattr(utils, name)())

@@ -276,7 +276,7 @@ def dataset(rows: int = 16) -> list[dict[str, Tensor]]:
 
 def loader(rows: int = 16, batch: int = 4, **options: Any) -> torch.utils.data.DataLoader[Any]:
     """A loader of these rows."""
-    return torch.utils.data.DataLoader(dataset(rows), batch_size=batch, **options)  # type: ignore[arg-type]  # a list is one
+    return torch.utils.data.DataLoader(dataset(rows), batch_size=batch, **options)
 
 
 def batch(rows: int = 4) -> Tensor:
