@@ -103,6 +103,8 @@ class Lane:
             before = self.notes.stat().st_size
             ended = self._until_it_ends(known)
             begun = _open(self.notes)
+            if time.time() > self.deadline:
+                break
             if begun is not None:
                 self._note(begun, ended)
             elif self.notes.stat().st_size == before:
