@@ -1,0 +1,98 @@
+"""Differences that dropin/DIFFERENCES.md lists, recognised by what was observed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "dropin" / "DIFFERENCES.md"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of the page, and patterns of the observation and of what each package showed."""
+
+    line: str
+    """Words of the line."""
+    where: str
+    original: str = ""
+    here: str = ""
+    test: Callable[[Any, Any], bool] | None = None
+
+    def covers(self, where: str, original: Any, here: Any) -> bool:
+        found = [value if isinstance(value, str) else json.dumps(value) for value in (original, here)]
+        patterns = re.search(self.original, found[0]) and re.search(self.here, found[1])
+        tested = self.test is None or self.test(original, here)
+        return bool(re.search(self.where, where) and patterns and tested)
+
+
+def _with_a_manifest(original: Any, here: Any) -> bool:
+    """The same files, and a manifest.json."""
+    lists = isinstance(original, list) and isinstance(here, list)
+    return lists and original == [one for one in here if Path(str(one)).name != "manifest.json"]
+
+
+def _fewer(original: Any, here: Any) -> bool:
+    """A part of the original's names."""
+    return isinstance(original, list) and isinstance(here, list) and set(map(str, here)) < set(map(str, original))
+
+
+def _greater(original: Any, here: Any) -> bool:
+    """More rows had been read."""
+    return isinstance(original, int) and isinstance(here, int) and here > original
+
+
+IN_PLACE = "are compiled in place: `prepare` returns the model itself"
+ON_THE_HOST = "rest as tensors on the host, or as views of the mapped file, instead of on the meta device"
+FEWER_HOOKS = "the hooks that a model streamed to an accelerator shows are on the modules of the map only"
+STREAMED = "They are streamed block by block (hasten's own forward), and `_hf_hook` only shows that"
+NO_GROUP = "the one process that `torchrun` started is `NO`, without DDP"
+BIG = r"^(dispatch|offload|loading|loading 2|clients|hooks): "
+LISTED: tuple[Listed, ...] = (
+    Listed(IN_PLACE, r"^compile: .*, (type|unwrapped|evaluated, tuple\[0\])$", "OptimizedModule", "(class|object) Sequential"),
+    Listed(IN_PLACE, r"^compile: .*, recognised, \[\d\]$", "true", "false"),
+    Listed(IN_PLACE, r"^compile: .*, (keys|dict), \[\d+\]$", r"^_orig_mod\.", r"^(?!_orig_mod)"),
+    Listed(
+        "They also hold `manifest.json` and hidden files",
+        r", (files|other|saved|tuple\[\d\]|saved, tuple\[\d\])",
+        test=_with_a_manifest,
+    ),
+    Listed(ON_THE_HOST, BIG, "^meta$", "^cpu$"),
+    Listed(FEWER_HOOKS, BIG + r".*hook", r"^\[", r"^\(nothing\)$"),
+    Listed(FEWER_HOOKS, BIG + r".*hooks", r"^\[", r"^\[", test=_fewer),
+    Listed(STREAMED, BIG + r".*hook", "^AlignDevicesHook$", "^StreamedHook$"),
+    Listed("**Batches are copied ahead** on devices with streams", r"^data: large_batches, .*\[0\]$", test=_greater),
+    Listed("**fp16 on the CPU** is computed in fp16", r"^state: .*fp16.*(native_amp|scaler|scale)$", "null|false|NoneType"),
+    Listed("**The order of a shuffled stateful loader** on one process", r"(by_configuration|configured_loaders).*, stateful"),
+    Listed("`LayerwiseCastingHook` casts inputs as well", "^hooks: casting_layers, .*, ahead$", "must have the same dtype"),
+    Listed("parameters built under `init_empty_weights()` stay tied", "^maps: empty_models, tied$", "false", "true"),
+    Listed("defaults are not (`ACCELERATE_MIXED_PRECISION=no`, …)", "^launch.*, variables$", test=_fewer),
+    Listed(
+        "`accelerate launch` logs no list of the flags that have their defaults",
+        "^launch.*, errors$",
+        "The following values were not passed",
+        r"^\[\]$",
+    ),
+    Listed("`TERecipeKwargs` can be made without Transformer Engine", "^fp8: .*, te recipe$", "ImportError", "TERecipeKwargs"),
+    Listed("MS-AMP is refused", "^fp8: .*, msamp recipe, accelerator$", "", "NotImplementedError"),
+    Listed("returns what the first process returns", "^probes: a_notebook, ", "^null$", r"^\["),
+    Listed(NO_GROUP, "^launched: .*(distributed_type|kind|type|again)", "MULTI_GPU", r"DistributedType\.NO"),
+    Listed(NO_GROUP, "^launched: .*types", "DistributedDataParallel", "^class "),
+    Listed(NO_GROUP, "^launched: .*own keys", r"^module\.", r"^(?!module\.)"),
+)  # fmt: skip
+
+
+def listed(group: str, where: str, original: Any, here: Any) -> str:
+    """The words of the line that lists a difference, or nothing."""
+    found = (one.line for one in LISTED if one.covers(f"{group}: {where}", original, here))
+    return next(found, "")
+
+
+def absent() -> list[str]:
+    """Words that the page does not have any more."""
+    text = PAGE.read_text(encoding="utf-8")
+    return [one.line for one in LISTED if one.line not in text]
