@@ -16,8 +16,7 @@ from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
 
 DeviceKey = int | str
-_HOST_SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
-_DEVICE_SHARE = 0.9
+_SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
 
 
 def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) -> dict[DeviceKey, int]:
@@ -27,9 +26,7 @@ def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) ->
     Raises: ConfigError for a device that does not exist or an invalid size.
     """
     if max_memory is None:
-        found: dict[DeviceKey, int] = {index: int(_DEVICE_SHARE * _free(index)) for index in range(_num_devices())}
-        found["cpu"] = int(_HOST_SHARE * free_host_bytes())
-        return found
+        return {key: int(_SHARE * free) for key, free in free_memory().items()}
     limits = {_key(key): parse_size(size) for key, size in max_memory.items()}
     known = {*range(_num_devices()), "cpu", "disk", "mps"}
     for key in limits:
@@ -57,6 +54,11 @@ def device_order(key: DeviceKey) -> tuple[int, int]:
 
 def _num_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def free_memory() -> dict[DeviceKey, int]:
+    """Return the bytes that are free now on every accelerator and on the host."""
+    return {**{index: _free(index) for index in range(_num_devices())}, "cpu": free_host_bytes()}
 
 
 def _free(index: int) -> int:

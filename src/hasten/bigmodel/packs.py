@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -218,7 +218,7 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
-        return dict(maps.get_max_memory())
+        return dict(maps.free_memory())
     given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
     max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
     numbers = sorted(key for key in max_memory if isinstance(key, int))
