@@ -36,6 +36,11 @@ def _with_a_manifest(original: Any, here: Any) -> bool:
     return lists and original == [one for one in here if Path(str(one)).name != "manifest.json"]
 
 
+def _no_dat(original: Any, here: Any) -> bool:
+    """Files of which none is one of the original's kind."""
+    return isinstance(here, list) and not any(str(one).endswith(".dat") for one in here)
+
+
 def _fewer(original: Any, here: Any) -> bool:
     """A part of the original's names."""
     return isinstance(original, list) and isinstance(here, list) and set(map(str, here)) < set(map(str, original))
@@ -48,7 +53,9 @@ def _greater(original: Any, here: Any) -> bool:
 
 IN_PLACE = "are compiled in place: `prepare` returns the model itself"
 ON_THE_HOST = "rest as tensors on the host, or as views of the mapped file, instead of on the meta device"
-FEWER_HOOKS = "the hooks that a model streamed to an accelerator shows are on the modules of the map only"
+FILES = "there are no `.dat` files"
+AT_REST = "reach the weights at rest"
+AGAIN = "can be prepared, and dispatched again to another map"
 STREAMED = "They are streamed block by block (hasten's own forward), and `_hf_hook` only shows that"
 NO_GROUP = "the one process that `torchrun` started is `NO`, without DDP"
 BIG = r"^(dispatch|offload|loading|loading 2|clients|hooks): "
@@ -62,9 +69,29 @@ LISTED: tuple[Listed, ...] = (
         test=_with_a_manifest,
     ),
     Listed(ON_THE_HOST, BIG, "^meta$", "^cpu$"),
-    Listed(FEWER_HOOKS, BIG + r".*hook", r"^\[", r"^\(nothing\)$"),
-    Listed(FEWER_HOOKS, BIG + r".*hooks", r"^\[", r"^\[", test=_fewer),
     Listed(STREAMED, BIG + r".*hook", "^AlignDevicesHook$", "^StreamedHook$"),
+    Listed(FILES, BIG + r".*(files|left)$", r"\.dat", test=_no_dat),
+    Listed(FILES, BIG + r".*index$", r"dtype", "FileNotFoundError"),
+    Listed(FILES, r"^loading: loaded_to_a_disk, .*half, (answer|equal)", "must have the same dtype"),
+    Listed("Weights that are tied stay tied", BIG + r".*(tied|pointers)$", "^false$", "^true$"),
+    Listed("Weights that are tied stay tied", BIG + r".*place.*head\.weight", "^meta$", r"^\(nothing\)$"),
+    Listed("Weights that are tied stay tied", r"^dispatch: .*tied.*, rest on, head\.weight$", "^meta$", "^cuda:0$"),
+    Listed(AT_REST, BIG + r".*, cpu$", "NotImplementedError", "^class Model$"),
+    Listed(AT_REST, BIG + r".*, (to the device|cuda)$", "NotImplementedError", "DeviceError"),
+    Listed(AT_REST, BIG + r".*, places (after the moves|without hooks), ", "^(cuda:0|meta)$", "^cpu$"),
+    Listed(AT_REST, "^offload: .*, again on the device$", "true", "false"),
+    Listed(AGAIN, "^offload: offloaded_state_dicts, host, prepared$", "NotImplementedError", "^class Model$"),
+    Listed(AGAIN, "^dispatch: copies_of_dispatched_models, places again, ", "^meta$", "^cuda:0$"),
+    Listed(AGAIN, "^dispatch: copies_of_dispatched_models, told, log", "shouldn't move", ""),
+    Listed("stay also after `cpu_offload`", r"^offload: aligned_modules, changed, \[0\]$"),
+    Listed("A streamed model cannot be pickled", "^dispatch: .*, pickled$", "AttributeError", "PrepareError"),
+    Listed("Moves are refused by objects", r"^dispatch: .*, methods, \[0\]$", "^function$", "_Move"),
+    Listed("`forward` is an object of hasten's", r"^dispatch: .*, methods, ", "^partial$", "PlacedForward"),
+    Listed("a model that is wholly on the disk", "^dispatch: wrong_maps, all on the disk$", "FileNotFoundError", "^cpu$"),
+    Listed("a model that is wholly on the disk", "^dispatch: wrong_maps, told, log$", r"^\[\]$", "to the disk"),
+    Listed("takes integer values for a float", r"^maps: tensors_set_by_name, torch\.int8$", "RuntimeError"),
+    Listed("names the places in the map's order", BIG + r".*told, log", "disk and cpu", "cpu and disk"),
+    Listed(ON_THE_HOST, BIG + r".*told, warnings", "model is on meta", "model is on cpu"),
     Listed("**Batches are copied ahead** on devices with streams", r"^data: large_batches, .*\[0\]$", test=_greater),
     Listed("**fp16 on the CPU** is computed in fp16", r"^state: .*fp16.*(native_amp|scaler|scale)$", "null|false|NoneType"),
     Listed("**The order of a shuffled stateful loader** on one process", r"(by_configuration|configured_loaders).*, stateful"),

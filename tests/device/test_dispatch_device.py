@@ -1,0 +1,89 @@
+"""Models that an accelerator and the host share: shared weights, gradients, copies."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel import cpu_offload, dispatch_model
+from hasten.bigmodel.placed import detach, streamers_of
+
+pytestmark = pytest.mark.device
+
+IDS = torch.arange(12).view(3, 4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return torch.as_tensor(self.head(x))
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started() -> None:
+    """The driver's handles stay for the life of the process; they are no test's leak."""
+    if torch.cuda.is_available():
+        build().cuda()(IDS.cuda()).sum().backward()
+
+
+@pytest.mark.parametrize("on_device", ["embed", "head"])
+@pytest.mark.parametrize("away", ["cpu", "disk"])
+def test_a_weight_shared_with_an_offloaded_part_stays_on_the_device(on_device: str, away: str, tmp_path: Path) -> None:
+    reference, model = build().cuda(), build()
+    places: dict[str, int | str | torch.device] = {"embed": away, "blocks": away, "head": away, on_device: 0}
+    dispatch_model(model, places, offload_dir=tmp_path)
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.device.type == "cuda"
+    for _ in range(2):
+        out = model(IDS)
+        assert out.device.type == "cpu"
+        assert torch.equal(out, reference(IDS.cuda()).cpu())
+    detach(model)
+
+
+def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_dropped() -> None:
+    reference, model = build().cuda(), cpu_offload(build(), "cuda")
+    given = [torch.ones(2, 16, device="cuda", requires_grad=True) for _ in range(2)]
+    for one, x in zip((reference, model), given, strict=True):
+        out = one(IDS.cuda())
+        assert out.requires_grad
+        (out.square().mean() + one.blocks[2](x).sum()).backward()  # type: ignore[index,operator]
+    torch.testing.assert_close(given[0].grad, given[1].grad, rtol=0, atol=0)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        model(IDS.cuda()).square().mean().backward()
+    assert torch.cuda.memory_allocated() <= before
+    assert all(one.grad is None for one in model.parameters())
+    detach(model)
+
+
+def test_a_copy_streams_weights_of_its_own() -> None:
+    reference, model = build().cuda(), cpu_offload(build(), "cuda")
+    model(IDS)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(copied(IDS), model(IDS))
+            assert torch.equal(copied(IDS), reference(IDS.cuda()).cpu())
+    assert streamers_of(copied) != streamers_of(model)
+    detach(model)
+    assert torch.equal(copied(IDS), reference(IDS.cuda()).cpu())
+    detach(copied)
