@@ -79,7 +79,7 @@ def write_for_original(
 def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
     """Return the loaders whose positions are saved, each with the name of its file."""
     numbered = ((_numbered("dl_state_dict", index), one) for index, one in enumerate(dataloaders))
-    return [(name, one) for name, one in numbered if one.use_stateful_dataloader]
+    return [(name, one) for name, one in numbered if getattr(one, "use_stateful_dataloader", False)]
 
 
 def load_accelerator_state(

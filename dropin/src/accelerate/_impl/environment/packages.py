@@ -129,12 +129,7 @@ is_mlu_available = _device_probe("mlu", "torch_mlu")
 is_musa_available = _device_probe("musa", "torch_musa")
 is_sdaa_available = _device_probe("sdaa", "torch_sdaa")
 is_neuron_available = _device_probe("neuron", "torch_neuronx")
-
-
-@lru_cache
-def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether there is a Gaudi device."""
-    return _device_probe("hpu", "habana_frameworks")()
+is_hpu_available = _device_probe("hpu", "habana_frameworks")
 
 
 def is_habana_gaudi1() -> bool:

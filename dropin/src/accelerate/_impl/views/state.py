@@ -283,7 +283,7 @@ class GradientState:
 
     end_of_dataloader = shown(lambda self: getattr(self.active_dataloader, "end_of_dataloader", False), "At the end.")
     remainder = shown(lambda self: getattr(self.active_dataloader, "remainder", -1), "Samples of the last batch.")
-    is_xla_gradients_synced = shown(lambda self: False, "Whether XLA has reduced gradients: it is not in use.")
+    is_xla_gradients_synced = False
 
     def _add_dataloader(self, dataloader: Any) -> None:
         AMBIENT.loaders.append(dataloader)
