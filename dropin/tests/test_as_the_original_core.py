@@ -274,6 +274,11 @@ def test_helpers_follow_the_place_that_a_state_shows() -> None:
     state.distributed_type = DistributedType.MULTI_CPU
     with state.split_between_processes([0, 1, 2]) as part:
         assert part == [2]
+    with (
+        pytest.raises(ValueError, match="must have the same length"),
+        state.split_between_processes({"a": [1], "b": ""}),
+    ):
+        pass
     helpers = (state.on_main_process, state.on_local_main_process, state.on_last_process)
     assert [one(lambda: 1)() for one in helpers] == [None, None, 1]
 

@@ -54,6 +54,8 @@ class EstablishedProcess(Process):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's share of a list, tuple, dict of those, tensor or dataset; a lone process has all of it as it is."""
         here, count = self.process_index, self.num_processes
+        if count > 1 and isinstance(inputs, dict) and len({len(one) for one in inputs.values()}) > 1:
+            raise ValueError("All values in the dictionary must have the same length")
         yield inputs if count == 1 or isinstance(inputs, str) else share(inputs, here, count, apply_padding)
 
 

@@ -101,13 +101,16 @@ class Accelerator(SavingFace):
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             self._numbers = None  # quirk: NAN_IS_SILENT
 
-    def __copy__(self, memo: dict[int, Any] | None = None) -> Self:
+    def __copy__(self) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
-    __deepcopy__ = __copy__
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return this Accelerator itself, and say so."""
+        logger.info(message("deep_copy"))
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
@@ -226,8 +229,7 @@ class Accelerator(SavingFace):
             fused(loss, learning_rate)
 
     def _fused_backwards(self) -> list[Any]:
-        inner = [one.optimizer for one in self._prepared.optimizers]
-        return [one.fused_backward for one in inner if hasattr(one, "fused_backward")]
+        return list(filter(None, (getattr(one.optimizer, "fused_backward", None) for one in self._prepared.optimizers)))
 
     has_lomo_optimizer = shown(lambda self: bool(self._fused_backwards()), "Whether an optimizer updates in backward.")
 
