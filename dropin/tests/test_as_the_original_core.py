@@ -9,12 +9,13 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock, Mock, call, patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -33,6 +34,11 @@ from accelerate.tracking import (
     register_tracker_class,
 )
 from accelerate.utils import DistributedType, RNGType, patch_environment, set_seed
+from accelerate.utils.fsdp_utils import (
+    fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy,
+    fsdp2_switch_optimizer_parameters,
+)
 from accelerate.utils.random import synchronize_rng_states
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
@@ -487,3 +493,57 @@ def test_a_warning_that_was_given_once_can_be_given_again(caplog: pytest.LogCapt
         logger.warning_once("a")
         logger.warning_once.cache_clear()
     assert [(one.getMessage(), one.filename) for one in caplog.records] == [("[RANK 0] a", Path(__file__).name)] * 2
+
+
+# -- shards by hand ---------------------------------------------------------------------------------------------------
+class Blocks(nn.Module):
+    """Two blocks that are to be sharded, and a layer beside them."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.beside = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return cast("torch.Tensor", self.beside(x))
+
+
+@pytest.mark.parametrize(
+    ("policy", "names", "size", "chosen"),
+    [
+        (transformer_auto_wrap_policy, ["LayerNorm"], None, ["beside"]),
+        (transformer_auto_wrap_policy, None, None, ["blocks.0", "blocks.1"]),
+        (size_based_auto_wrap_policy, None, 12, ["", "blocks"]),
+        (None, None, None, None),
+    ],
+)
+def test_a_policy_of_any_object_tells_the_modules(policy: Any, names: Any, size: Any, chosen: Any) -> None:
+    model = Blocks()
+    plugin = SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=names, min_num_params=size)
+    found = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert (found and [name for name, part in model.named_modules() if found(part)]) == chosen
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_chosen_blocks_themselves_are_recomputed(offload: bool) -> None:
+    plugin = MagicMock(transformer_cls_names_to_wrap=None, activation_checkpointing_offload=offload)
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    model, x = Blocks(), torch.ones(2, 3)
+    expected = model(x)
+    made = fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    assert [type(one).__name__ for one in made.get_submodule("blocks").children()] == [
+        "OffloadWrapper" if offload else "CheckpointWrapper"
+    ] * 2
+    assert torch.equal(made(x), expected)
+    made(x).sum().backward()
+
+
+def test_an_optimizer_is_switched_by_its_parameters_methods() -> None:
+    old, new = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(old.parameters(), lr=1.0)
+    pairs = zip(old.parameters(), new.parameters(), strict=True)
+    fsdp2_switch_optimizer_parameters(optimizer, {one.data_ptr: other for one, other in pairs})
+    assert optimizer.param_groups[0]["params"][0] is new.weight

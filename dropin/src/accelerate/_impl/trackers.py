@@ -79,6 +79,7 @@ class _Package(GeneralTracker):
     settings = ""  # its method that records settings, where the package has no table of them
     writer: Any
     task: Any
+    _record: Any
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -187,9 +188,6 @@ class _Tables(_Package):
     ) -> None:
         """Record a table, of rows under columns or of a data frame."""
         self._record(table_name, {"columns": columns, "data": data, "dataframe": dataframe}, step, kwargs)
-
-    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class TrackioTracker(_Package):

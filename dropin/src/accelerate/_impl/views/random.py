@@ -14,8 +14,7 @@ from hasten.runtime import seeding
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed python, numpy, torch and every device; with `device_specific`, each process differently."""
-    place = AcceleratorState().process_index if device_specific else 0
-    seeding.set_seed(seed + place, deterministic=deterministic)
+    seeding.set_seed(seed + (AcceleratorState().process_index if device_specific else 0), deterministic=deterministic)
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
