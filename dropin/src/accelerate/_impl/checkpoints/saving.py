@@ -119,7 +119,7 @@ class SavingFace(Composed):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
                 return
-        self.step = by_hand.step_in(folder, self.process_index)
+        self.step = self._counted = by_hand.step_in(folder, self.process_index)
         self.project_configuration.iteration = self._saving.iteration
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
