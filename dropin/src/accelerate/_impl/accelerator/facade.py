@@ -279,8 +279,11 @@ class Accelerator(SavingFace):
         if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple | str) else found
-        if self.num_processes > 1:
-            input_data = ops.gather_ragged(input_data, self.readers())
+        input_data = (
+            self.gather(input_data) if self.num_processes == 1 else ops.gather_ragged(input_data, self.readers())
+        )
+        if loader is not None and loader.end_of_dataloader and loader.remainder == -1:
+            logger.info(message("no_length"))
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
 
     # -- trackers -------------------------------------------------------------------------------------------------
