@@ -20,7 +20,7 @@ from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import find_batch_size, gather_object, send_to_device, slice_tensors
 from accelerate._impl.views.random import synchronize_rng_states
-from accelerate._impl.views.state import GradientState, PartialState
+from accelerate._impl.views.state import GradientState
 from hasten.data.batch_plan import DataRanks, Padding
 from hasten.data.dispatch import BatchReader, DispatchSource
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move, SkippingLoader, forward_epoch, plain_move
@@ -357,8 +357,6 @@ _SHARED = ("skip_batches", "use_stateful_dataloader", "_drop_last", "_non_blocki
 
 class DataLoaderDispatcher(PreparedLoader):
     """A loader whose batches are read by the main process and handed out."""
-
-    state = shown(lambda self: PartialState(), "The view on the processes.")
 
     def __init__(
         self,

@@ -33,6 +33,12 @@ logger = get_logger("accelerate.data_loader")
 _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers pin_memory_device in_order"
 
 
+def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
+    here = PartialState()
+    readers, reader = (here.num_processes, here.process_index) if mesh is None else readers_of(mesh)
+    return readers if size is None else size, reader if index is None else index
+
+
 def prepare_data_loader(
     dataloader: DataLoader[Any],
     device: torch.device | None = None,
@@ -55,10 +61,7 @@ def prepare_data_loader(
         dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    here, mesh = PartialState(), torch_device_mesh
-    readers, reader = (here.num_processes, here.process_index) if mesh is None else readers_of(mesh)
-    size = readers if num_processes is None else num_processes
-    index = reader if process_index is None else process_index
+    size, index = _place(torch_device_mesh, num_processes, process_index)
     how = (split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader, use_seedable_sampler)
     share = Share(dataloader, size, index, *how)
     order = share.order(data_seed)
@@ -137,9 +140,8 @@ class Share:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
             made: PreparedLoader = DataLoaderDispatcher(dataset, slice_fn=slice_fn, **kwargs)
         else:
-            if rng_types is not None and equalised is None:
-                rng_types = [kind for kind in rng_types if str(kind) != "generator"]
-            made = DataLoaderShard(dataset, rng_types=rng_types, synchronized_generator=equalised, **kwargs)
+            types = rng_types and [kind for kind in rng_types if equalised is not None or str(kind) != "generator"]
+            made = DataLoaderShard(dataset, rng_types=types, synchronized_generator=equalised, **kwargs)
             made.order_generator = generator
             if self.size > 1 and getattr(innermost(order[0]), "generator", False) is None:
                 made.drawn_from_torch = innermost(order[0])
