@@ -287,15 +287,21 @@ class Accelerator(SavingFace):
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         """Return the results of every process for the current batch; the last batch is cut to the samples that are left."""
-        loader = self.gradient_state.active_dataloader
-        cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
-        left = loader.remainder if cut else None  # quirk: LAST_BATCH_IS_CUT
+        left = self._samples_left()  # quirk: LAST_BATCH_IS_CUT
         if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple | str) else found
-        if self.num_processes > 1:
-            input_data = ops.gather_ragged(input_data, self.readers())
-        return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
+        alone = self.num_processes == 1
+        gathered = self.gather(input_data) if alone else ops.gather_ragged(input_data, self.readers())
+        return trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered) if left else gathered
+
+    def _samples_left(self) -> int | None:
+        """Return the number of samples in a last batch that is cut to them; log where it is unknown."""
+        loader = self.gradient_state.active_dataloader
+        last = loader is not None and loader.end_of_dataloader
+        if last and loader.remainder == -1:
+            logger.info(message("no_length"))
+        return loader.remainder if last and loader.remainder > 0 and loader.even_batches else None
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
