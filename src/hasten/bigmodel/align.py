@@ -327,7 +327,7 @@ def attach_align_device_hook_on_blocks(
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
-            add_hook_to_module(part, hook, append=True)
+            add_hook_to_module(part, hook, append=not isinstance(hook_of(part), AlignDevicesHook))
         if device is not None:
             whole = preload_module_classes if away[name] else None
             attach_execution_device_hook(part, device, skip_keys, whole, tied_params_map)

@@ -76,7 +76,7 @@ def dispatch_model(
     owners = {name: str(device_map.get(owner_in(device_map, name) or "")) for name in state}
     on_disk = {name: one for name, one in state.items() if owners[name] == "disk"}
     if on_disk:
-        write_missing(on_disk, offload_dir)
+        write_missing(on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers()))
     if state_dict is None:
         state_dict = {name: one for name, one in state.items() if owners[name] in resting - {"disk"}}
     weights = OffloadedWeightsLoader(state_dict, offload_dir, None if on_disk else {}) if any(away.values()) else None

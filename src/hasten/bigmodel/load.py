@@ -127,7 +127,8 @@ def load_checkpoint_in_model(
             _put(group, torch.empty(piece.data.shape, dtype=wanted, device="meta"))
         else:
             target = _target(plan, group, piece)
-            copies.append(Copy(target.detach(), piece.data, piece.file))
+            if not target.is_meta:
+                copies.append(Copy(target.detach(), piece.data, piece.file))
     started = time.perf_counter()
     with reporting(progress) as report_bytes:
         done = _run(copies, report_bytes)

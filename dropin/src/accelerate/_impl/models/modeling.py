@@ -138,7 +138,7 @@ def _write_for_the_disk(
     index: dict[str, Any] = {}
     for name, weight in OffloadedWeightsLoader(index=loaded.offload_index).items():
         offload_weight(weight, name, folder, index)
-    for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
+    for name, tensor in list(named_module_tensors(model, buffers, recurse=True, remove_non_persistent=True)):
         if not tensor.is_meta and str(places.get(maps.owner_in(places, name) or "")) == "disk":
             offload_weight(tensor.detach(), name, folder, index)
             tensors.set_module_tensor_to_device(model, name, "meta")
@@ -174,6 +174,8 @@ def fill_model(
         with suppress(CheckpointError):
             _refuse_shapes(model, map(load_state_dict, weight_files(located)), device_map is None)
         raise (RuntimeError if device_map is None else ValueError)(str(error)) from error
+    for name in loaded.unexpected if device_map and strict else ():
+        _checked(model, name, "meta", None)
     _tell_unexpected(model, loaded, checkpoint, strict)
     return loaded
 
