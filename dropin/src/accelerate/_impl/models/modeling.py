@@ -214,9 +214,8 @@ def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
     """Fill a model with weights that were offloaded to a folder."""
-    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
-    for name in index or {}:
-        set_module_tensor_to_device(model, name, "cpu", loader[name])
+    for name, weight in OffloadedWeightsLoader(save_folder=offload_folder, index=index or {}).items():
+        set_module_tensor_to_device(model, name, "cpu", weight)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
@@ -274,8 +273,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_na
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether the module's parameters come to a device for its forward only."""
-    hook = getattr(module, "_hf_hook", None)
-    return bool(getattr(hook, "offload", False))
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:

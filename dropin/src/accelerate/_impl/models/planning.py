@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate._impl.enums import CustomDtype
+from accelerate._impl.environment.packages import is_mps_available
 from accelerate._impl.surface.messages import message
 from hasten.bigmodel import device_map as maps
 from hasten.modules.names import tied_groups
@@ -218,20 +219,17 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
-        return dict(maps.get_max_memory())
+        free = maps.free_host_bytes()
+        return {"mps": free} if is_mps_available() else {**maps.get_max_memory(), "cpu": free}
     given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
     max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
     numbers = sorted(key for key in max_memory if isinstance(key, int))
-    _check_devices(numbers, [key for key in max_memory if key not in (*numbers, *_NAMED)])
-    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
-
-
-def _check_devices(numbers: Sequence[int], strangers: Sequence[Any]) -> None:
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
         logger.warning(f"Device {number} is not available, available devices are {there}")
-    if strangers:
+    if strangers := [key for key in max_memory if key not in (*numbers, *_NAMED)]:
         raise ValueError(message("unknown_devices", strangers[0]))
+    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
 
 
 class _Packing:
@@ -265,8 +263,8 @@ class _Packing:
                 self._say(f"  So those parameters need to be taken into account {tied}")
             together, names, parts = get_module_size_with_ties(tied, self.sizes[name], self.sizes, self.waiting)
             owners = list(zip(names, parts, strict=True))
-            device, reserve = self.devices[self.at], self._reserve(name)
-            room = None if device == "disk" else self.limits[device] - self.used[device] - reserve
+            device, self.reserve = self.devices[self.at], self._reserve(name)
+            room = None if device == "disk" else self.limits[device] - self.used[device] - self.reserve
             if room is None or together <= room:
                 self._put([(name, part), *owners], together, room)
                 continue
@@ -320,7 +318,7 @@ class _Packing:
     def _advance(self, queue: list[_Part], together: Any, room: Any) -> None:
         """Go to the next device, unless a later module is to be tried on this one, which is empty."""
         device, self.waiting = self.devices[self.at], queue
-        self.least[device] = together + self.limits[device] - self.used[device] - room
+        self.least[device] = together + self.reserve
         self.left[device] = room
         limit = self.limits[device] - max(together, get_max_layer_size(queue, self.sizes, self.whole)[0])
         if self.fallback and device in self.reserving and not self.used[device] and limit >= 0:
