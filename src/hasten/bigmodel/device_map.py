@@ -84,8 +84,16 @@ def free_host_bytes() -> int:
     return free
 
 
+def free_memory(unified: bool = False) -> dict[DeviceKey, int]:
+    """Return the limits that `get_max_memory` finds, but all free host memory; `unified` memory is under "mps" alone."""
+    free = free_host_bytes()
+    return {"mps": free} if unified else {**get_max_memory(), "cpu": free}
+
+
 log = logging.getLogger(__name__)
 OFFLOAD = ("cpu", "disk")
+WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Names of the ways to work out a map."""
 DType = torch.dtype | str | None
 
 

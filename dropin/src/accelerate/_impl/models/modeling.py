@@ -126,8 +126,8 @@ def load_checkpoint_in_model(
     if device_map is None and (broadcast_from_rank0 or any(map(is_dtensor, model.parameters()))):
         _load_over_processes(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
         return
-    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
-    loaded = fill_model(model, checkpoint, *options, strict=strict)
+    how = {"offload_buffers": offload_buffers, "keep_in_fp32_modules": keep_in_fp32_modules}
+    loaded = fill_model(model, checkpoint, device_map, offload_folder, dtype, strict, **how)
     _write_for_the_disk(model, loaded, device_map or {}, offload_folder or "", offload_buffers)
 
 
@@ -153,11 +153,11 @@ def _load_over_processes(model: nn.Module, checkpoint: Path, strict: bool, full:
 
 
 def fill_model(
-    model: nn.Module, checkpoint: Any, device_map: Any, folder: Any, dtype: Any, *how: Any, strict: bool
+    model: nn.Module, checkpoint: Any, device_map: Any, offload_folder: Any, dtype: Any, strict: bool, **how: Any
 ) -> Loaded:
     """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
     places = device_map or {}
-    if folder is None and "disk" in map(str, places.values()):
+    if offload_folder is None and "disk" in map(str, places.values()):
         raise ValueError(message("offload_needs_folder"))
     homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
     if homeless:
@@ -165,11 +165,11 @@ def fill_model(
     ties = ties_of(model)
     if device_map:
         check_tied_parameters_on_same_device(ties, device_map)
-    located, options = _located(Path(checkpoint)), (device_map, folder, dtype if device_map else None, *how)
+    located, options = _located(Path(checkpoint)), (device_map, offload_folder, dtype if device_map else None)
     try:
         for file in weight_files(located):
             _check_format(file)
-        loaded = load.load_checkpoint_in_model(model, located, *options)
+        loaded = load.load_checkpoint_in_model(model, located, *options, **how)
     except CheckpointError as error:
         with suppress(CheckpointError):
             _refuse_shapes(model, map(load_state_dict, weight_files(located)), device_map is None)

@@ -40,7 +40,7 @@ def convert_file_size_to_int(size: float | str) -> Any:
     return number // 8 if len(unit) == 2 and unit.endswith("b") else number
 
 
-def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+def dtype_byte_size(dtype: Any) -> float:
     """Return the bytes of one element."""
     if dtype in _SPECIAL:
         return _SPECIAL[dtype]
@@ -50,10 +50,6 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
     return int(found.groups()[0]) // 8
 
 
-def _as_dtype(dtype: Any) -> Any:
-    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-
-
 def compute_module_sizes(
     model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
 ) -> dict[str, int]:
@@ -61,7 +57,7 @@ def compute_module_sizes(
     sizes: dict[str, Any] = defaultdict(int)
     found = model.named_buffers() if buffers_only else [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in found:
-        parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, _as_dtype(dtype), special_dtypes)
+        parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, maps.as_dtype(dtype), special_dtypes)
         for length in range(len(parts) + 1):
             sizes[".".join(parts[:length])] += num_bytes
     return sizes
@@ -70,7 +66,7 @@ def compute_module_sizes(
 def _width(name: str, tensor: Tensor, chosen: Any, special: Any) -> float:
     """Return the bytes of one element in the dtype it will have."""
     if special is not None and name in special:
-        return dtype_byte_size(_as_dtype(special[name]))
+        return dtype_byte_size(maps.as_dtype(special[name]))
     width = dtype_byte_size(tensor.dtype)
     return min(dtype_byte_size(chosen), width) if chosen is not None and tensor.is_floating_point() else width
 
@@ -219,10 +215,8 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
-        free = maps.free_host_bytes()
-        return {"mps": free} if is_mps_available() else {**maps.get_max_memory(), "cpu": free}
-    given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
-    max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
+        return dict[Any, Any](maps.free_memory(unified=is_mps_available()))
+    max_memory.update({key: convert_file_size_to_int(one) for key, one in max_memory.items() if isinstance(one, str)})
     numbers = sorted(key for key in max_memory if isinstance(key, int))
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
