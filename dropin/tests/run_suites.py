@@ -38,7 +38,7 @@ TITLE: Final = "## Their own test suites"
 # models on the meta device, place them, or train them.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "pytorch-accelerated": (),
-    "sentence-transformers": (),
+    "sentence-transformers": ("test_cmnrl.py", "test_model_card_data.py", "test_trainer.py", "test_training_args.py"),
     "setfit": (),
     "skorch": ("test_hf.py",),
     "transformers": (
@@ -194,7 +194,7 @@ def installed(python: str, suite: str, out: Path) -> str:
     return str(place)
 
 
-def suite_jobs(suite: str, folder: Path, added: Path | None, apart: str) -> list[Job]:
+def suite_jobs(suite: str, folder: Path, added: Path | None = None, apart: str = "") -> list[Job]:
     """Return jobs for the test files of an unpacked sdist, several files in each: most of their time is imports."""
     if added is not None and (added / suite).is_dir():
         shutil.copytree(added / suite, folder, dirs_exist_ok=True)
