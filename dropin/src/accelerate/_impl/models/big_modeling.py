@@ -108,7 +108,7 @@ def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, 
     if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD, *_STILL}:
         dispatch.dispatch_model(**{**given, "device_map": places})
         if is_dispatched(model):
-            _show_places(model, device_map, main)
+            _show_places(model, device_map, main, given.get("skip_keys"))
     elif away or given.get("force_hooks") or len({*map(str, places.values())}) > 1:
         passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
         mirror(hooked.dispatch_model(**{name: given[name] for name in passed} | {"main_device": main}))
@@ -129,21 +129,21 @@ class _Move(Immovable):
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
-def _shown(model: nn.Module, device: Any) -> nn.Module:
+def _shown(model: nn.Module, device: Any, skip_keys: Any = None) -> nn.Module:
     """Return the model, looking offloaded to libraries that look at its hooks."""
     mirror(model)
     if "_hf_hook" not in model.__dict__:
-        show(model, AlignDevicesHook(device, io_same_device=True))
+        show(model, AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys))
     return model
 
 
-def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any) -> None:
-    _shown(model, main)
+def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any, skip_keys: Any) -> None:
+    _shown(model, main, skip_keys)
     for name, place in device_map.items():
         part = dict(model.named_modules()).get(name)
         if part is not None and "_hf_hook" not in part.__dict__:
-            device = main if str(place) in OFFLOAD else place
-            show(part, AlignDevicesHook(device, place_submodules=True))
+            away = str(place) in {*OFFLOAD} - {str(main)}
+            show(part, AlignDevicesHook(main if away else place, place_submodules=not away, skip_keys=skip_keys))
 
 
 def load_checkpoint_and_dispatch(
