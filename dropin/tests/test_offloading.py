@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import pickle
@@ -12,13 +13,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import accelerate.big_modeling
 import accelerate.utils.modeling
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
-from accelerate.utils import OffloadedWeightsLoader, find_executable_batch_size
+from accelerate.utils import OffloadedWeightsLoader, align_module_device, find_executable_batch_size
 from accelerate.utils.operations import ConvertOutputsToFp32, DistributedOperationException, gather
 
 MAP = {"first": "cpu", "norm": "disk", "last": "disk"}
@@ -89,6 +91,47 @@ def test_a_dispatched_model_warns_and_refuses_to_move(tmp_path: Path, caplog: py
     assert Accelerator(cpu=True).prepare(model) is model
     whole = dispatch_model(Small(), {"": "cpu"}, force_hooks=True)
     assert whole.to("cpu") is whole
+
+
+def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(tmp_path: Path) -> None:
+    """Streamed with the CPU as the device, as a map from a checkpoint's files lets it."""
+    model: Any = Small().eval()
+    expected = model(X)
+    index = disk_index(model.state_dict(), tmp_path / "off")
+    dispatch_model(model, MAP, offload_dir=tmp_path / "off", offload_index=index, offload_buffers=True)
+    shown = {name: (part._hf_hook.offload, part._hf_hook.offload_buffers) for name, part in model.named_modules()}
+    assert shown == {"": (False, False), "first": (False, True), "norm": (True, True), "last": (True, True)}
+    assert [model._hf_hook.execution_device, model.last._hf_hook.execution_device] == ["cpu", "cpu"]
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(X), expected)
+    assert model(X).requires_grad
+    for layer in (model.last, model.first):
+        with align_module_device(layer):
+            layer.weight.data.fill_(2.0)
+        assert float(layer.weight.detach().mean()) == 2.0
+    with pytest.raises(RuntimeError, match=r"some modules offloaded"):
+        model.to("cpu")
+    whole = accelerate.utils.modeling.get_state_dict_offloaded_model(copied)
+    Accelerator().save_model(copied, tmp_path / "saved")
+    assert {*load_file(tmp_path / "saved" / "model.safetensors")} == {*whole} == {*model.state_dict()}
+    remove_hook_from_submodules(model)
+    assert not torch.equal(model(X), expected)
+    assert torch.equal(copied(X), expected)
+    remove_hook_from_submodules(copied)
+
+
+def disk_index(state: dict[str, Tensor], folder: Path) -> dict[str, dict[str, str]]:
+    folder.mkdir()
+    save_file(state, folder / "all.safetensors")
+    return {
+        name: {"safetensors_file": str(folder / "all.safetensors"), "weight_name": name, "dtype": "float32"}
+        for name in state
+    }
+
+
+def test_all_free_memory_is_offered() -> None:
+    with patch("hasten.bigmodel.device_map.free_host_bytes", return_value=1000):
+        assert accelerate.utils.modeling.get_max_memory() == {"cpu": 1000}
 
 
 def test_a_name_patched_in_a_face_acts_behind_it(tmp_path: Path) -> None:

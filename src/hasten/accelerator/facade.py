@@ -1149,7 +1149,16 @@ class Accelerator:
     ) -> None:
         """Write the weights of a prepared model as safetensors in the Hub layout. Ranks: every rank."""
         arguments.check_model(model, "save_model(model)")
-        state = self.get_state_dict(model)
+        self._export_weights(self.get_state_dict(model), save_directory, max_shard_size, safe_serialization)
+
+    def _export_weights(
+        self,
+        state: Mapping[str, Tensor],
+        save_directory: str | Path,
+        max_shard_size: float | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a whole state in the Hub layout. Ranks: every rank."""
         with agree(self.ctx.world, "save_model"):
             if self._writes:
                 export = import_module("hasten.checkpoint.export")  # on first use

@@ -17,8 +17,7 @@ from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tenso
 from hasten.optional import available, need
 
 DeviceKey = int | str
-_HOST_SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
-_DEVICE_SHARE = 0.9
+_SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
 
 
 def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) -> dict[DeviceKey, int]:
@@ -28,9 +27,7 @@ def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) ->
     Raises: ConfigError for a device that does not exist or an invalid size.
     """
     if max_memory is None:
-        found: dict[DeviceKey, int] = {index: int(_DEVICE_SHARE * _free(index)) for index in range(_num_devices())}
-        found["cpu"] = int(_HOST_SHARE * free_host_bytes())
-        return found
+        return {key: int(_SHARE * free) for key, free in free_memory().items()}
     limits = {_key(key): parse_size(size) for key, size in max_memory.items()}
     known = {*range(_num_devices()), "cpu", "disk", "mps"}
     for key in limits:
@@ -60,6 +57,13 @@ def _num_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+def free_memory(unified: bool = False) -> dict[DeviceKey, int]:
+    """Return the bytes that are free now on every accelerator and on the host; `unified` memory is under "mps" alone."""
+    if unified:
+        return {"mps": free_host_bytes()}
+    return {**{index: _free(index) for index in range(_num_devices())}, "cpu": free_host_bytes()}
+
+
 def _free(index: int) -> int:
     kind = torch.accelerator.current_accelerator()
     assert kind is not None, "there is an accelerator"
@@ -82,12 +86,6 @@ def free_host_bytes() -> int:
     if limit.is_file() and used.is_file() and (text := limit.read_text("utf-8").strip()).isdigit():
         free = min(free, max(int(text) - int(used.read_text("utf-8")), 0))
     return free
-
-
-def free_memory(unified: bool = False) -> dict[DeviceKey, int]:
-    """Return the limits that `get_max_memory` finds, but all free host memory; `unified` memory is under "mps" alone."""
-    free = free_host_bytes()
-    return {"mps": free} if unified else {**get_max_memory(), "cpu": free}
 
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from hasten.checkpoint.export import parse_size
 from hasten.errors import PrepareError
 from hasten.modules import forwarding
 from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.surgery import parent_of
 from hasten.runtime.devices import choose_device, empty_cache
 
 log = logging.getLogger(__name__)
@@ -138,24 +139,39 @@ def _refuse_empty(model: nn.Module, streamed: Collection[str], disk: DiskWeights
 def _place(
     model: nn.Module, device_map: Mapping[str, Place], away: Collection[str], main: torch.device, offload_buffers: bool
 ) -> None:
-    """Move resident tensors to their devices, and the buffers of streamed modules to the main one."""
-    moved: dict[int, Tensor] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is None:
-                    continue
-                name = f"{module_name}.{key}" if module_name else key
-                place = device_map[owner_in(device_map, name) or ""]
-                streams = str(place) in away
-                if streams and (isinstance(tensor, nn.Parameter) or offload_buffers):
-                    continue
-                if str(place) == "disk":
-                    place = "cpu"
-                target = main if streams else device_of(place)
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = _on(tensor, target)
-                table[key] = moved[id(tensor)]
+    """Move resident tensors to their devices, and the buffers of streamed modules to the main one.
+
+    A tensor that is shared by parts on several devices gets a copy on each; streamed parts use the one on the main device.
+    """
+    found = list(tensors_in(model, "", buffers=True))
+    copies: dict[int, dict[torch.device, Tensor]] = {id(one.tensor): {} for one in found}
+    waiting: list[FoundBlocks] = []
+    for one in found:
+        place = device_map[owner_in(device_map, one.name) or ""]
+        streams = str(place) in away
+        if streams and (isinstance(one.tensor, nn.Parameter) or offload_buffers):
+            waiting.append(one)
+            continue
+        target = main if streams else device_of("cpu" if str(place) == "disk" else place)
+        there = copies[id(one.tensor)]
+        if target not in there:
+            there[target] = _copy(one.tensor, target) if there else _on(one.tensor, target)
+        one.table[one.key] = there[target]
+    for one in waiting:
+        there = copies[id(one.tensor)]
+        if there and main not in there:
+            there[main] = _copy(one.tensor, torch.device("cpu"))
+        one.table[one.key] = there.get(main, one.tensor)
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return another tensor with the values on a device."""
+    if tensor.is_meta:
+        return tensor
+    copied = tensor.detach().to(device, copy=True)
+    kind: Any = type(tensor)  # Any: a subclass with another constructor
+    made: Tensor = kind(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    return made
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -207,7 +223,14 @@ def _stream(
     disk: DiskWeights,
     options: _Options,
 ) -> None:
-    cuts = cut(model, lambda name: owner_in(owners, name) in streamed, options.buffers, options.whole)
+    def streams(name: str) -> bool:
+        return owner_in(owners, name) in streamed
+
+    found = list(tensors_in(model, "", buffers=True))
+    resident = {id(one.tensor) for one in found if not streams(one.name)}
+    cuts = cut(
+        model, lambda name: streams(name) and id(tensor_of(model, name)) not in resident, options.buffers, options.whole
+    )
 
     def entry_of(found: FoundBlocks, places: list[tuple[Table, str]]) -> PackedTensor:
         piece = disk.piece(found.name)
@@ -228,6 +251,11 @@ def _stream(
     streamer = Streamer(main, units, options.resident)
     for index, unit in enumerate(units):
         forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))
+    for one in found:
+        part, _ = parent_of(model, one.name)
+        placed = any(forwarding.find(part, tag) for tag in (forwarding.PLACED, forwarding.STREAMED))
+        if streams(one.name) and id(one.tensor) in resident and not placed:
+            forwarding.replace(part, PlacedForward(main, options.skip))
     log.info(
         "%s: %s in %d blocks are streamed to %s (%s page-locked); weights use %s of device memory",
         type(model).__name__,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +150,10 @@ class PackedTensor:
         for table, name in self.places:
             table[name] = tensor
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedTensor:
+        """Return an entry of the copied model, whose tensor rests in host memory of its own."""
+        return PackedTensor(deepcopy(self.rest, memo), deepcopy(self.places, memo), offset=self.offset)
+
 
 @dataclass(slots=True, eq=False)
 class Pack:
@@ -170,6 +176,10 @@ class Pack:
         entry.offset = self.num_bytes
         self.entries.append(entry)
         self.num_bytes += aligned(entry.num_bytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pack:
+        """Return the pack of the copied model, which is still to be settled."""
+        return Pack(self.name, deepcopy(self.entries, memo), deepcopy(self.loose, memo), self.num_bytes)
 
     def settle(self, pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""
@@ -199,8 +209,9 @@ class Pack:
 
     def views_at(self, buffer: Tensor, start: int) -> list[Tensor]:
         """Return the tensors as views of `buffer` from byte `start` on, as parameters where the originals are."""
+        wanted = [entry.rest.requires_grad for entry in self.entries]
         found = self.views.get(start)
-        if found is None:
+        if found is None or [view.requires_grad for view in found] != wanted:
             with torch.inference_mode(False), torch.no_grad():
                 found = [_view(entry, buffer, start) for entry in self.entries]
             if len(self.views) >= _VIEWS_KEPT:
@@ -224,7 +235,23 @@ def _view(entry: PackedTensor, buffer: Tensor, start: int) -> Tensor:
     flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(rest.dtype)
     # .data: separate version counters, since copies of other packs count as writes to the whole buffer
     shaped = torch.as_strided(flat, rest.shape, rest.stride(), flat.storage_offset()).data
-    return nn.Parameter(shaped, requires_grad=False) if isinstance(rest, nn.Parameter) else shaped
+    if not isinstance(rest, nn.Parameter):
+        return shaped
+    parameter = _parameter(shaped, rest)
+    if parameter.requires_grad:
+        register: Callable[..., object] = parameter.register_post_accumulate_grad_hook  # torch leaves it untyped
+        register(_forget_gradient)
+    return parameter
+
+
+def _parameter(data: Tensor, like: Tensor) -> nn.Parameter:
+    """Return a parameter that requires a gradient if `like` does."""
+    return nn.Parameter(data, requires_grad=like.requires_grad and (data.is_floating_point() or data.is_complex()))
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    """Free the gradient of weights that leave the device: only the gradients of their inputs are needed."""
+    parameter.grad = None
 
 
 def _move(entry: PackedTensor, pool: HostPool) -> None:
@@ -239,7 +266,7 @@ def _move(entry: PackedTensor, pool: HostPool) -> None:
         shaped = torch.as_strided(typed, rest.shape, rest.stride(), typed.storage_offset())
         shaped.copy_(rest)
         if rest.is_inference():
-            rest = entry.rest = nn.Parameter(shaped, False) if isinstance(rest, nn.Parameter) else shaped
+            rest = entry.rest = _parameter(shaped, rest) if isinstance(rest, nn.Parameter) else shaped
             entry.put(rest)
         else:
             rest.data = shaped
@@ -252,8 +279,7 @@ def _load(entry: PackedTensor, pool: HostPool) -> Copy:
     assert piece is not None, "the tensor lies in a file"
     slab, start, flat = pool.cut(entry.num_bytes)
     shaped = flat.view(entry.rest.dtype).view(entry.rest.shape)
-    is_parameter = isinstance(entry.rest, nn.Parameter)
-    entry.rest = nn.Parameter(shaped, requires_grad=False) if is_parameter else shaped
+    entry.rest = _parameter(shaped, entry.rest) if isinstance(entry.rest, nn.Parameter) else shaped
     entry.put(entry.rest)
     entry.home, entry.piece, entry.to_host = (slab, start), None, False
     return Copy(flat, as_bytes(piece.data), piece.file)
@@ -284,7 +310,7 @@ def _segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]]:
 def mapped_entry(rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False) -> PackedTensor:
     """Return an entry whose bytes stay in a file or are read to the host; the model refers to the mapped file."""
     data = piece.data.reshape(rest.shape)
-    fresh: Tensor = nn.Parameter(data, requires_grad=False) if isinstance(rest, nn.Parameter) else data
+    fresh: Tensor = _parameter(data, rest) if isinstance(rest, nn.Parameter) else data
     entry = PackedTensor(
         fresh, places, Piece(data, piece.shape, piece.offset, piece.file), to_host=to_host, written=fresh._version
     )

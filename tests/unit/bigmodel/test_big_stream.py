@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import resource
 import threading
 from collections.abc import Callable
@@ -310,7 +312,7 @@ def test_the_order_is_learned_and_copies_are_not_repeated(monkeypatch: pytest.Mo
     detach(model)
 
 
-def test_blocks_compile_and_a_streamed_model_refuses_to_be_copied() -> None:
+def test_blocks_compile_and_a_streamed_model_refuses_to_be_pickled() -> None:
     reference, model = build(depth=3), build(depth=3)
     for block in model.blocks:
         block.compile(backend="eager")
@@ -320,8 +322,8 @@ def test_blocks_compile_and_a_streamed_model_refuses_to_be_copied() -> None:
             assert torch.equal(model(IDS), reference(IDS))
         whole = torch.compile(model, backend="eager")
         assert torch.equal(whole(IDS), reference(IDS))
-    with pytest.raises(PrepareError, match="cannot be copied"):
-        __import__("copy").deepcopy(model)
+    with pytest.raises(PrepareError, match="cannot be pickled"):
+        pickle.dumps(model)
     detach(model)
 
 
@@ -354,4 +356,82 @@ def test_a_file_that_goes_away_is_an_error_and_not_a_wrong_result(tmp_path: Path
         for path in tmp_path.iterdir():
             path.unlink()
         assert torch.equal(model(IDS), wanted)  # mapped files stay readable
+    detach(model)
+
+
+def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(tmp_path: Path) -> None:
+    reference, model = build(), build()
+    dispatch_model(model, {"embed": "cpu", "start": "cpu", "blocks": "disk", "head": "disk"}, offload_dir=tmp_path)
+    assert model.head.weight is model.embed.weight
+    (streamer,) = streamers_of(model)
+    assert all("head" not in unit.name for unit in streamer.units)
+    assert model.embed.weight.data_ptr() not in {entry.rest.data_ptr() for unit in streamer.units for pack in unit.packs for entry in pack.entries}  # fmt: skip
+    for _ in range(2):
+        assert torch.equal(model(IDS), reference(IDS))
+    detach(model)
+
+
+def test_parts_on_several_devices_get_a_copy_of_a_shared_weight_each() -> None:
+    model = build()
+    places = {"embed": "cpu", "start": "cpu", "blocks": "cpu", "head": "meta"}
+    dispatch_model(model, places, main_device="cpu")
+    assert (model.embed.weight.device.type, model.head.weight.device.type) == ("cpu", "meta")
+    assert model.head.weight.requires_grad
+    detach(model)
+
+
+@pytest.mark.parametrize("way", [on_cpu, on_disk])
+def test_gradients_pass_through_a_streamed_model_that_is_not_frozen(
+    way: Callable[[Model, Path], nn.Module], tmp_path: Path
+) -> None:
+    """Outputs require gradients as those of the resident model; the weights' own gradients are dropped."""
+    reference, model = build(), build()
+    way(model, tmp_path)
+    given = [torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+    for one, x in zip((reference, model), given, strict=True):
+        out = one(IDS)
+        assert out.requires_grad
+        (one.blocks[1](x)["x"].sum() + out.square().mean()).backward()
+    assert torch.equal(given[0].grad, given[1].grad)  # type: ignore[arg-type]
+    (streamer,) = streamers_of(model)
+    packs = {id(pack): pack for unit in streamer.units for pack in unit.packs}.values()
+    views = [view for pack in packs for found in pack.views.values() for view in found]
+    assert views
+    assert all(view.grad is None for view in (*views, *model.parameters()))
+    model.requires_grad_(False)
+    assert not model(IDS).requires_grad
+    detach(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_of_a_streamed_model_streams_weights_of_its_own(way: Any, tmp_path: Path) -> None:
+    reference, model = build(), build()
+    way(model, tmp_path)
+    model(IDS)
+    copied = copy.deepcopy(model)
+    (own,), (other,) = streamers_of(copied), streamers_of(model)
+    assert own is not other
+    assert {unit.name for unit in own.units} == {unit.name for unit in other.units}
+    assert copied.head.weight is copied.embed.weight
+    assert not {one.data_ptr() for one in copied.parameters()} & {one.data_ptr() for one in model.parameters()}
+    for _ in range(2):
+        assert torch.equal(copied(IDS, order=[0, 2]), reference(IDS, order=[0, 2]))
+    with torch.no_grad():
+        copied.start.add_(1)
+    assert not torch.equal(copied(IDS), reference(IDS))
+    detach(copied)
+    assert torch.equal(model(IDS), reference(IDS)), "the model was changed with its copy"
+    detach(model)
+
+
+def test_a_copy_of_one_part_holds_its_weights_only() -> None:
+    reference, model = build(), build()
+    cpu_offload(model, "cpu")
+    block = copy.deepcopy(model.blocks[1])
+    (own,) = streamers_of(block)
+    assert [unit.name for unit in own.units] == ["blocks.1"]
+    x = torch.ones(2, 16)
+    assert torch.equal(block(x)["x"], reference.blocks[1](x)["x"])
+    assert own.host_bytes == sum(one.numel() * 4 for one in block.parameters())
+    detach(block)
     detach(model)

@@ -339,7 +339,8 @@ class Accelerator(SavingFace):
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return every parameter and buffer of a model, whole. Ranks: every rank."""
         if any(map(has_offloaded_params, model.modules())):
-            return get_state_dict_offloaded_model(model)
+            there = not any(one.is_meta for one in model.parameters())
+            return model.state_dict() if there else get_state_dict_offloaded_model(model)
         if any(model is one for one in self._prepared.models):
             return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()

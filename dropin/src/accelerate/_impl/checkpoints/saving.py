@@ -14,7 +14,7 @@ from typing import Any
 from accelerate._impl.checkpoints import by_hand
 from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
-from accelerate._impl.models.modeling import has_offloaded_params
+from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import save, tell_shared
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
@@ -87,12 +87,14 @@ class SavingFace(Composed):
         if Path(save_directory).is_file():
             logger.error(f"Provided path ({save_directory}) should be a directory, not a file")
             return
-        if any(one.is_meta for one in model.parameters()) and not any(map(has_offloaded_params, model.modules())):
+        away = any(map(has_offloaded_params, model.modules()))
+        if any(one.is_meta for one in model.parameters()) and not away:
             raise RuntimeError("You can't save the model since some parameters are on the meta device.")
+        state = get_state_dict_offloaded_model(model) if away else self.get_state_dict(model)
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
-            tell_shared(self.unwrap_model(model).state_dict())
+            tell_shared(state if away else self.unwrap_model(model).state_dict())
         with manifest_aside(Path(save_directory)) if self._writes else nullcontext():
-            super().save_model(model, save_directory, *args, **kwargs)
+            self._export_weights(state, save_directory, *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
         """Put the run back to where a checkpoint was saved. Ranks: every rank."""

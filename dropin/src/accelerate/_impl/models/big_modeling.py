@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from accelerate._impl.environment.variables import parse_flag_from_env
-from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show
+from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show_plan
 from accelerate._impl.models.modeling import fill_model, has_offloaded_params, load_checkpoint_in_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch, hooked, meta
 from hasten.bigmodel import tensors as casting
-from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import OFFLOAD, WAYS, owner_in
-from hasten.bigmodel.placed import Immovable
+from hasten.bigmodel.hook_plan import hooks_of_map, hooks_of_offloading
+from hasten.bigmodel.placed import Immovable, streamers_of
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 
@@ -51,12 +51,6 @@ init_empty_weights = _with_buffers(meta.init_empty_weights)
 init_on_device = _with_buffers(meta.init_on_device)
 
 
-@like(dispatch.cpu_offload)
-def cpu_offload(model: nn.Module, execution_device: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
-    device = _fresh(model, execution_device)
-    return _shown(_way(device).cpu_offload(model, device, *args, **kwargs), device)
-
-
 @like(dispatch.cpu_offload_with_hook)
 def cpu_offload_with_hook(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, UserCpuOffloadHook]:
     model, hook = dispatch.cpu_offload_with_hook(model, *args, **kwargs)
@@ -64,12 +58,23 @@ def cpu_offload_with_hook(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[
     return model, UserCpuOffloadHook(model, hook.hook)
 
 
-@like(dispatch.disk_offload)
-def disk_offload(
-    model: nn.Module, offload_dir: Any, execution_device: Any = None, *args: Any, **kwargs: Any
-) -> nn.Module:
-    device = _fresh(model, execution_device)
-    return _shown(_way(device).disk_offload(model, offload_dir, device, *args, **kwargs), device)
+def _offloading(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return the function of hasten's, after which libraries find the hooks they look for."""
+
+    @like(function)
+    def run(*args: Any, **kwargs: Any) -> nn.Module:
+        given = signature(function).bind(*args, **kwargs).arguments
+        device = given["execution_device"] = _fresh(given["model"], given.get("execution_device"))
+        model: nn.Module = getattr(_way(device), function.__name__)(**given)
+        if is_dispatched(model):
+            show_plan([(model, {"io_same_device": True}), *hooks_of_offloading(model, device, given)])
+        mirror(model)
+        return model
+
+    return run
+
+
+cpu_offload, disk_offload = _offloading(dispatch.cpu_offload), _offloading(dispatch.disk_offload)
 
 
 def _fresh(model: nn.Module, device: Any) -> Any:
@@ -101,14 +106,15 @@ def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, 
     homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
     places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
     main, index = given.get("main_device"), given.get("offload_index")
-    main = _fresh(model, dispatch.main_device_of(places) if main is None else main)
+    first = next((place for place in places.values() if str(place) not in OFFLOAD), "cpu")
+    main = _fresh(model, first if main is None else main)
     away = [name for name, place in device_map.items() if str(place) == "disk"]
     if away and given.get("offload_dir") is None and index is None:
         raise ValueError(message("offload_needs_dir", ", ".join(away)))
     if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD, *_STILL}:
         dispatch.dispatch_model(**{**given, "device_map": places})
         if is_dispatched(model):
-            _show_places(model, device_map, main, given.get("skip_keys"))
+            show_plan(hooks_of_map(model, device_map, main, given))
     elif away or given.get("force_hooks") or len({*map(str, places.values())}) > 1:
         passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
         mirror(hooked.dispatch_model(**{name: given[name] for name in passed} | {"main_device": main}))
@@ -124,26 +130,9 @@ class _Move(Immovable):
             given = (*args[:1], kwargs.get("device"), kwargs.get("tensor"))
             if self.name != "to" or any(isinstance(one, str | int | torch.device | Tensor) for one in given):
                 logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
-            if is_dispatched(self.model) or any(one.is_meta for one in self.model.parameters()):
+            if streamers_of(self.model) or any(one.is_meta for one in self.model.parameters()):
                 raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-
-
-def _shown(model: nn.Module, device: Any, skip_keys: Any = None) -> nn.Module:
-    """Return the model, looking offloaded to libraries that look at its hooks."""
-    mirror(model)
-    if "_hf_hook" not in model.__dict__:
-        show(model, AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys))
-    return model
-
-
-def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any, skip_keys: Any) -> None:
-    _shown(model, main, skip_keys)
-    for name, place in device_map.items():
-        part = dict(model.named_modules()).get(name)
-        if part is not None and "_hf_hook" not in part.__dict__:
-            away = str(place) in {*OFFLOAD} - {str(main)}
-            show(part, AlignDevicesHook(main if away else place, place_submodules=not away, skip_keys=skip_keys))
 
 
 def load_checkpoint_and_dispatch(

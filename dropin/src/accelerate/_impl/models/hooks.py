@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.autograd.graph import increment_version
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import align, dispatch
 from hasten.bigmodel.align import AlignDevicesHook
-from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.bigmodel.hook_plan import Planned
+from hasten.bigmodel.placed import StreamedForward, detach
 from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 
@@ -26,7 +27,7 @@ class StreamedHook(AlignDevicesHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let copies on the device be made anew: the weights may have been changed."""
-        increment_version(list(module.parameters(recurse=False)))
+        increment_version(list(module.parameters(recurse=self.place_submodules)))
         return output
 
 
@@ -35,9 +36,18 @@ def mirror(model: nn.Module) -> None:
     for module in model.modules():
         if (found := hook_of(module)) is not None:
             show(module, found)
-    for streamer in streamers_of(model):
-        for part in (part for unit in streamer.units for part in unit.module.modules()):
-            _show_streaming(part, streamer.device)
+
+
+def show_plan(planned: Iterable[Planned]) -> None:
+    """Show hooks on modules whose weights hasten streams, or computes with on several devices."""
+    for part, options in planned:
+        if options.get("offload") and "_hf_hook" not in part.__dict__:
+            own = dict(part.named_parameters(recurse=options["place_submodules"]))
+            streamed = StreamedHook(**options, weights_map=own)
+            streamed.original_devices = {name: torch.device("cpu") for name in own}
+            show(part, streamed)
+        elif "_hf_hook" not in part.__dict__:
+            show(part, AlignDevicesHook(**options))
 
 
 def show(module: nn.Module, hook: ModelHook) -> nn.Module:
@@ -47,14 +57,6 @@ def show(module: nn.Module, hook: ModelHook) -> nn.Module:
         forward = forward.inner
     module.__dict__.update(_hf_hook=hook, _old_forward=forward)
     return module
-
-
-def _show_streaming(part: nn.Module, device: Any) -> None:
-    own = dict(part.named_parameters(recurse=False))
-    if own and hook_of(part) is None:
-        hook = StreamedHook(device, offload=True, weights_map=own)
-        hook.original_devices = {name: torch.device("cpu") for name in own}
-        show(part, hook)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:

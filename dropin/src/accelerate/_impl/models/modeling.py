@@ -26,7 +26,6 @@ from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
 from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight, save_offload_index
-from hasten.bigmodel.tensors import align_module_device
 from hasten.checkpoint.export import read_model, weight_files
 from hasten.errors import CheckpointError
 from hasten.modules.names import is_dtensor
@@ -219,14 +218,14 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole state of a model, offloaded parts from where they rest."""
+    """Return the whole state of a model on the CPU, offloaded parts from where they rest."""
     state = dict(model.state_dict())
     for name, tensor in list(state.items()):
         if tensor.is_meta:
             owner, _, last = name.rpartition(".")
             with align_module_device(model.get_submodule(owner), torch.device("cpu")):
                 state[name] = getattr(model.get_submodule(owner), last).detach().clone()
-    return state
+    return {name: one.to("cpu") if isinstance(one, Tensor) else one for name, one in state.items()}
 
 
 def get_state_dict_from_offload(
@@ -274,6 +273,12 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_na
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether the module's parameters come to a device for its forward only."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
+def align_module_device(module: nn.Module, execution_device: Any = None) -> AbstractContextManager[None]:
+    """Return a block in which a module's parameters are on a device: the given one, or that of its hook."""
+    device = cast("Any", module)._hf_hook.execution_device if has_offloaded_params(module) else None
+    return tensors.align_module_device(module, device if execution_device is None else execution_device)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
