@@ -1,0 +1,51 @@
+"""What a comparison on a GPU has shown, checked where the CPU shows it as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradScalerKwargs
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Any:
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def test_a_scale_shows_what_the_latest_step_did() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+        gradient_accumulation_steps=2,
+    )
+    made = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    seen = []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+    assert seen == [(False, 1024.0), (True, 512.0), (True, 512.0), (False, 512.0)]
+    assert isinstance(accelerator.scaler, torch.amp.GradScaler)
+
+
+def test_half_weights_are_taken_and_their_training_is_an_error() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    made = nn.Linear(2, 1).half()
+    model, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    assert model(torch.ones(1, 2).half()).dtype == torch.float32
+    accelerator.backward(model(torch.ones(1, 2).half()).sum())
+    for use in (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0), optimizer.step):
+        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
+            use()
