@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate._impl.views.state import _device
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
 
@@ -49,3 +50,17 @@ def test_half_weights_are_taken_and_their_training_is_an_error() -> None:
     for use in (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0), optimizer.step):
         with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
             use()
+
+
+def test_the_device_of_a_lone_process_has_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert (_device(first), _device(second)) == (torch.device("cuda"), second)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _device(first) == first
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
+    assert _device(first) == first
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.device = first
+    assert accelerator.device == first

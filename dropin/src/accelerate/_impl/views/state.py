@@ -172,9 +172,10 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
 
 
 def _device(chosen: torch.device) -> torch.device:
-    """Return the device, with the index that ACCELERATE_TORCH_DEVICE gives to a CPU."""
-    asked = environment().get("ACCELERATE_TORCH_DEVICE")
-    return torch.device(asked) if asked and chosen.type == "cpu" else chosen
+    """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
+    if asked := environment().get("ACCELERATE_TORCH_DEVICE"):
+        return torch.device(asked) if chosen.type == "cpu" else chosen
+    return chosen if chosen.index or "LOCAL_RANK" in environment() else torch.device(chosen.type)
 
 
 def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) -> None:
