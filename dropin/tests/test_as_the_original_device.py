@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate._impl.views.state import _device
-from accelerate.state import AcceleratorState
-from accelerate.utils import GradScalerKwargs
+from accelerate._impl.views.state import _device, fill_whole
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +64,15 @@ def test_the_device_of_a_lone_process_has_no_index(monkeypatch: pytest.MonkeyPat
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = first
     assert accelerator.device == first
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("eager", "no"), ("eager", "bf16"), ("no", "no")])
+def test_compiled_models_multiply_in_tf32(backend: str, precision: str) -> None:
+    before, settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.matmul
+    settings.allow_tf32 = False
+    try:
+        PartialState(cpu=True).device = torch.device("cuda")
+        fill_whole(precision, dynamo_plugin=TorchDynamoPlugin(backend=backend))
+        assert settings.allow_tf32 is ((backend, precision) == ("eager", "no"))
+    finally:
+        settings.allow_tf32 = before

@@ -182,6 +182,9 @@ def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) ->
     """Write down what AcceleratorState shows, beside what PartialState does."""
     if fsdp_plugin is not None:
         plugins["fsdp_plugin"] = fsdp_plugin
+    compiled = (one := plugins.get("dynamo_plugin")) is not None and one.backend != "NO"
+    if compiled and mixed_precision == "no" and AMBIENT.partial["device"].type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True  # as scripts that compile have measured
     nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
     AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
 
