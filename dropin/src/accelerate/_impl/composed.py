@@ -59,6 +59,7 @@ class Composed(hasten.Accelerator):
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
     gradient_accumulation_steps = shown("_clock.every", "Micro-steps per update.", _accumulate_over)
+    device = shown("state.device", "The device of this process, as PartialState shows it.")
     native_amp = cached_property(lambda self: self.config.mixed_precision != "no")
     multi_device = shown(lambda self: self.num_processes > 1 and self.device.type != "cpu", "Whether one of several.")
     parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")

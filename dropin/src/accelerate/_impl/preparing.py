@@ -106,7 +106,7 @@ class EstablishedPreparer(Preparer):
         config = self._accelerator.dataloader_config
         prepared = prepare_data_loader(
             loader,
-            self._ctx.device,
+            self._accelerator.device,
             num_processes=self._accelerator.readers().size,
             process_index=self._accelerator.readers().rank,
             put_on_device=place,

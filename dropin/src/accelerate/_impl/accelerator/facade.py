@@ -82,6 +82,7 @@ class Accelerator(SavingFace):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self._given, sorted_ = given, sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
+        self._precision.takes_half_weights = True  # for inference: an error when they are trained
         self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)

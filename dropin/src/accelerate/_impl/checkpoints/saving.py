@@ -14,6 +14,7 @@ from typing import Any
 from accelerate._impl.checkpoints import by_hand
 from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
+from accelerate._impl.environment.constants import FSDP_MODEL_NAME
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import save, tell_shared
 from accelerate._impl.surface.messages import message
@@ -65,10 +66,12 @@ class SavingFace(Composed):
             for model in self._prepared.models:
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
-        self._saving.layout, self._saving.keeps_exports = _LAYOUT, False
+        whole = self._saving.whole  # of a sharded model, which have a name and a format of their own
+        self._saving.layout = replace(_LAYOUT, torch_model=FSDP_MODEL_NAME) if whole else _LAYOUT
+        self._saving.keeps_exports = False
         given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
         with _errors_of_hooks_as_raised():
-            place = super().save_state(given[0], safe_serialization)
+            place = super().save_state(given[0], safe_serialization and not whole)
         if len(set(given)) > 1:  # quirk: FOLDER_OF_EACH_PROCESS
             if os.fspath(output_dir) != given[0]:
                 shutil.copytree(place, output_dir, dirs_exist_ok=True)

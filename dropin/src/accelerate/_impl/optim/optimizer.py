@@ -59,10 +59,16 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
         self._share = SharedWindow()
         self._clock.join(self)
 
+    def _close(self, result: StepResult) -> None:
+        self._closed = result
+        super()._close(result)
+
+    _closed = APPLIED
+    step_was_skipped = shown(lambda self: not self._closed.applied, "Whether the latest update was skipped.")
     _is_overflow = shown(
         "step_was_skipped",
-        "Whether the latest step was skipped, under the name tests write to.",
-        lambda self, skipped: setattr(self, "last", SKIPPED if skipped else APPLIED),
+        "Whether it was, under the name tests write to.",
+        lambda self, skipped: setattr(self, "_closed", SKIPPED if skipped else APPLIED),
     )
     gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
     accelerator_state = shown(lambda self: AcceleratorState(), "The view on the process.")

@@ -84,7 +84,7 @@ require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), 
 require_non_torch_xla = _needs(lambda: not imports.is_torch_xla_available(), "no torch_xla")
 require_fsdp2, require_tp = _needs(lambda: True, "FSDP2"), _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
-    lambda: imports.is_transformers_available() and imports.is_datasets_available(), "transformers and datasets"
+    lambda: imports.is_transformers_available() and imports.is_datasets_available(), "huggingface_suite"
 )
 require_trackers = _needs(lambda: imports.is_wandb_available() or imports.is_tensorboard_available(), "a tracker")
 for _name, _probe in vars(imports).items():

@@ -170,15 +170,19 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
 
 
 def _device(chosen: torch.device) -> torch.device:
-    """Return the device, with the index that ACCELERATE_TORCH_DEVICE gives to a CPU."""
-    asked = environment().get("ACCELERATE_TORCH_DEVICE")
-    return torch.device(asked) if asked and chosen.type == "cpu" else chosen
+    """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
+    if asked := environment().get("ACCELERATE_TORCH_DEVICE"):
+        return torch.device(asked) if chosen.type == "cpu" else chosen
+    return chosen if chosen.index or "LOCAL_RANK" in environment() else torch.device(chosen.type)
 
 
 def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) -> None:
     """Write down what AcceleratorState shows, beside what PartialState does."""
     if fsdp_plugin is not None:
         plugins["fsdp_plugin"] = fsdp_plugin
+    compiled = (one := plugins.get("dynamo_plugin")) is not None and one.backend != "NO"
+    if compiled and mixed_precision == "no" and AMBIENT.partial["device"].type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True  # as scripts that compile have measured
     nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
     AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
 
