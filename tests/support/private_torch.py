@@ -236,6 +236,12 @@ NAMES: Final = (
         "test workers keep compiled code; is_compiled_module fails",
     ),
     Name(
+        "torch.distributed.algorithms",
+        "_checkpoint",
+        ("dropin/src/accelerate/_impl/checkpoints/fsdp.py",),
+        "the drop-in's fsdp2_apply_ac() cannot be imported",
+    ),
+    Name(
         "torch.nn.modules.module",
         "_IncompatibleKeys",
         ("dropin/src/accelerate/_impl/checkpoints/fsdp.py",),

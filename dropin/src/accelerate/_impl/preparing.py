@@ -24,6 +24,7 @@ from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
 from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
+from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.
@@ -61,7 +62,7 @@ class EstablishedPreparer(Preparer):
         for index, value in zip(known, prepared, strict=True):
             result[index] = value
         for index in (*known, *alone):
-            if isinstance(result[index], AcceleratedOptimizer):
+            if isinstance(result[index], PreparedOptimizer):
                 result[index].device_placement = placed[index]
             setattr(result[index], PREPARED, True)
             show_original_forward(result[index])

@@ -70,11 +70,9 @@ def _batch() -> Any:
     return ambient.start().groups(*BATCH)
 
 
-BertTrainStep = left_out.klass("utils.BertTrainStep", AbstractTrainStep)
-GPTTrainStep = left_out.klass("utils.GPTTrainStep", AbstractTrainStep)
-T5TrainStep = left_out.klass("utils.T5TrainStep", AbstractTrainStep)
+for _name in ("BertTrainStep", "GPTTrainStep", "T5TrainStep"):
+    globals()[_name] = left_out.klass(f"utils.{_name}", AbstractTrainStep)
 MegatronEngine = left_out.klass("utils.MegatronEngine")
-_STEPS = "prepare_data_loader prepare_optimizer prepare_scheduler prepare_model_optimizer_scheduler finish_mpu_init"
-initialize = left_out.function("utils.initialize")
-for _name in (*_STEPS.split(), "model_provider_func"):
+_STEPS = "initialize prepare_data_loader prepare_optimizer prepare_scheduler prepare_model_optimizer_scheduler"
+for _name in (*_STEPS.split(), "finish_mpu_init", "model_provider_func"):
     globals()[_name] = left_out.function(f"utils.{_name}")

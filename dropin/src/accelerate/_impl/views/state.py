@@ -124,9 +124,7 @@ class PartialState(_Shared):
     def __repr__(self) -> str:
         return f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\nNum processes: {self.num_processes}\nProcess index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
 
-    @staticmethod
-    def _reset_state() -> None:
-        ambient.forget_process()
+    _reset_state = staticmethod(ambient.forget_process)
 
     use_distributed = shown(lambda self: self.distributed_type != "NO" and self.num_processes > 1, "Whether not alone.")
     is_main_process = shown(lambda self: self.process_index == 0, "Whether this is the first process.")
@@ -287,13 +285,9 @@ class GradientState:
 
     end_of_dataloader = shown(lambda self: getattr(self.active_dataloader, "end_of_dataloader", False), "At the end.")
     remainder = shown(lambda self: getattr(self.active_dataloader, "remainder", -1), "Samples of the last batch.")
-    is_xla_gradients_synced = shown(lambda self: False, "Whether XLA has reduced gradients: it is not in use.")
+    is_xla_gradients_synced = False
 
-    def _add_dataloader(self, dataloader: Any) -> None:
-        AMBIENT.loaders.append(dataloader)
-
-    def _remove_dataloader(self, dataloader: Any) -> None:
-        ambient.forget_loader(dataloader)
+    _add_dataloader, _remove_dataloader = staticmethod(AMBIENT.loaders.append), staticmethod(ambient.forget_loader)
 
     @staticmethod
     def _reset_state() -> None:
