@@ -65,8 +65,7 @@ class SavingFace(Composed):
             for model in self._prepared.models:
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
-        # the plugin's form of checkpoints may have changed; whole ones have a name and a format of their own
-        self._saving.whole = whole = getattr(self._sharding.plugin, "whole_checkpoints", False)
+        self._saving.whole = whole = getattr(self._sharding.plugin, "whole_checkpoints", False)  # it may have changed
         self._saving.layout = replace(_LAYOUT, torch_model=FSDP_MODEL_NAME) if whole else _LAYOUT
         self._saving.keeps_exports = False
         given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
