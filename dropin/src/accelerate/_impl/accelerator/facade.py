@@ -82,7 +82,6 @@ class Accelerator(SavingFace):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self._given, sorted_ = given, sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
-        self._precision.takes_half_weights = True  # for inference: an error when they are trained
         self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
@@ -98,6 +97,7 @@ class Accelerator(SavingFace):
         self.step_scheduler_with_optimizer, self.step = given["step_scheduler_with_optimizer"], 0
         self.rng_types = given["rng_types"] if given["rng_types"] is not None else ["generator"]
         vars(self).update({name: sorted_.handlers.get(name) for name in HANDLERS.values()})
+        self._precision.takes_half_weights = True  # for inference: an error when they are trained
         self.delayed_fp8_autocast, self.trackers = False, []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             self._numbers = None  # quirk: NAN_IS_SILENT

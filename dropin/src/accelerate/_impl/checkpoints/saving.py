@@ -61,12 +61,11 @@ class SavingFace(Composed):
         if limit is not None and there + 1 > limit:
             logger.warning(f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint.")
         logger.info(f"Saving current state to {output_dir}")
-        self._sharding.follow_form()
         if safe_serialization:
             for model in self._prepared.models:
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
-        whole = self._saving.whole  # of a sharded model, which have a name and a format of their own
+        self._saving.whole = whole = getattr(self._sharding.plugin, "whole_checkpoints", False)  # it may have changed
         self._saving.layout = replace(_LAYOUT, torch_model=FSDP_MODEL_NAME) if whole else _LAYOUT
         self._saving.keeps_exports = False
         given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
