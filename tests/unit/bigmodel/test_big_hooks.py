@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hasten import bigmodel
 from hasten.bigmodel import hooked
 from hasten.bigmodel.dispatch import CpuOffload
-from hasten.bigmodel.hook_plan import hooks_of_map, hooks_of_offloading
+from hasten.bigmodel.hooked import hooks_of_map, hooks_of_offloading
 from hasten.errors import PrepareError
 from hasten.modules.hooks import hook_of
 

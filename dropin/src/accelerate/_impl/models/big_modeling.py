@@ -22,7 +22,7 @@ from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch, hooked, meta
 from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.device_map import OFFLOAD, WAYS, owner_in
-from hasten.bigmodel.hook_plan import hooks_of_map, hooks_of_offloading
+from hasten.bigmodel.hooked import hooks_of_map, hooks_of_offloading
 from hasten.bigmodel.placed import Immovable, streamers_of
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import align, dispatch
 from hasten.bigmodel.align import AlignDevicesHook
-from hasten.bigmodel.hook_plan import Planned
+from hasten.bigmodel.hooked import Planned
 from hasten.bigmodel.placed import StreamedForward, detach
 from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
