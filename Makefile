@@ -144,12 +144,12 @@ parity-newest: newest-ready ## the same with the newest releases of the clients,
 		--page dropin/CLIENTS.md $(if $(CLIENTS),--only $(CLIENTS))
 
 # pip would replace the drop-in by the original for clients that want its extras, so these come without dependencies.
-parity-suites: newest-ready ## run the clients' own tests and the original's scripts under both packages: SUITES="peft setfit", an hour
+parity-suites: newest-ready ## run the clients' own tests and the original's scripts under both packages: SUITES="peft setfit" ADDED=folder, hours
 	@for side in original dropin; do $(NEWEST)/$$side/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
 		pytest pytest-timeout parameterized scipy && $(NEWEST)/$$side/bin/python -m pip install --quiet --upgrade --no-deps \
 		setfit pytorch-accelerated || exit 1; done
 	$(NEWEST)/dropin/bin/python dropin/tests/run_suites.py runs/parity-suites --original $(NEWEST)/original/bin/python \
-		--dropin $(NEWEST)/dropin/bin/python --page dropin/CLIENTS.md $(if $(SUITES),--only $(SUITES))
+		--dropin $(NEWEST)/dropin/bin/python --page dropin/CLIENTS.md $(if $(SUITES),--only $(SUITES)) $(if $(ADDED),--added $(ADDED))
 
 # The suite against another torch, in an environment of its own. OLDEST is the lower bound in pyproject.toml.
 OLDEST := 2.11.0

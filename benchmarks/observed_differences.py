@@ -57,6 +57,10 @@ FILES = "there are no `.dat` files"
 AT_REST = "reach the weights at rest"
 AGAIN = "can be prepared, and dispatched again to another map"
 STREAMED = "They are streamed block by block (hasten's own forward), and `_hf_hook` only shows that"
+SCALES = "`accelerator.scaler` is hasten's subclass of torch's `GradScaler`"
+BY_NAME = "is kept by the names of parameters, in `param_groups`, too, instead of their numbers"
+SHARDS_OF_HASTEN = "but hold hasten's safetensors and a `manifest.json` instead of torch's `.distcp` files"
+AS_TOLD = "**What `launch` was told** counts on one device as well"
 NO_GROUP = "the one process that `torchrun` started is `NO`, without DDP"
 BIG = r"^(dispatch|offload|loading|loading 2|clients|hooks): "
 LISTED: tuple[Listed, ...] = (
@@ -104,7 +108,30 @@ LISTED: tuple[Listed, ...] = (
         "The following values were not passed",
         r"^\[\]$",
     ),
-    Listed("`TERecipeKwargs` can be made without Transformer Engine", "^fp8: .*, te recipe$", "ImportError", "TERecipeKwargs"),
+    Listed(SCALES, r"^(state|precision|checkpoints): .*scaler", "GradScaler", "LossScaler"),
+    Listed(SCALES, "^precision: scaled_gradients, ", "has already been called on this optimizer"),
+    Listed(SCALES, "^precision: weights_in_half, ", "Attempting to unscale FP16", "Attempting to unscale FP16"),
+    Listed("two optimizers change the loss scale twice", "^precision: an_overflow_of_one_of_two_optimizers, scale$"),
+    Listed("are float32 in half precision", r"^sharded: shards_in_bf16, (losses|norms|weights)"),
+    Listed("is an object of hasten's instead of a method", "^precision: (outputs_in_float32, forward|models_without_their_.*bound)"),
+    Listed(BY_NAME, r"^checkpoints: .*, optimizer\.bin, "),
+    Listed("Tensors in pickled files lie on the host", "^checkpoints: saved_models, pickled", "^cuda", "^cpu$"),
+    Listed(SHARDS_OF_HASTEN, r"^sharded: .*, files$", r"\.distcp", r"_shard_"),
+    Listed("They also hold `manifest.json` and hidden files", r"^sharded: .*, files$", test=_with_a_manifest),
+    Listed("fp8 by torchao without FSDP never trains", "^fp8: fp8_by_torchao.*, (dtypes|losses|weights)"),
+    Listed("`is_..._available()` says False", "^(probes|fp8): ", "^null$", "^false$"),
+    Listed("a ValueError that names the known ones", "^probes: a_notebook, wrong precision$", "AttributeError", "ValueError"),
+    Listed("`clip_grad_value_` fails on a GPU where", "^windows: .*, norm by value$", "RuntimeError", "null"),
+    Listed(AS_TOLD, "^launch.*: launched_by_number, (steps|variables)$"),
+    Listed(AS_TOLD, "^launch.*: launched_as_several, "),
+    Listed("More processes than devices are refused", "^launch.*: launched_with_too_many, "),
+    Listed("**A model without its optimizer** may be prepared", "^launch.*: launched_with_shards, "),
+    Listed(IN_PLACE, "^launch.*, model$", "OptimizedModule", "^(?!OptimizedModule)"),
+    Listed(NO_GROUP, "^launched: (attributes|operations|blocks|the_group)_under_torchrun, "),
+    Listed("how many samples the last batch has", "^data: loaders_made_by_hand, skipped", "^-1$"),
+    Listed("raises an AttributeError | it is None", "total_batch_size$", "AttributeError", "^null$"),
+    Listed("a quantized model whose map names the CPU may be prepared", "^state: .*, 8 bit$", "ValueError"),
+    Listed(NO_GROUP, "^sharded: shards_by_sizes, one$", "MULTI_GPU", r"DistributedType\.NO"),
     Listed("MS-AMP is refused", "^fp8: .*, msamp recipe, accelerator$", "", "NotImplementedError"),
     Listed("returns what the first process returns", "^probes: a_notebook, ", "^null$", r"^\["),
     Listed(NO_GROUP, "^launched: .*(distributed_type|kind|type|again)", "MULTI_GPU", r"DistributedType\.NO"),

@@ -160,6 +160,7 @@ def plain(text: str) -> str:
     text = re.sub(re.escape(tempfile.gettempdir()) + r"(/[\w.-]+)*", "FOLDER", text)
     text = text.replace(sys.prefix, "ENVIRONMENT").replace("1.15.0+hasten", "1.15.0")
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
+    text = re.sub(r"\(pid=\d+\)", "(pid=)", text)
     return text if len(text) < 400 else text[:400] + "…"
 
 

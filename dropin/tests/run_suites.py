@@ -1,9 +1,10 @@
 """Run the test suites of clients, and the original's own scripts, under the original package and the drop-in, and compare.
 
-python run_suites.py FOLDER --original PYTHON --dropin PYTHON [--only NAME …] [--page FILE]
+python run_suites.py FOLDER --original PYTHON --dropin PYTHON [--only NAME …] [--added FOLDER] [--page FILE]
 
-A suite is what the client's sdist has. The Hub is a folder of tiny random models (suites_hub.py); a test that needs more of it fails on
-both sides. Fails where a test passes with the original only and LISTED gives no reason. Logs and lists are written to FOLDER.
+A suite is what the client's sdist has, and what `--added` puts into it. The Hub is a folder of tiny random models (suites_hub.py); a test
+that needs more of it fails on both sides. Fails where a test passes with the original only and LISTED gives no reason. Logs and lists
+are written to FOLDER.
 """
 
 from __future__ import annotations
@@ -29,19 +30,54 @@ SIDES: Final = ("original", "dropin")
 TEST_LIMIT_S: Final = 120
 GROUP_LIMIT_S: Final = 3600.0
 TOGETHER: Final = 12
-SCRIPT_LIMIT_S: Final = 300.0
+SCRIPT_LIMIT_S: Final = 600.0
 SCRIPTS: Final = "accelerate.test_utils.scripts"
 TITLE: Final = "## Their own test suites"
 
-# Clients, and the test files to run; none are all that the sdist has. peft has ten thousands of tests of layers: these are the files that
-# build models on the meta device, place them, or train them.
+# Clients, and the test files to run: all, or the ones named. peft has ten thousands of tests of layers: these are the files that build
+# models on the meta device, place them, or train them.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "pytorch-accelerated": (),
-    "sentence-transformers": (),
+    "sentence-transformers": ("test_cmnrl.py", "test_model_card_data.py", "test_trainer.py", "test_training_args.py"),
     "setfit": (),
-    "transformers": (),
+    "skorch": ("test_hf.py",),
+    "transformers": (
+        "test_modeling_utils.py",
+        "test_trainer.py",
+        "test_trainer_accelerator.py",
+        "test_trainer_callback.py",
+        "test_trainer_checkpointing.py",
+        "test_trainer_data.py",
+        "test_trainer_evaluation.py",
+        "test_trainer_hyperparameter.py",
+        "test_trainer_optimizers.py",
+        "test_trainer_seq2seq.py",
+    ),
     "diffusers": (),
-    "trl": (),
+    "trl": (
+        "test_bco_trainer.py",
+        "test_callbacks.py",
+        "test_core.py",
+        "test_cpo_trainer.py",
+        "test_dpo_trainer.py",
+        "test_gkd_trainer.py",
+        "test_grpo_trainer.py",
+        "test_iterative_sft_trainer.py",
+        "test_kto_trainer.py",
+        "test_modeling_value_head.py",
+        "test_nash_md_trainer.py",
+        "test_online_dpo_trainer.py",
+        "test_orpo_trainer.py",
+        "test_peft_models.py",
+        "test_ppo_trainer.py",
+        "test_prm_trainer.py",
+        "test_reward_trainer.py",
+        "test_rloo_trainer.py",
+        "test_sft_trainer.py",
+        "test_trainers_args.py",
+        "test_utils.py",
+        "test_xpo_trainer.py",
+    ),
     "peft": (
         "test_cpt.py",
         "test_frod.py",
@@ -57,8 +93,43 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
         "test_xlora.py",
     ),
 }
-# Files that tests import and that their sdist leaves out.
-ADDED: Final = {"setfit": {"tests/utils.py": "from tempfile import TemporaryDirectory as SafeTemporaryDirectory\n"}}
+# What a suite sees beside the environment, the client first. trl's and sentence-transformers' newest sdists have no tests of trainers: the
+# last ones that do run with the transformers of their time.
+OLD: Final = ("transformers==4.56.2", "huggingface-hub==0.35.3", "tokenizers==0.22.1", "datasets==4.1.1")
+APART: Final[dict[str, tuple[str, ...]]] = {
+    "sentence-transformers": ("sentence-transformers==5.1.0", *OLD),
+    "skorch": ("skorch==1.4.0", "tabulate"),
+    "trl": ("trl==0.21.0", *OLD),
+}
+ENCODER: Final = '''"""Stand-ins for fixtures that the sdist leaves out: a tiny encoder, and pairs of sentences with a score."""
+
+import pytest
+from datasets import Dataset, DatasetDict
+from sentence_transformers import SentenceTransformer, models
+
+
+@pytest.fixture
+def stsb_bert_tiny_model():
+    encoder = models.Transformer("peft-internal-testing/tiny-random-BertModel")
+    made = SentenceTransformer(modules=[encoder, models.Pooling(encoder.get_word_embedding_dimension())])
+    made.model_card_data.generate_widget_examples = False
+    return made
+
+
+@pytest.fixture(scope="session")
+def stsb_dataset_dict():
+    rows = [{"sentence1": f"word{n % 80} a", "sentence2": f"word{n % 40} b", "score": n % 5 / 4} for n in range(1000)]
+    return DatasetDict({split: Dataset.from_list(rows) for split in ("train", "validation", "test")})
+'''
+# Files that tests import and that their sdist leaves out. trl 0.21 trains in bf16, for which its transformers asks a GPU.
+FOLDERS: Final = "from tempfile import TemporaryDirectory as SafeTemporaryDirectory\n"
+ADDED: Final = {
+    "sentence-transformers": {"tests/conftest.py": ENCODER, "tests/utils.py": FOLDERS},
+    "setfit": {"tests/utils.py": FOLDERS},
+    "trl": {
+        "tests/conftest.py": "import transformers.training_args as args\n\nargs.is_torch_bf16_gpu_available = lambda: True\n"
+    },
+}
 # Arguments of the original's scripts that need some, and what they are run with.
 ARGUMENTS: Final[dict[str, list[str]]] = {}
 # Tests that pass with the original only, "suite: test", with the reason.
@@ -75,6 +146,8 @@ class Job:
     command: tuple[str, ...]
     """With the fields {python}, {bin} (its folder) and {report}."""
     limit_s: float
+    apart: str = ""
+    """The folder of what only this job sees."""
 
 
 @dataclass(slots=True)
@@ -110,11 +183,24 @@ def unpacked(python: str, name: str, version: str, out: Path) -> Path:
     return folder
 
 
-def suite_jobs(suite: str, folder: Path) -> list[Job]:
+def installed(python: str, suite: str, out: Path) -> str:
+    """Install what the suite sees beside the environment; return its folder, or nothing."""
+    place = out / "apart" / suite
+    if suite not in APART:
+        return ""
+    if not place.exists():
+        fetch = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*fetch, str(place), *APART[suite]], check=True)
+    return str(place)
+
+
+def suite_jobs(suite: str, folder: Path, added: Path | None = None, apart: str = "") -> list[Job]:
     """Return jobs for the test files of an unpacked sdist, several files in each: most of their time is imports."""
+    if added is not None and (added / suite).is_dir():
+        shutil.copytree(added / suite, folder, dirs_exist_ok=True)
     files = []
-    for tests in (one for one in (folder / "tests", folder / "test") if one.is_dir()):
-        (tests / "__init__.py").touch()  # peft's sdist leaves it out
+    for tests in (one for one in (folder / "tests", folder / "test", folder / suite / "tests") if one.is_dir()):
+        (tests / "__init__.py").touch()  # peft's and trl's sdists leave it out
         files += sorted(str(file.relative_to(folder)) for file in tests.rglob("test_*.py"))
     for name, content in ADDED.get(suite, {}).items():
         (folder / name).write_text(content)
@@ -125,7 +211,7 @@ def suite_jobs(suite: str, folder: Path) -> list[Job]:
     for at in range(0, len(files), TOGETHER):
         some = files[at : at + TOGETHER]
         name = " ".join([some[0], *(Path(one).name for one in some[1:])])
-        made.append(Job(suite, name, folder, ("{python}", "-m", "pytest", *some, *options), GROUP_LIMIT_S))
+        made.append(Job(suite, name, folder, ("{python}", "-m", "pytest", *some, *options), GROUP_LIMIT_S, apart))
     return made
 
 
@@ -178,6 +264,7 @@ def run(job: Job, side: str, python: str, out: Path, home: Path) -> set[str]:
         "HF_EVALUATE_OFFLINE": "1",
         "HF_HOME": str(home),
         "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+        **({"PYTHONPATH": job.apart} if job.apart else {}),
     }
     command = [word.format(**fields) for word in job.command]
     with log.open("w") as written:
@@ -198,9 +285,11 @@ def run(job: Job, side: str, python: str, out: Path, home: Path) -> set[str]:
     return passed(report)
 
 
-def run_all(jobs: Iterable[Job], results: Mapping[str, Result], sides: Mapping[str, str], out: Path) -> None:
-    """Run jobs one after another, each on both sides at the same time."""
-    with ThreadPoolExecutor(len(sides)) as pool:
+def run_all(
+    jobs: Iterable[Job], results: Mapping[str, Result], sides: Mapping[str, str], out: Path, *, in_turn: bool
+) -> None:
+    """Run jobs one after another, each on both sides at the same time, or on one side after the other."""
+    with ThreadPoolExecutor(1 if in_turn else len(sides)) as pool:
         for job in jobs:
             started = time.monotonic()
             lists = pool.map(lambda side, job=job: run(job, side, sides[side], out, out / side / "hub"), SIDES)
@@ -259,6 +348,13 @@ def main() -> int:
     parser.add_argument("--dropin", required=True, help="the Python that has the drop-in")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="suites to run instead of all")
     parser.add_argument("--files", help="only files and scripts whose name matches this regular expression")
+    parser.add_argument(
+        "--added",
+        type=Path,
+        help="a folder with a folder for each client, whose files are copied over its unpacked sdist: the tests that the sdist leaves "
+        "out, from a checkout of the client's repository at that release",
+    )
+    parser.add_argument("--in-turn", action="store_true", help="run the two sides one after the other")
     parser.add_argument("--page", type=Path, help=f"a page whose section {TITLE[3:]!r} is updated")
     given = parser.parse_args()
     sides = {"original": os.path.abspath(given.original), "dropin": os.path.abspath(given.dropin)}
@@ -273,13 +369,15 @@ def main() -> int:
     results, jobs = {}, []
     for suite in given.only:
         name = "accelerate" if suite == SCRIPTS else suite
-        results[suite] = Result(version_of(sides["original"], name))
+        pinned = APART.get(suite, ("",))[0].partition("==")[2]
+        results[suite] = Result(pinned or version_of(sides["original"], name))
         if suite == SCRIPTS:
             jobs += script_jobs(sides["original"], out)
         else:
-            jobs += suite_jobs(suite, unpacked(sides["original"], name, results[suite].version, out))
+            folder = unpacked(sides["original"], name, results[suite].version, out)
+            jobs += suite_jobs(suite, folder, given.added, installed(sides["original"], suite, out))
     chosen = [job for job in jobs if not given.files or re.search(given.files, job.name)]
-    run_all(chosen, results, sides, out)
+    run_all(chosen, results, sides, out, in_turn=given.in_turn)
     told = table(results)
     if given.page is not None:
         given.page.write_text(with_section(given.page.read_text(), told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
+from datasets.info import DatasetInfo
+from datasets.splits import SplitDict, SplitInfo
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -30,6 +35,7 @@ SMALL: Final = {
     "max_position_embeddings": 512,
 }
 GROUPED: Final = {**SMALL, "num_key_value_heads": 2}
+EXPERTS: Final = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT2: Final = {**NARROW, "n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 512}
 BART: Final = {
     **NARROW,
@@ -67,16 +73,35 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "peft-internal-testing/tiny-random-BertForSequenceClassification": ("BertForSequenceClassification", SMALL),
     "peft-internal-testing/tiny-random-BertModel": ("BertModel", SMALL),
     "peft-internal-testing/tiny-random-BloomForCausalLM": ("BloomForCausalLM", {**SMALL, "n_head": 4, "n_layer": 2}),
+    "peft-internal-testing/tiny-random-DebertaModel": ("DebertaModel", SMALL),
+    "peft-internal-testing/tiny-random-DebertaV2Model": ("DebertaV2Model", SMALL),
     "peft-internal-testing/tiny-random-GPT2LMHeadModel": ("GPT2LMHeadModel", GPT2),
+    "peft-internal-testing/tiny-random-GPTNeoXForCausalLM": ("GPTNeoXForCausalLM", SMALL),
     "peft-internal-testing/tiny-random-GPTJForCausalLM": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
     "peft-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", GROUPED),
     "peft-internal-testing/tiny-random-OPTForCausalLM": ("OPTForCausalLM", OPT),
     "peft-internal-testing/tiny-random-RobertaForSequenceClassification": ("RobertaForSequenceClassification", SMALL),
     "peft-internal-testing/tiny-random-RobertaModel": ("RobertaModel", SMALL),
+    "peft-internal-testing/tiny-random-T5ForConditionalGeneration": ("T5ForConditionalGeneration", T5),
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", T5),
     "peft-internal-testing/tiny-random-gpt2": ("GPT2LMHeadModel", GPT2),
     "peft-internal-testing/tiny-random-t5": ("T5ForConditionalGeneration", T5),
+    "trl-internal-testing/small-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", {**GROUPED, "hidden_size": 32}),
+    "trl-internal-testing/tiny-BloomForCausalLM": ("BloomForCausalLM", {**SMALL, "n_head": 4, "n_layer": 2}),
+    "trl-internal-testing/tiny-GPT2LMHeadModel": ("GPT2LMHeadModel", GPT2),
+    "trl-internal-testing/tiny-GPTNeoXForCausalLM": ("GPTNeoXForCausalLM", SMALL),
+    "trl-internal-testing/tiny-LlamaForCausalLM-3.2": ("LlamaForCausalLM", GROUPED),
     "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": ("LlamaForSequenceClassification", GROUPED),
+    "trl-internal-testing/tiny-MistralForCausalLM-0.1": ("MistralForCausalLM", GROUPED),
+    "trl-internal-testing/tiny-MistralForCausalLM-0.2": ("MistralForCausalLM", GROUPED),
+    "trl-internal-testing/tiny-OPTForCausalLM": ("OPTForCausalLM", OPT),
+    "trl-internal-testing/tiny-Phi3ForCausalLM": ("Phi3ForCausalLM", GROUPED),
+    "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", GROUPED),
+    "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2ForSequenceClassification", GROUPED),
+    "trl-internal-testing/tiny-GptOssForCausalLM": ("GptOssForCausalLM", {**GROUPED, **EXPERTS, "head_dim": 4}),
+    "trl-internal-testing/tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", {**GROUPED, **EXPERTS, "head_dim": 4}),
+    "trl-internal-testing/tiny-Qwen3ForCausalLM": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 4}),
+    "trl-internal-testing/tiny-T5ForConditionalGeneration": ("T5ForConditionalGeneration", T5),
     "trl-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", GROUPED),
 }
 # Sentence encoders: their names and widths.
@@ -86,6 +111,23 @@ ENCODERS: Final = {
 }
 # The tutorials' model under other names.
 ALIASES: Final = ("bert-base-cased", "google-bert/bert-base-cased", "hf-internal-testing/mrpc-bert-base-cased")
+TEMPLATE: Final = (
+    "{% for one in messages %}{{ '[' + one['role'] + ']' + one['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+# Questions, good answers and bad ones, of which trl's tests get datasets in all the forms that its trainers take.
+PAIRS: Final = [
+    ("What has four legs", "A table.", "A fish."),
+    ("What falls in winter", "Snow, now and then.", "The price of ice."),
+    ("What is two and two", "Four.", "Five, or so."),
+    ("Who rows the boat", "The man with the oars.", "Nobody at all."),
+    ("What is round and red", "A ripe tomato.", "A green square."),
+    ("Where do trains stop", "At the station.", "In the sky."),
+    ("When does the sun rise", "In the morning.", "At midnight."),
+    ("What is dark and loud", "A storm at night.", "A candle."),
+    ("What grows on a vine", "Grapes.", "Stones."),
+    ("What do bakers make", "Bread and rolls.", "Iron."),
+]
 METRIC: Final = '''"""The share of right answers, in the form that `evaluate.load` finds."""
 import datasets
 import evaluate
@@ -125,8 +167,71 @@ def tokenizer() -> Any:
     names = dict(zip(("pad", "bos", "eos", "unk", "mask"), SPECIAL, strict=True))
     special = {f"{kind}_token": token for kind, token in names.items()}
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, model_max_length=128, cls_token="<s>", sep_token="</s>", **special
+        tokenizer_object=made,
+        model_max_length=128,
+        cls_token="<s>",
+        sep_token="</s>",
+        chat_template=TEMPLATE,
+        **special,
     )
+
+
+def spoken(role: str, content: str) -> list[dict[str, str]]:
+    """Return a conversation of one message."""
+    return [{"role": role, "content": content}]
+
+
+def forms() -> dict[str, list[dict[str, Any]]]:
+    """Return `PAIRS` in the forms that trl's documentation of datasets names."""
+    made: dict[str, list[dict[str, Any]]] = {}
+    for question, good, bad in PAIRS:
+        asked = spoken("user", question)
+        right, wrong = spoken("assistant", good), spoken("assistant", bad)
+        rows: dict[str, dict[str, Any]] = {
+            "standard_language_modeling": {"text": f"{question}? {good}"},
+            "standard_prompt_only": {"prompt": question},
+            "standard_prompt_completion": {"prompt": question, "completion": f" {good}"},
+            "standard_preference": {"prompt": question, "chosen": f" {good}", "rejected": f" {bad}"},
+            "standard_implicit_prompt_preference": {"chosen": f"{question} {good}", "rejected": f"{question} {bad}"},
+            "standard_stepwise_supervision": {"prompt": question, "completions": [good, bad], "labels": [True, False]},
+            "conversational_language_modeling": {"messages": asked + right},
+            "conversational_prompt_only": {"prompt": asked},
+            "conversational_prompt_completion": {"prompt": asked, "completion": right},
+            "conversational_preference": {"prompt": asked, "chosen": right, "rejected": wrong},
+            "conversational_implicit_prompt_preference": {"chosen": asked + right, "rejected": asked + wrong},
+        }
+        for name, row in rows.items():
+            made.setdefault(name, []).append(row)
+        for label, answer in ((True, good), (False, bad)):
+            row = {"prompt": question, "completion": f" {answer}", "label": label}
+            made.setdefault("standard_unpaired_preference", []).append(row)
+            row = {"prompt": asked, "completion": spoken("assistant", answer), "label": label}
+            made.setdefault("conversational_unpaired_preference", []).append(row)
+    return made
+
+
+def write_dataset(home: Path, owner: str, name: str, config: str, splits: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a dataset as `datasets` keeps one that it has loaded from the Hub."""
+    folder = home / "datasets" / f"{owner}___{name}" / config / "0.0.0" / REVISION
+    folder.mkdir(parents=True)
+    found = SplitDict(dataset_name=name)
+    features = Dataset.from_list(next(iter(splits.values()))).features
+    for split, rows in splits.items():
+        with ArrowWriter(features=features, path=str(folder / f"{name}-{split}.arrow")) as writer:
+            for row in rows:
+                writer.write(row)
+            count, size = writer.finalize()
+        found.add(SplitInfo(name=split, num_bytes=size, num_examples=count, dataset_name=name))
+    DatasetInfo(
+        features=features, builder_name=name, dataset_name=name, config_name=config, version="0.0.0", splits=found
+    ).write_to_directory(str(folder))
+
+
+def save_tokenizer(words: Any, folder: Path) -> None:
+    """Save a tokenizer under the class name that older transformers know as well."""
+    words.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def main(home: Path) -> None:
@@ -142,17 +247,20 @@ def main(home: Path) -> None:
         made: Any = getattr(transformers, kind)
         folder = snapshot(home, name)
         made(made.config_class(**settings)).save_pretrained(folder)
-        words.save_pretrained(folder)
+        save_tokenizer(words, folder)
     for name, width in ENCODERS.items():
         transformers.set_seed(0)
         inner = home / "encoder" / str(width)
         config = transformers.BertConfig(**{**SMALL, "hidden_size": width, "num_hidden_layers": 1})
         transformers.BertModel(config).save_pretrained(inner)
-        words.save_pretrained(inner)
+        save_tokenizer(words, inner)
         encoder = models.Transformer(str(inner), max_seq_length=100)
         sentences.SentenceTransformer(modules=[encoder, models.Pooling(width)], device="cpu").save(
             str(snapshot(home, name))
         )
+    shutil.copytree(home / "datasets" / "glue", home / "datasets" / "nyu-mll___glue")
+    for name, rows in forms().items():
+        write_dataset(home, "trl-internal-testing", "zen", name, {"train": rows, "test": rows[:2]})
     metric = home / "modules" / "evaluate_modules" / "metrics" / "evaluate-metric--accuracy" / ("a" * 64)
     metric.mkdir(parents=True)
     (metric / "accuracy.py").write_text(METRIC)

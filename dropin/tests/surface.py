@@ -176,6 +176,8 @@ def elsewhere() -> str:
                 home = next((room for room in rooms if hasattr(importlib.import_module(room), name)), face)
             if name in own or home == face or home.startswith("accelerate.test_utils.scripts."):
                 continue
+            if ".commands." in home and reason(home.removeprefix("-")):
+                continue
             word, home = (f"{name}={home[1:]}", "-") if home.startswith("-") else (name, home)
             found.setdefault(home, []).append(word)
         lines += [f"{face} {home} {' '.join(sorted(words))}" for home, words in sorted(found.items())]

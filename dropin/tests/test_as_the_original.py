@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from accelerate import Accelerator, ParallelismConfig, cpu_offload_with_hook, init_empty_weights
 from accelerate._impl.commands.launch_flags import _validate_launch_command
+from accelerate._impl.settings import kwargs_handlers
 from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
 from accelerate.commands.env import env_command, env_command_parser
 from accelerate.commands.estimate import create_ascii_table, estimate_training_usage
@@ -54,6 +55,7 @@ from accelerate.utils import (
     extract_model_from_parallel,
     has_compiled_regions,
     infer_auto_device_map,
+    is_transformer_engine_available,
     load_checkpoint_in_model,
     save,
     set_module_tensor_to_device,
@@ -202,6 +204,12 @@ def test_sizes_are_checked_against_an_accelerator() -> None:
 
 
 def test_recipes_are_filled_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_transformer_engine_available():
+        with pytest.raises(ImportError, match="TransformerEngine is not available"):
+            TERecipeKwargs()
+        with pytest.warns(FutureWarning), pytest.raises(ImportError, match="TransformerEngine is not available"):
+            FP8RecipeKwargs(backend="TE")
+    monkeypatch.setattr(kwargs_handlers, "is_transformer_engine_available", lambda: True)
     assert TERecipeKwargs().fp8_format == "HYBRID" and TERecipeKwargs().override_linear_precision == (False,) * 3
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
     monkeypatch.setenv("ACCELERATE_FP8_FORMAT", "E4M3")

@@ -331,3 +331,110 @@ def test_names_that_tests_look_at() -> None:
     weights = {"a": torch.ones(1)}
     assert OffloadedWeightsLoader(state_dict=weights).state_dict is weights
     assert accelerate.find_executable_batch_size(lambda batch_size: batch_size).__name__ == "decorator"
+
+
+class Positions(nn.Module):
+    """A module with a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.linear(x) + self.kept + self.passing)
+
+
+def test_buffers_of_no_state_dict_stay_when_buffers_go_to_the_disk(tmp_path: Path) -> None:
+    model = nn.Sequential(Positions())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    options: dict[str, Any] = {"offload_folder": tmp_path / "away", "offload_buffers": True}
+    loaded: Any = load_checkpoint_and_dispatch(nn.Sequential(Positions()), tmp_path, {"0": "disk"}, **options)
+    assert loaded[0].kept.is_meta and not loaded[0].passing.is_meta
+    assert torch.equal(loaded(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert not (tmp_path / "away" / "0.passing.dat").exists()
+
+
+def test_buffers_that_stay_are_not_written_beside_loaded_weights(tmp_path: Path) -> None:
+    torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
+    places = {"first": "cpu", "norm": "disk", "last": "cpu"}
+    load_checkpoint_and_dispatch(Net(), tmp_path, places, offload_folder=tmp_path / "away")
+    assert {file.name for file in (tmp_path / "away").iterdir()} == {"norm.weight.dat", "norm.bias.dat", "index.json"}
+
+
+def test_weights_may_be_loaded_to_the_meta_device(tmp_path: Path) -> None:
+    torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
+    model = Net()
+    accelerate.load_checkpoint_in_model(model, tmp_path, {"first": "meta", "norm": "cpu", "last": "meta"})
+    assert model.first.weight.is_meta and not model.norm.weight.is_meta
+
+
+def test_unknown_weights_are_refused_as_tensors_of_the_module(tmp_path: Path) -> None:
+    torch.save({**Net().state_dict(), "first.other": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="does not have a parameter or a buffer named other"):
+        accelerate.load_checkpoint_in_model(Net(), tmp_path, {"": "cpu"}, strict=True)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        accelerate.load_checkpoint_in_model(Net(), tmp_path, strict=True)
+
+
+def test_a_module_named_beside_the_whole_model_has_one_hook() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    attach_align_device_hook_on_blocks(model, {"": "cpu", "1": "cpu"}, {"": False, "1": False})
+    assert isinstance(model[1]._hf_hook, AlignDevicesHook) and model[1]._hf_hook.place_submodules
+
+
+def test_a_tied_weight_that_stays_is_not_shown_as_offloaded(tmp_path: Path) -> None:
+    model: Any = dispatch_model(Tied(), {"first": "cpu", "last": "disk"}, offload_dir=tmp_path)
+    assert model.last.weight is model.first.weight and not model.first.weight.is_meta
+    assert model.last.bias.is_meta
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_offloaded_weights_follow_the_dtype_of_the_module(buffers: bool) -> None:
+    model: Any = accelerate.cpu_offload(Net().eval(), torch.device("cpu"), offload_buffers=buffers)
+    assert model.double()(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+    remove_hook_from_module(model, recurse=True)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float64}
+
+
+def test_limits_are_the_memory_that_is_free() -> None:
+    pytest.importorskip("psutil")
+    with patch("psutil.virtual_memory", return_value=SimpleNamespace(available=1000)):
+        assert modeling.get_max_memory()["cpu"] == 1000
+        with patch("accelerate.utils.modeling.is_mps_available", return_value=True):
+            assert modeling.get_max_memory() == {"mps": 1000}
+
+
+def test_memory_that_was_missing_is_told_as_whole_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "accelerate.utils.modeling")
+    accelerate.infer_auto_device_map(Net(), {"cpu": 10.0})
+    assert "- cpu: 236 bytes required" in caplog.text or ".0 bytes" not in caplog.text
+
+
+def test_loading_and_dispatching_are_called_by_name() -> None:
+    model = Net()
+    with (
+        patch("accelerate.big_modeling.load_checkpoint_in_model") as load,
+        patch("accelerate.big_modeling.dispatch_model", side_effect=lambda model, **given: model) as dispatch,
+    ):
+        found = load_checkpoint_and_dispatch(model, "file", {"": "cpu"}, dtype=torch.float16, offload_folder="away")
+    assert found is model and load.call_args.args == (model, "file")
+    assert load.call_args.kwargs["dtype"] == torch.float16 and load.call_args.kwargs["broadcast_from_rank0"] is False
+    assert dispatch.call_args.kwargs["offload_dir"] == "away" and dispatch.call_args.kwargs["device_map"] == {"": "cpu"}
+
+
+def test_quantized_models_know_the_named_ways_only() -> None:
+    config = BnbQuantizationConfig(load_in_8bit=True)
+    assert list(bnb.get_quantized_model_device_map(Net(), config, "balanced_low_0")) == [""]
+    with pytest.raises(ValueError, match="balanced_low_0"):
+        bnb.get_quantized_model_device_map(Net(), config, "foo")
+
+
+def test_layers_of_transformer_engine_need_it() -> None:
+    if accelerate.utils.is_transformer_engine_available():
+        pytest.skip("Transformer Engine is installed")
+    with pytest.raises(ImportError, match="transformer_engine"):
+        accelerate.utils.has_transformer_engine_layers(Net())
+    with pytest.raises(ImportError, match="transformer_engine"):
+        accelerate.utils.apply_fp8_autowrap(Net(), None)

@@ -9,12 +9,13 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock, Mock, call, patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -22,7 +23,8 @@ from accelerate import Accelerator
 from accelerate.logging import MultiProcessAdapter, get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.test_utils import testing
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -31,7 +33,13 @@ from accelerate.tracking import (
     filter_trackers,
     register_tracker_class,
 )
-from accelerate.utils import DistributedType, RNGType, patch_environment
+from accelerate.utils import DistributedType, RNGType, patch_environment, set_seed
+from accelerate.utils.fsdp_utils import (
+    fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy,
+    fsdp2_switch_optimizer_parameters,
+)
+from accelerate.utils.random import synchronize_rng_states
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
@@ -224,6 +232,85 @@ def test_gradients_are_clipped_by_the_step_of_clipping(order: float) -> None:
     assert torch.allclose(plain.weight.grad, other.weight.grad)
 
 
+def test_the_window_follows_a_count_that_is_set() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, found = accelerator.prepare(nn.Linear(1, 1)), []
+    accelerator.step = 1
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            found.append((accelerator.step, accelerator.sync_gradients))
+    accelerator._do_sync()
+    assert found == [(2, False), (3, True), (4, False)]
+    assert (accelerator.step, accelerator.sync_gradients) == (5, False)
+
+
+def test_names_of_the_module_are_called() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with patch("accelerate.accelerator.AcceleratedOptimizer") as made:
+        assert accelerator.prepare_optimizer(optimizer) is made.return_value
+    with patch("accelerate.accelerator.AcceleratedScheduler") as made:
+        assert accelerator.prepare_scheduler(LambdaLR(optimizer, lambda epoch: 1.0)) is made.return_value
+    with patch("torch.nn.utils.clip_grad_norm_", return_value=5) as clips:
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 5
+    assert (clips.call_args.args[1:], clips.call_args.kwargs) == ((1.0,), {"norm_type": 2})
+    with patch("accelerate.accelerator.filter_trackers", return_value=["one"]) as chosen:
+        assert Accelerator(cpu=True, log_with="all").log_with == ["one"]
+    chosen.assert_called_once_with("all", None)
+    with patch("accelerate.state.PartialState.wait_for_everyone") as waits:
+        accelerator.wait_for_everyone()
+    waits.assert_called_once_with()
+
+
+def test_attributes_are_settable_as_before() -> None:
+    accelerator = Accelerator(cpu=True)
+    for name in ("native_amp", "fp8_enabled", "has_fp8_handler"):
+        assert getattr(accelerator, name) is False
+        setattr(accelerator, name, True)
+        assert getattr(accelerator, name) is True
+    with pytest.raises(AttributeError, match="property 'num_processes' of 'Accelerator' object has no setter"):
+        accelerator.num_processes = 2
+    accelerator.gradient_state.is_xla_gradients_synced = True
+    assert GradientState().is_xla_gradients_synced
+
+
+def test_helpers_follow_the_place_that_a_state_shows() -> None:
+    state = PartialState(cpu=True)
+    state.num_processes, state.process_index, state.local_process_index = 2, 1, 1
+    state.distributed_type = DistributedType.MULTI_CPU
+    with state.split_between_processes([0, 1, 2]) as part:
+        assert part == [2]
+    with (
+        pytest.raises(ValueError, match="must have the same length"),
+        state.split_between_processes({"a": [1], "b": ""}),
+    ):
+        pass
+    helpers = (state.on_main_process, state.on_local_main_process, state.on_last_process)
+    assert [one(lambda: 1)() for one in helpers] == [None, None, 1]
+
+
+def test_seeds_and_generators_are_those_of_the_state() -> None:
+    with pytest.raises(ValueError, match="properly initialize your accelerator"):
+        set_seed(1, device_specific=True)
+    set_seed(4)
+    expected = torch.rand(1)
+    with patch("accelerate.utils.random.AcceleratorState") as state:
+        state.return_value.process_index = 3
+        assert set_seed(1, device_specific=True) is None
+    assert torch.equal(torch.rand(1), expected)
+    with patch("accelerate.utils.random.synchronize_rng_state") as one:
+        synchronize_rng_states(["torch", "cuda"])
+    assert one.call_args_list == [call(RNGType(kind), generator=None) for kind in ("torch", "cuda")]
+    with pytest.raises(AssertionError, match="torch_xla is unavailable"):
+        synchronize_rng_states(["xla"])
+
+
+def test_tests_that_need_a_package_ask_where_it_is_replaced() -> None:
+    for there in (True, False):
+        with patch("accelerate.test_utils.testing.is_wandb_available", return_value=there):
+            assert getattr(vars(testing)["require_wandb"](lambda: None), "__unittest_skip__", False) is not there
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 def test_saving_and_loading_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "accelerate.accelerator")
@@ -396,3 +483,67 @@ def test_what_an_adapter_adds_is_in_its_records() -> None:
     PartialState(cpu=True)
     adapter = MultiProcessAdapter(logging.getLogger("of_a_user"), {"run": 1})
     assert adapter.process("m", {}) == ("[RANK 0] m", {"extra": {"run": 1}, "stacklevel": 2})
+
+
+def test_a_warning_that_was_given_once_can_be_given_again(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    logger = get_logger("of_a_user")
+    for _ in range(2):
+        logger.warning_once("a")
+        logger.warning_once("a")
+        logger.warning_once.cache_clear()
+    assert [(one.getMessage(), one.filename) for one in caplog.records] == [("[RANK 0] a", Path(__file__).name)] * 2
+
+
+# -- shards by hand ---------------------------------------------------------------------------------------------------
+class Blocks(nn.Module):
+    """Two blocks that are to be sharded, and a layer beside them."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.beside = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return cast("torch.Tensor", self.beside(x))
+
+
+@pytest.mark.parametrize(
+    ("policy", "names", "size", "chosen"),
+    [
+        (transformer_auto_wrap_policy, ["LayerNorm"], None, ["beside"]),
+        (transformer_auto_wrap_policy, None, None, ["blocks.0", "blocks.1"]),
+        (size_based_auto_wrap_policy, None, 12, ["", "blocks"]),
+        (None, None, None, None),
+    ],
+)
+def test_a_policy_of_any_object_tells_the_modules(policy: Any, names: Any, size: Any, chosen: Any) -> None:
+    model = Blocks()
+    plugin = SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=names, min_num_params=size)
+    found = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert (found and [name for name, part in model.named_modules() if found(part)]) == chosen
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_chosen_blocks_themselves_are_recomputed(offload: bool) -> None:
+    plugin = MagicMock(transformer_cls_names_to_wrap=None, activation_checkpointing_offload=offload)
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    model, x = Blocks(), torch.ones(2, 3)
+    expected = model(x)
+    made = fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    assert [type(one).__name__ for one in made.get_submodule("blocks").children()] == [
+        "OffloadWrapper" if offload else "CheckpointWrapper"
+    ] * 2
+    assert torch.equal(made(x), expected)
+    made(x).sum().backward()
+
+
+def test_an_optimizer_is_switched_by_its_parameters_methods() -> None:
+    old, new = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(old.parameters(), lr=1.0)
+    pairs = zip(old.parameters(), new.parameters(), strict=True)
+    fsdp2_switch_optimizer_parameters(optimizer, {one.data_ptr: other for one, other in pairs})
+    assert optimizer.param_groups[0]["params"][0] is new.weight

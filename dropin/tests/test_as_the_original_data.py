@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from accelerate.state import PartialState
 from accelerate.test_utils import testing
@@ -92,3 +94,61 @@ def test_reasons_of_tests_that_are_skipped() -> None:
 
 def test_functions_name_the_module_they_have_always_been_in() -> None:
     assert (tqdm.__module__, compare_versions.__module__) == ("accelerate.utils.tqdm", "accelerate.utils.versions")
+
+
+def test_replaced_names_act_where_loaders_use_them() -> None:
+    PartialState(cpu=True)
+    plain: Any = DataLoader(range(5), batch_size=2)  # type: ignore[arg-type]
+    with patch("accelerate.data_loader.send_to_device", side_effect=lambda batch, *_, **__: batch + 5) as sent:
+        for dispatch in (False, True):
+            how: Any = {"dispatch_batches": dispatch, "non_blocking": True}
+            loader = prepare_data_loader(plain, torch.device("cpu"), put_on_device=True, **how)
+            assert [batch.tolist() for batch in loader] == [[5, 6], [7, 8], [9]]
+    assert sent.call_args.args[1:] == (torch.device("cpu"),) and sent.call_args.kwargs == {"non_blocking": True}
+    with patch("accelerate.data_loader.PartialState") as state:
+        state.return_value.num_processes, state.return_value.process_index = 2, 1
+        assert [batch.tolist() for batch in prepare_data_loader(plain)] == [[2, 3], [1, 2]]
+    with patch("accelerate.data_loader.synchronize_rng_states") as together:
+        drawn: Any = DataLoader(range(4), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
+        list(prepare_data_loader(drawn, rng_types=["generator"]))
+    together.assert_called_once_with([], None)
+
+
+def test_a_loader_tells_the_gradient_state_it_was_given() -> None:
+    PartialState(cpu=True)
+    loader: Any = DataLoaderShard(range(4), batch_size=2)
+    loader.gradient_state = Mock()
+    list(loader)
+    assert [call[0] for call in loader.gradient_state.method_calls] == ["_add_dataloader", "_remove_dataloader"]
+
+
+@pytest.mark.parametrize(("split", "kind"), [(False, "Shards"), (True, "IterableDatasetShard")])
+def test_streams_of_datasets_give_their_shards_unless_batches_are_split(split: bool, kind: str) -> None:
+    class Shards(IterableDataset[int]):
+        num_shards = n_shards = 2
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+        def shard(self, num_shards: int, index: int) -> Shards:
+            return self
+
+    PartialState(cpu=True)
+    plain: Any = DataLoader(Shards(), batch_size=2)
+    places: Any = {"num_processes": 2, "process_index": 0, "split_batches": split}
+    for streams, found in ((Shards, kind), (int, "IterableDatasetShard")):
+        with patch.dict(sys.modules, datasets=Mock(IterableDataset=streams)):
+            with patch("accelerate.data_loader.is_datasets_available", return_value=True):
+                assert type(prepare_data_loader(plain, **places).dataset).__name__ == found
+            with patch("accelerate.data_loader.is_datasets_available", return_value=False):
+                assert type(prepare_data_loader(plain, **places).dataset).__name__ == "IterableDatasetShard"
+
+
+def test_a_last_batch_of_unknown_size_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(5), batch_sampler=[[0, 1], [2]]))  # type: ignore[arg-type]
+    with caplog.at_level("INFO"):
+        assert [accelerator.gather_for_metrics(batch).tolist() for batch in loader] == [[0, 1], [2]]
+    assert [one.message for one in caplog.records if "had no length" in one.message] == [
+        "[RANK 0] The used dataset had no length, returning gathered tensors. You should drop the remainder yourself."
+    ]

@@ -192,3 +192,14 @@ def test_the_memory_of_a_model_of_the_hub_is_estimated(warm: Any, tmp_path: Path
     build: Any = BertModel
     whole = build(BertConfig(vocab_size=85, max_position_embeddings=64, **sizes))
     assert f"bert-base-uncased: {sum(p.numel() for p in whole.parameters()):,} parameters" in done.out[0]
+
+
+def test_hooks_of_streamed_parts_name_what_stays_where_it_is(saved: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    layers = {f"model.layers.{number}": "disk" if number > 1 else "cpu" for number in range(4)}
+    model: Any = AutoModelForCausalLM.from_pretrained(saved, device_map=places | layers)
+    kept = {name: set(model.get_submodule(name)._hf_hook.skip_keys) for name in ("", *layers)}
+    assert all(names == set(model._skip_keys_device_placement) for names in kept.values())
+    assert model.model.layers[0]._hf_hook.place_submodules and not model.model.layers[3]._hf_hook.place_submodules

@@ -22,7 +22,7 @@ def test_one_ahead_reads_one_further_and_knows_the_last(length: int) -> None:
     for device in (None, torch.device("cpu")):
         read.clear()
         seen = []
-        for batch, _, last, mark in OneAhead(device)(batches()):
+        for batch, _, last, mark in OneAhead(device, lambda batch: batch)(batches()):
             seen.append((int(batch), last))
             assert mark == int(batch)
             assert len(read) == min(int(batch) + 2, length)

@@ -82,8 +82,9 @@ def test_a_copied_optimizer_follows_windows_and_leaves_its_original_alone() -> N
 
 def test_a_copied_accelerator_is_the_same_run() -> None:
     accelerator = Accelerator(cpu=True)
-    again = copy.deepcopy(accelerator)
-    assert type(again) is Accelerator and again._clock is accelerator._clock
+    again = copy.copy(accelerator)
+    assert type(again) is Accelerator and again is not accelerator and again._clock is accelerator._clock
+    assert copy.deepcopy(accelerator) is accelerator
 
 
 def test_settings_change_before_the_first_model_only() -> None:

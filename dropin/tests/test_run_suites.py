@@ -74,6 +74,20 @@ def test_every_test_file_is_in_one_job(suites: Any, tmp_path: Path) -> None:
     assert len(jobs) == 2
 
 
+def test_added_files_are_run_and_see_their_folder(suites: Any, tmp_path: Path) -> None:
+    sdist, added = tmp_path / "sdist", tmp_path / "added"
+    for name in (
+        "sdist/tests/test_trainer.py",
+        "added/trl/tests/more/test_dpo_trainer.py",
+        "added/peft/tests/test_other.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    [job] = suites.suite_jobs("trl", sdist, added, "apart")
+    assert job.apart == "apart" and job.name == "tests/more/test_dpo_trainer.py"
+    assert (sdist / "tests" / "conftest.py").read_text() == suites.ADDED["trl"]["tests/conftest.py"]
+
+
 def test_the_page_has_every_suite(suites: Any) -> None:
     page = (HERE.parent / "CLIENTS.md").read_text()
     _, title, section = page.partition(suites.TITLE)

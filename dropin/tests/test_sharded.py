@@ -83,6 +83,9 @@ def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
         merged = load_file(tmp_path / str(number) / "model.safetensors")
         assert merged.keys() == expected.keys()
         assert all(torch.equal(merged[name], value) for name, value in expected.items())
+    state = torch.load(loop / "full" / "state" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in expected.items())
+    assert (loop / "full" / "state" / "optimizer.bin").is_file()
     whole = torch.load(loop / "full" / "pytorch_model_fsdp.bin", weights_only=True)
     assert all(torch.allclose(whole[name], value, atol=1e-6) for name, value in expected.items())
     with pytest.raises(ValueError, match="holds no sharded model"):

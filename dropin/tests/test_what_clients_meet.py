@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.commands import launch
-from accelerate.commands.to_fsdp2 import convert
+from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from hasten.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -45,14 +45,14 @@ def test_fp16_on_the_cpu_is_fp16() -> None:
 )
 def test_numbers_of_sharding_strategies_mean_their_names(number: int, name: str, reshard: bool) -> None:
     for value in (number, str(number), name):
-        made, _ = convert({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": value}})
+        made = convert_config_to_fsdp2({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": value}})
         assert made["fsdp_config"] == {"fsdp_reshard_after_forward": reshard, "fsdp_version": 2}
 
 
 @pytest.mark.parametrize("value", [3, "NO_SHARD"])
 def test_a_strategy_that_shards_nothing_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="use DDP"):
-        convert({"fsdp_config": {"fsdp_sharding_strategy": value}})
+        convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": value}})
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--nothing", "train.py"], [], ["nowhere.py"]])

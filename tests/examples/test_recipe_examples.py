@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from tests.examples.test_examples import run, shared_folder
+from tests.examples.test_examples import run
 from tests.support.hub_server import TOKEN, client_at, serving
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 
 
 @ranks(2)
-def test_muon_ema_evaluates_the_average(ctx: ProcessContext) -> None:
-    out = shared_folder(ctx)
-    printed = run("muon_ema.py", "--epochs", 2, "--decay", 0.8, "--out", out)
-    assert (out / "model.safetensors").exists()
+def test_muon_ema_evaluates_the_average(ctx: ProcessContext, tmp_path: Path) -> None:
+    printed = run("muon_ema.py", "--epochs", 2, "--decay", 0.8, "--out", tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
     if ctx.world.rank == 0:
         trained, averaged = map(float, re.findall(r"epoch 2: accuracy ([\d.]+)%, of the average ([\d.]+)%", printed)[0])
         assert min(trained, averaged) > 75
@@ -38,14 +38,13 @@ def test_packing_fills_its_rows(ctx: ProcessContext) -> None:
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_qlora_writes_an_adapter_and_a_merged_model(ctx: ProcessContext) -> None:
+def test_qlora_writes_an_adapter_and_a_merged_model(ctx: ProcessContext, tmp_path: Path) -> None:
     for package in ("transformers", "peft", "bitsandbytes"):
         pytest.importorskip(package)
-    out = shared_folder(ctx)
-    printed = run("qlora.py", "--steps", 12, "--megabytes", 0.05, "--out", out)
+    printed = run("qlora.py", "--steps", 12, "--megabytes", 0.05, "--out", tmp_path)
     if ctx.world.rank == 0:
-        assert (out / "adapter" / "adapter_model.safetensors").exists()
-        assert (out / "merged" / "model.safetensors").exists()
+        assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+        assert (tmp_path / "merged" / "model.safetensors").exists()
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
         assert losses[-1] < losses[0]
 
@@ -60,8 +59,8 @@ def test_generate_continues_every_prompt(ctx: ProcessContext) -> None:
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_a_resumed_stream_ends_with_the_very_same_weights(ctx: ProcessContext) -> None:
-    whole, parts = shared_folder(ctx), shared_folder(ctx)
+def test_a_resumed_stream_ends_with_the_very_same_weights(ctx: ProcessContext, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
     straight = run("stream.py", "--epochs", 2, "--out", whole)
     run("stream.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
     resumed = run("stream.py", "--epochs", 2, "--out", parts)
@@ -71,11 +70,11 @@ def test_a_resumed_stream_ends_with_the_very_same_weights(ctx: ProcessContext) -
 
 
 @ranks(1)
-def test_push_to_hub_loads_the_same_model(ctx: ProcessContext) -> None:
+def test_push_to_hub_loads_the_same_model(ctx: ProcessContext, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     with (
         serving() as hub,
-        client_at(hub.address, str(shared_folder(ctx))),
+        client_at(hub.address, str(tmp_path)),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("HF_TOKEN", TOKEN)

@@ -27,6 +27,7 @@ _HELD: Final = "src/hasten/strategies/fsdp/gradients.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
+_NAMES: Final = "src/hasten/modules/names.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
 _PIECES: Final = "src/hasten/strategies/context/attention.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
@@ -147,7 +148,7 @@ NAMES: Final = (
         ("src/hasten/checkpoint/base.py",),
         "sharded checkpoints fail",
     ),
-    Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS,), "sharded updates fail"),
+    Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS, _NAMES), "sharded updates fail"),
     Name("torch.optim:Adam", "_init_group", (_SHARDS,), _FAST),
     # schedulers
     Name(
@@ -233,6 +234,12 @@ NAMES: Final = (
         "_dynamo",
         ("src/hasten/testing/worker.py", "dropin/src/accelerate/_impl/models/other.py"),
         "test workers keep compiled code; is_compiled_module fails",
+    ),
+    Name(
+        "torch.distributed.algorithms",
+        "_checkpoint",
+        ("dropin/src/accelerate/_impl/checkpoints/fsdp.py",),
+        "the drop-in's fsdp2_apply_ac() cannot be imported",
     ),
     Name(
         "torch.nn.modules.module",

@@ -58,12 +58,12 @@ class Process:
     @property
     def is_main_process(self) -> bool:
         """True if this is rank 0 of the world."""
-        return self.ctx.is_main and (self.leads is None or self.leads())
+        return self.process_index == 0 and (self.leads is None or self.leads())
 
     @property
     def is_local_main_process(self) -> bool:
         """True if this is rank 0 of its node."""
-        return self.ctx.is_local_main and (self.leads is None or self.leads())
+        return self.local_process_index == 0 and (self.leads is None or self.leads())
 
     @property
     def is_last_process(self) -> bool:

@@ -66,6 +66,11 @@ def set_tensor(
     owner._parameters[last] = fresh
 
 
+def _own_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype that the module has now, which `half()` may have changed; None for tensors that pack their values."""
+    return tensor.dtype if type(tensor) in (Tensor, nn.Parameter) else None
+
+
 def _options(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes of a parameter that its class takes as arguments."""
     known = signature(type(parameter)).parameters
@@ -151,13 +156,13 @@ class AlignDevicesHook(ModelHook):
         """Move the offloaded weights to the device."""
         assert self.weights_map is not None, "the hook was attached"
         target = device or self._device() or torch.device("cpu")
-        for name in self._weights(module):
+        for name, now in self._weights(module).items():
             value = self.weights_map[name]
             if self.tied_params_map is not None and target not in self.tied_params_map.get(
                 value.data_ptr(), {target: value}
             ):
                 self.tied_pointers_to_remove.add((value.data_ptr(), target))
-            set_tensor(module, name, target, value, tied=self.tied_params_map)
+            set_tensor(module, name, target, value, _own_dtype(now), tied=self.tied_params_map)
 
     def take_away(self, module: nn.Module) -> None:
         """Release the device memory of offloaded weights."""
@@ -205,7 +210,8 @@ class AlignDevicesHook(ModelHook):
                 now = attrgetter(name)(module)
                 value = self.weights_map.get(name) if name in weights or now.is_meta else None
                 if device.type != "meta" or value is not None:
-                    set_tensor(module, name, device if device.type != "meta" else torch.device("cpu"), value)
+                    there = device if device.type != "meta" else torch.device("cpu")
+                    set_tensor(module, name, there, value, _own_dtype(now))
         return module
 
 
@@ -327,7 +333,7 @@ def attach_align_device_hook_on_blocks(
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
-            add_hook_to_module(part, hook, append=True)
+            add_hook_to_module(part, hook, append=not isinstance(hook_of(part), AlignDevicesHook))
         if device is not None:
             whole = preload_module_classes if away[name] else None
             attach_execution_device_hook(part, device, skip_keys, whole, tied_params_map)

@@ -14,6 +14,7 @@ from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
 from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
+from hasten.optional import available, need
 
 DeviceKey = int | str
 _SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
@@ -56,8 +57,10 @@ def _num_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def free_memory() -> dict[DeviceKey, int]:
-    """Return the bytes that are free now on every accelerator and on the host."""
+def free_memory(unified: bool = False) -> dict[DeviceKey, int]:
+    """Return the bytes that are free now on every accelerator and on the host; `unified` memory is under "mps" alone."""
+    if unified:
+        return {"mps": free_host_bytes()}
     return {**{index: _free(index) for index in range(_num_devices())}, "cpu": free_host_bytes()}
 
 
@@ -74,7 +77,9 @@ def free_host_bytes() -> int:
     """Return the host memory available without swapping, as estimated by the kernel and limited by the container."""
     free = 8 * 1024**3
     meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
+    if available("psutil"):  # reads the same on Linux, and knows other systems
+        free = int(need("psutil").virtual_memory().available)
+    elif meminfo.is_file():
         lines = dict(line.split(":", 1) for line in meminfo.read_text("utf-8").splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -85,6 +90,8 @@ def free_host_bytes() -> int:
 
 log = logging.getLogger(__name__)
 OFFLOAD = ("cpu", "disk")
+WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Names of the ways to work out a map."""
 DType = torch.dtype | str | None
 
 

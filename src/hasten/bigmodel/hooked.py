@@ -17,7 +17,7 @@ from hasten.bigmodel.align import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from hasten.bigmodel.device_map import OFFLOAD, owner_in
+from hasten.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
 from hasten.bigmodel.dispatch import Place
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, write_missing
 from hasten.bigmodel.units import tensors_in
@@ -78,14 +78,16 @@ def dispatch_model(
     owners = {name: str(device_map.get(owner_in(device_map, name) or "")) for name in state}
     on_disk = {name: one for name, one in state.items() if owners[name] == "disk"}
     if on_disk:
-        write_missing(on_disk, offload_dir)
+        write_missing(on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers()))
     if state_dict is None:
         state_dict = {name: one for name, one in state.items() if owners[name] in resting - {"disk"}}
     weights = OffloadedWeightsLoader(state_dict, offload_dir, None if on_disk else {}) if any(away.values()) else None
     devices = {name: main_device if str(place) in OFFLOAD else place for name, place in device_map.items()}
-    ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in tied_groups(model)}
+    groups = [list(names) for names in tied_groups(model)]
+    ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in groups}
     options = (offload_buffers, "", skip_keys, preload_module_classes, ties)
     attach_align_device_hook_on_blocks(model, {"": main_device, **devices}, away, weights, *options)
+    retie_parameters(model, groups)
     return model
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from hasten.bigmodel.device_map import (
+    WAYS,
     DeviceKey,
     DType,
     as_dtype,
@@ -127,7 +128,8 @@ def load_checkpoint_in_model(
             _put(group, torch.empty(piece.data.shape, dtype=wanted, device="meta"))
         else:
             target = _target(plan, group, piece)
-            copies.append(Copy(target.detach(), piece.data, piece.file))
+            if not target.is_meta:
+                copies.append(Copy(target.detach(), piece.data, piece.file))
     started = time.perf_counter()
     with reporting(progress) as report_bytes:
         done = _run(copies, report_bytes)
@@ -322,7 +324,7 @@ def work_out(
         if device_map is not None:
             check_device_map(model, device_map)
         return device_map
-    if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if device_map not in WAYS:
         raise ConfigError(
             f"device_map={device_map!r} is unknown; use 'auto', 'balanced', 'balanced_low_0', "
             "'sequential' or a map from names to devices."

@@ -31,7 +31,7 @@ from hasten.errors import (
     IncompleteCheckpointError,
     OtherModelError,
 )
-from hasten.modules.names import local_tensor, plain_name
+from hasten.modules.names import is_dtensor, local_tensor, plain_name
 
 _UNITS = (
     *(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
@@ -221,6 +221,11 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
     if safe_serialization:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise ConfigError("safe_serialization=True needs a flat dict of tensors; give one, or set it to False.")
+        if (sharded := next((key for key, value in obj.items() if is_dtensor(value)), None)) is not None:
+            raise ConfigError(
+                f"{sharded} is a part of a sharded tensor, which only this rank holds. Give the whole tensors: "
+                "accelerator.get_state_dict(model), or tensor.full_tensor()."
+            )
         blob = encode_safetensors({str(key): value for key, value in obj.items()})
         replace_files_only(target.parent, {target.name: blob}, device)
         return

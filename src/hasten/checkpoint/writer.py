@@ -62,6 +62,8 @@ class FileLayout:
     shard: int = SHARD_BYTES
     hidden: frozenset[str] = frozenset()
     """Kinds of components whose files have names that start with a dot."""
+    torch_model: str = "pytorch_model"
+    """Name of the weights in torch's format, before the model's number."""
 
 
 def plan_component(
@@ -72,7 +74,7 @@ def plan_component(
     For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
     kind, fmt, limits = component.kind, component.format, layout or FileLayout()
-    stem = f"pytorch_{name}" if kind == "model" and fmt == "torch" else name
+    stem = limits.torch_model + name.removeprefix("model") if kind == "model" and fmt == "torch" else name
     if kind in limits.hidden:
         stem = f".{stem}"
     end = ".safetensors" if fmt == "safetensors" else ".pt" if kind == "scaler" else ".bin"

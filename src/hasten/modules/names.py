@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -144,6 +145,19 @@ def whole_of(value: DTensor) -> Tensor:
 def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
     """Return the plain memory behind a tensor on this rank."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return state of a parameter as the optimizer holds it: a DTensor if the parameter is sharded.
+
+    The local tensor stays where it is; `DTensor.from_local` would move it from the host to the mesh's device.
+    """
+    if not is_dtensor(parameter) or local.shape != local_tensor(parameter).shape:
+        return local
+    made: Any = torch.empty_like(parameter, dtype=local.dtype, device=local.device, requires_grad=False)
+    # under autograd, to_local() returns a view, whose memory is not the one to replace
+    made._local_tensor.set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+    return made  # type: ignore[no-any-return]
 
 
 def placements() -> Any:  # Any: an untyped module of torch

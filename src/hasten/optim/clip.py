@@ -44,6 +44,10 @@ def clip_norm(
     """
     chosen = as_list(parameters)
     grads = gradients(chosen)
+    special = error_if_nonfinite or (foreach, across, counts) != (None, None, None)
+    if not special and not any(map(is_dtensor, grads)):
+        plain: Tensor = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+        return plain
     counted = grads if counts is None else gradients([parameter for parameter in chosen if counts(parameter)])
     total = global_norm(counted, norm_type, foreach=foreach, across=across)
     if error_if_nonfinite and not bool(torch.isfinite(total)):

@@ -197,6 +197,11 @@ class StepClock:
                 holder.note_gradients()
         return self.boundary
 
+    def begin_at(self, key: Key, micro: int) -> None:
+        """Let the next micro-step of this window follow `micro` others, however many there were."""
+        window = self._windows.get(key) or self._open(key)
+        window.micro, window.closed = micro, False
+
     def is_open(self, key: Key) -> bool:
         """Return True if a window of this name has started and not ended."""
         window = self._windows.get(key)

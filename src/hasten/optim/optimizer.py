@@ -128,6 +128,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer = inner
         self.last: StepResult | None = None
         """Result of the latest step; None when the latest call was off the boundary."""
+        self.skipped = False
+        """True if the latest step on a boundary was skipped."""
         self.num_attempts = 0
         """Number of calls of `step` at a boundary."""
         self.num_updates = 0
@@ -266,6 +268,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _close(self, result: StepResult) -> None:
         """Count the update, and end the window."""
         self.last = result
+        self.skipped = not result.applied
         self.num_attempts += 1
         self.num_updates += result.applied
         self.spent = True
@@ -298,6 +301,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def restore_counts(self, counts: tuple[StepResult | None, int, int, int, bool]) -> None:
         """Restore the counters."""
         self.last, self.num_attempts, self.num_updates, self.called_at, self.spent = counts
+        self.skipped = self.step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless an open window needs them."""

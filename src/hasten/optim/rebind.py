@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import PrepareError
-from hasten.modules.names import is_dtensor, placements, plain_name, stage_part
+from hasten.modules.names import is_dtensor, like_parameter, local_tensor, placements, plain_name, stage_part
 
 Convert = Callable[[str, str, Tensor, Tensor], Tensor]
 """(parameter name, state key, old value, new parameter) -> the value for the new parameter."""
@@ -134,7 +134,8 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
     if is_dtensor(parameter) and not is_dtensor(value):
         whole = value.to(parameter.device)
         spread: Callable[..., Tensor] = placements().distribute_tensor
-        return spread(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        made = spread(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return like_parameter(local_tensor(made).to(parameter.device), parameter)
     return value.to(parameter.device)
 
 

@@ -65,6 +65,8 @@ class AutocastForward(forwarding.Forward):
 class AutocastPrecision:
     """bf16 or fp16 compute with float32 weights; fp16 with a loss scaler."""
 
+    takes_half_weights = False
+
     def __init__(
         self,
         spec: PrecisionType,
@@ -80,9 +82,11 @@ class AutocastPrecision:
         self._device_type = device.type
         self._kwargs = kwargs
         self._in_flight = in_flight or (lambda: 0)
+        if scaler is not None:
+            scaler.in_flight = self._in_flight
 
     def convert(self, model: nn.Module) -> nn.Module:
-        if self.scaler is not None:
+        if self.scaler is not None and not self.takes_half_weights:
             refuse_half_weights(model)
         if self._kwargs.enabled and forwarding.find(model, AutocastForward.tag) is None:
             keep = self._kwargs.output_dtype == "keep"
@@ -114,11 +118,7 @@ class AutocastPrecision:
         return self.scaler.step_if_finite(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.scaler is None:
-            return {}
-        if self.scaler.due and self._in_flight() == 0:
-            self.scaler.update()
-        return self.scaler.state_dict()
+        return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scaler is not None:

@@ -31,6 +31,9 @@ SKIPPED: Final = StepResult(applied=False)
 class Precision(Protocol):
     """One precision, applied to any number of models and optimizers."""
 
+    takes_half_weights: bool
+    """True if a model with trainable float16 weights may be prepared where losses are scaled; only its step is an error."""
+
     @property
     def spec(self) -> PrecisionType: ...
 
@@ -81,6 +84,7 @@ class Precision(Protocol):
 class FullPrecision:
     """Full precision, without casts and loss scaling."""
 
+    takes_half_weights = False
     spec: PrecisionType = "no"
     scaler: torch.amp.GradScaler | None = None
 

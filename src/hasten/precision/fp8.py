@@ -26,6 +26,7 @@ _MARK = "_hasten_fp8"
 class Fp8Precision:
     """bf16 autocast around a model whose linear layers compute in fp8."""
 
+    takes_half_weights = False
     spec: PrecisionType = "fp8"
     scaler: torch.amp.GradScaler | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import GradScalerKwargs
-from hasten.errors import HastenWarning, LossScaleError, StepError
+from hasten.errors import HastenWarning, LossScaleError, PrecisionError
 from hasten.precision.base import StepResult
 
 _WARN_AFTER: Final = 8
@@ -22,9 +22,12 @@ _WARN_AFTER: Final = 8
 class LossScaler(torch.amp.GradScaler):
     """torch's GradScaler, which steps on all ranks or on none.
 
-    The scale changes at the next backward rather than inside a step, so that two optimizers whose losses were scaled
-    together are unscaled by the same number.
+    The scale changes at the next backward, or when it is read, rather than inside a step, so that two optimizers whose
+    losses were scaled together are unscaled by the same number.
     """
+
+    in_flight: Callable[[], int] = staticmethod(int)
+    """Returns the number of losses whose gradients no optimizer has used yet; meanwhile the scale does not change."""
 
     def __init__(self, device: torch.device, kwargs: GradScalerKwargs, comm: Comm | None = None) -> None:
         super().__init__(
@@ -72,6 +75,23 @@ class LossScaler(torch.amp.GradScaler):
         self._overflowed |= overflow
         self.due = True
         return StepResult(applied=not overflow, scale=self._known_scale, value=value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "in_flight"}
+
+    def get_scale(self) -> float:
+        """Return the scale as the latest step has left it; waits for the device."""
+        self._settle()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and its counter as the latest step has left them; waits for the device."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        if self.due and not self.in_flight():
+            self.update()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale: down after an overflow, up after enough steps without one."""
@@ -130,9 +150,9 @@ class LossScaler(torch.amp.GradScaler):
         with torch.no_grad():
             for (device, dtype), same in parts.items():
                 if dtype == torch.float16 and not allow_fp16:
-                    raise StepError(
-                        f"{type(optimizer).__name__} has float16 gradients, which lose their small values when they "
-                        "are unscaled. Train float32 weights: call model.float() before prepare()."
+                    raise PrecisionError(
+                        f"Attempting to unscale FP16 gradients. {type(optimizer).__name__} trains float16 weights, whose gradients lose "
+                        "their small values when they are unscaled. Call model.float() before prepare()."
                     )
                 if device not in found:
                     found[device] = found_inf.to(device, copy=True)

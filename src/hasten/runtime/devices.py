@@ -69,7 +69,7 @@ def stands_in(wanted: str | None) -> bool:
         return False
     try:
         torch.get_device_module(device).set_device(device)
-    except (AssertionError, RuntimeError):  # torch was built without it, or finds none
+    except (AssertionError, AttributeError, RuntimeError, ValueError):  # torch was built without it, or finds none
         return False
     return True
 

@@ -284,7 +284,7 @@ class Saving:
         tree = collect(self._parts, fmt, weights)
         world = self._ctx.world
         if world.size == 1:
-            return tree
+            return gathered(tree, world, keeps=True) if self.whole else tree
         if group.ranks == world.ranks:
             tree = owned_by_axes(tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold

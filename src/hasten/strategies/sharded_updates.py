@@ -32,7 +32,7 @@ from torch.optim import (
 
 from hasten.checkpoint.base import dtensor_slice
 from hasten.errors import PrepareError, StepError
-from hasten.modules.names import is_dtensor, placements
+from hasten.modules.names import is_dtensor, like_parameter, placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -106,14 +106,7 @@ def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
         made = optimizer.state.pop(part).get("momentum_buffer")
         owner = owners[id(part)]
         if made is not None and optimizer.state[owner].get("momentum_buffer") is None:
-            optimizer.state[owner]["momentum_buffer"] = placements().DTensor.from_local(
-                made,
-                owner.device_mesh,
-                owner.placements,
-                run_check=False,
-                shape=owner.shape,
-                stride=owner.stride(),
-            )
+            optimizer.state[owner]["momentum_buffer"] = like_parameter(made, owner)
 
 
 def _collect_shards(
@@ -257,12 +250,4 @@ def _spread(value: Tensor, parameter: DTensor) -> Tensor:
     """Return this rank's shard of a whole value, as a DTensor that is sharded like the parameter."""
     own = dtensor_slice(parameter)
     part = _part(value, own.offset, own.data).to(own.data.device, copy=True)
-    made: Tensor = placements().DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return made
+    return like_parameter(part, parameter)

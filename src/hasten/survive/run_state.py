@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hasten.errors import HastenError
-from hasten.modules.names import is_dtensor, local_tensor
+from hasten.modules.names import is_dtensor, like_parameter, local_tensor
 from hasten.prepare_args import PreparedObjects
 from hasten.survive.healing import State
 
@@ -88,10 +88,7 @@ def as_shards(tree: Any, like: Any) -> Any:  # Any: as above
                 f"another replica has sent a shard of shape {tuple(local.shape)}, and this rank holds {_words(like)} in its place, so it cannot be "
                 "healed. Run the same script with the same number of processes and the same settings on all replicas."
             )
-        local = local.to(local_tensor(like).device)
-        return type(like).from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return like_parameter(local.to(local_tensor(like).device), like)
     if isinstance(tree, dict):
         return _filled(tree, {name: as_shards(value, _at(like, name)) for name, value in tree.items()})
     if type(tree) in (list, tuple):

@@ -219,5 +219,31 @@ def test_the_scale_waits_for_gradients_in_flight() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     step(precision, optimizer, weight, float("inf"))
     assert precision.scale(torch.tensor(1.0)).item() == 8
+    assert scaler.get_scale() == scaler.state_dict()["scale"] == 8
     waiting = 1
     assert precision.scale(torch.tensor(1.0)).item() == 4
+
+
+def test_a_scale_that_is_read_tells_what_the_latest_step_did() -> None:
+    scaler = LossScaler(CPU, GradScalerKwargs(init_scale=8.0, growth_interval=2))
+    precision = AutocastPrecision("fp16", CPU, torch.float16, AutocastKwargs(), scaler)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    step(precision, optimizer, weight, float("inf"))
+    assert scaler.get_scale() == 4
+    step(precision, optimizer, weight, 1.0)
+    assert scaler.state_dict()["_growth_tracker"] == 1
+    step(precision, optimizer, weight, 1.0)
+    assert scaler.get_scale() == 8
+
+
+def test_the_step_of_half_weights_is_an_error_where_they_were_taken() -> None:
+    precision = build("fp16", CPU)
+    model = nn.Linear(2, 2).half()
+    with pytest.raises(PrecisionError, match="is float16 and trainable"):
+        precision.convert(model)
+    precision.takes_half_weights = True
+    optimizer = torch.optim.SGD(precision.convert(model).parameters(), lr=0.1)
+    torch.autograd.backward(precision.scale(model(torch.ones(1, 2, dtype=torch.float16)).sum()))
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
+        precision.step(optimizer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accelerate._impl.surface.shown import shown
 from hasten.accelerator.process import Process, share
 from hasten.optim.clock import StepClock
 from hasten.runtime import bootstrap, env
@@ -39,6 +40,12 @@ class EstablishedProcess(Process):
         if first:
             self._together(error, "process_first")
 
+    num_processes = shown(lambda self: AMBIENT.partial.get("num_processes", self.ctx.topology.world_size), "")
+    process_index = shown(lambda self: AMBIENT.partial.get("process_index", self.ctx.topology.rank), "")
+    local_process_index = shown(
+        lambda self: AMBIENT.partial.get("local_process_index", self.ctx.topology.local_rank), "The rank on the node."
+    )
+
     def _only(self, here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[override]  # of this process
         # quirk: ONE_PROCESS_IS_ALL
         return function if self.num_processes == 1 else Process._only(here, function)
@@ -47,6 +54,8 @@ class EstablishedProcess(Process):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's share of a list, tuple, dict of those, tensor or dataset; a lone process has all of it as it is."""
         here, count = self.process_index, self.num_processes
+        if count > 1 and isinstance(inputs, dict) and len({len(one) for one in inputs.values()}) > 1:
+            raise ValueError("All values in the dictionary must have the same length")
         yield inputs if count == 1 or isinstance(inputs, str) else share(inputs, here, count, apply_padding)
 
 
@@ -63,7 +72,7 @@ class Ambient:
     gradient: dict[str, Any] = field(default_factory=dict)  # the attributes of GradientState that are stored
 
 
-AMBIENT = Ambient()  # quirk: SINGLETONS
+AMBIENT: Ambient = Ambient()  # quirk: SINGLETONS
 
 
 def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessContext:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Composed(hasten.Accelerator):
     rng_types: list[str]
     step: int
     """Micro-steps in accumulate() since the start of the epoch."""
+    _counted = 0
     step_scheduler_with_optimizer: bool
     _sharding: Any
     _engine: Any
@@ -58,7 +59,8 @@ class Composed(hasten.Accelerator):
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
     gradient_accumulation_steps = shown("_clock.every", "Micro-steps per update.", _accumulate_over)
-    native_amp = shown(lambda self: self.config.mixed_precision != "no", "Whether autocast is used.")
+    device = shown("state.device", "The device of this process, as PartialState shows it.")
+    native_amp = cached_property(lambda self: self.config.mixed_precision != "no")
     multi_device = shown(lambda self: self.num_processes > 1 and self.device.type != "cpu", "Whether one of several.")
     parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")
 
@@ -67,7 +69,7 @@ class Composed(hasten.Accelerator):
         "Torch's mesh, if sizes were given.",
     )
     should_save_model = shown(lambda self: True, "Whether this process writes weights.")
-    fp8_enabled = shown(lambda self: self.config.mixed_precision == "fp8", "Whether fp8 is used.")
+    fp8_enabled = cached_property(lambda self: self.config.mixed_precision == "fp8")
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -75,9 +77,8 @@ class Composed(hasten.Accelerator):
         backend = self.config.fp8.backend if self.fp8_enabled else "no"
         return FP8BackendType("AO" if backend == "auto" else backend.upper())
 
-    has_fp8_handler = shown(
-        lambda self: any(getattr(self, f"{kind}_recipe_handler", None) for kind in ("te", "ao", "msamp", "fp8")),
-        "Whether a recipe for fp8 was given.",
+    has_fp8_handler = cached_property(
+        lambda self: any(getattr(self, f"{kind}_recipe_handler", None) for kind in ("te", "ao", "msamp", "fp8"))
     )
 
     # -- the mesh -------------------------------------------------------------------------------------------------
@@ -105,4 +106,5 @@ def _replace(path: str, self: Any, value: Any) -> None:
 
 for _name, (_path, _doc) in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
     _change = partial(_replace, _path) if _path.startswith("_") or _name == "even_batches" else None
-    setattr(Composed, _name, shown(_path, _doc, _change) if _path else _of_state(_name, _doc))
+    setattr(Composed, _name, _made := shown(_path, _doc, _change) if _path else _of_state(_name, _doc))
+    _made.__set_name__(Composed, _name)  # which errors say

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hasten
@@ -22,17 +24,8 @@ from hasten.runtime.devices import stands_in
 from hasten.runtime.env import assigned_device
 
 # Any in this file: arguments of every type.
-HANDLERS: dict[type, str] = {
-    kinds.DistributedDataParallelKwargs: "ddp_handler",
-    kinds.GradScalerKwargs: "scaler_handler",
-    kinds.InitProcessGroupKwargs: "init_handler",
-    kinds.FP8RecipeKwargs: "fp8_recipe_handler",
-    kinds.AutocastKwargs: "autocast_handler",
-    kinds.ProfileKwargs: "profile_handler",
-    kinds.AORecipeKwargs: "ao_recipe_handler",
-    kinds.TERecipeKwargs: "te_recipe_handler",
-    kinds.MSAMPRecipeKwargs: "msamp_recipe_handler",
-}
+_SHOWN: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())
+HANDLERS: dict[type, str] = {getattr(kinds, kind): name for kind, name in _SHOWN.items()}
 UNSET: Any = object()
 
 

@@ -24,6 +24,7 @@ from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
 from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
+from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.
@@ -61,7 +62,7 @@ class EstablishedPreparer(Preparer):
         for index, value in zip(known, prepared, strict=True):
             result[index] = value
         for index in (*known, *alone):
-            if isinstance(result[index], AcceleratedOptimizer):
+            if isinstance(result[index], PreparedOptimizer):
                 result[index].device_placement = placed[index]
             setattr(result[index], PREPARED, True)
             show_original_forward(result[index])
@@ -105,7 +106,7 @@ class EstablishedPreparer(Preparer):
         config = self._accelerator.dataloader_config
         prepared = prepare_data_loader(
             loader,
-            self._ctx.device,
+            self._accelerator.device,
             num_processes=self._accelerator.readers().size,
             process_index=self._accelerator.readers().rank,
             put_on_device=place,

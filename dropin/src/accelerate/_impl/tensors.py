@@ -122,7 +122,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
     """Return the rows of the first tensor, or None where there is none."""
     try:
         return find_batch_size(data)
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError):
         return None
 
 

@@ -79,6 +79,7 @@ class _Package(GeneralTracker):
     settings = ""  # its method that records settings, where the package has no table of them
     writer: Any
     task: Any
+    _record: Any
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -187,9 +188,6 @@ class _Tables(_Package):
     ) -> None:
         """Record a table, of rows under columns or of a data frame."""
         self._record(table_name, {"columns": columns, "data": data, "dataframe": dataframe}, step, kwargs)
-
-    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class TrackioTracker(_Package):
@@ -457,20 +455,12 @@ def _runnable(name: str, logging_dir: Any) -> Any:
     """Return a kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
-    if name in LoggerType and name not in registry.installed():
+    if name in LoggerType and LoggerType(name) not in get_available_trackers():
         logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
         return None
     if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
     return LoggerType(name) if name in LoggerType else name
-
-
-def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """Return the trackers that `Accelerator(log_with=...)` asks for; a warning when none of them can run here."""
-    found = filter_trackers(log_with, logging_dir)
-    if log_with is not None and not found:
-        warnings.warn(message("no_trackers", log_with), stacklevel=3)
-    return found
 
 
 def begin(

@@ -1,5 +1,4 @@
 """`accelerate test`."""
 
 from accelerate._impl.commands.answered import main_test as main
-from accelerate._impl.commands.answered import run_test as run
 from accelerate._impl.commands.answered import test_command, test_command_parser

@@ -23,6 +23,7 @@ from hasten.checkpoint.base import Blob, Json, Slice, local_data
 from hasten.checkpoint.format.manifest import FORGED, open_outside, read_outside, size_of
 from hasten.checkpoint.format.packing import from_native, to_native
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from hasten.modules.names import local_tensor
 from hasten.runtime.devices import kind_of
 
 _METADATA = "__metadata__"
@@ -119,16 +120,21 @@ def dense(tensor: Tensor, key: str) -> Tensor:
 
 
 def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
-    """Return the other names of tensors that share memory: alias -> the first name of the tensor."""
+    """Return the other names of tensors that share memory: alias -> the first name of the tensor.
+
+    Of sharded tensors this rank's parts are compared; tensors without an address of their own are never aliases.
+    """
     first: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for key, value in tensors.items():
-        data = value.data if isinstance(value, Slice) else value
+        data = value.data if isinstance(value, Slice) else local_tensor(value)
         if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
             continue
         if data.device.type != "cpu" and kind_of(data.device).lazy:  # no addresses: tied tensors are written twice
             continue
-        where = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
+        if not data.data_ptr():  # a subclass that wraps other tensors
+            continue
+        where = (data.device, data.data_ptr(), data.dtype, value.shape, data.shape, data.stride())
         if (earlier := first.setdefault(where, key)) != key:
             aliases[key] = earlier
     return aliases

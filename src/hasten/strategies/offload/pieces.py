@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten.bigmodel.packs import aligned
-from hasten.modules.names import is_dtensor, local_tensor
+from hasten.modules.names import local_tensor
 from hasten.strategies.offload.lanes import Mark
 
 MOST_PIECE_BYTES: Final = 128 * 1024**2
@@ -174,18 +174,6 @@ def _dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return state of a parameter as the optimizer holds it: a DTensor if the parameter is sharded.
-
-    The local tensor stays in host memory; `DTensor.from_local` would move it to the mesh's device.
-    """
-    if not is_dtensor(parameter) or local.shape != local_tensor(parameter).shape:
-        return local
-    made: Tensor = torch.empty_like(parameter, dtype=local.dtype, device=local.device, requires_grad=False)
-    local_tensor(made).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
-    return made
 
 
 def sort_like_groups(optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hasten.bigmodel.packs import HostPool
 from hasten.errors import StepError
-from hasten.modules.names import is_dtensor, local_tensor
+from hasten.modules.names import is_dtensor, like_parameter, local_tensor
 from hasten.optim.optimizer import SETTLE_STATE
 from hasten.strategies.offload.lanes import HostLanes, Mark, MemoryBudget, MemoryUse
 from hasten.strategies.offload.pieces import (
@@ -31,7 +31,6 @@ from hasten.strategies.offload.pieces import (
     divide,
     hide_tensors,
     lay_out,
-    like_parameter,
     num_bytes,
     show_tensors,
     sort_like_groups,

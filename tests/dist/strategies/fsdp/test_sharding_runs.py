@@ -221,6 +221,10 @@ def test_shards_are_merged_offline_and_whole_checkpoints_are_whole(rank_pool: Po
     assert state.keys() - written.keys() == {"head.weight"}  # tied: stored once
     assert all(torch.equal(value, state[name]) for name, value in written.items())
     assert not list((tmp_path / "whole").glob("*_shard_*"))
+    alone = rank_pool.run(save, 1, tmp_path / "alone", "FULL_STATE_DICT")[0]
+    written = load_file(tmp_path / "alone" / "model.safetensors")
+    assert all(torch.equal(value, alone[name]) for name, value in written.items())
+    assert not list((tmp_path / "alone").glob("*_shard_*"))
 
 
 HF_FILE = """\

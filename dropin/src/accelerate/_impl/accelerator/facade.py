@@ -4,7 +4,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +15,6 @@ from torch.utils.data import IterableDataset
 
 import hasten
 from accelerate._impl import ambient
-from accelerate._impl import trackers as tracking
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
@@ -25,8 +23,7 @@ from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
 from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
-from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel
-from accelerate._impl.optim.scheduler import AcceleratedScheduler
+from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel, wait_for_everyone
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
@@ -35,6 +32,7 @@ from accelerate._impl.sharding.sequences import SplitSequences
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, pad_across_processes, reduce
+from accelerate._impl.trackers import GeneralTracker, begin, filter_trackers
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import AcceleratorState, GradientState, fill_partial, fill_whole
 from hasten import trees
@@ -42,6 +40,7 @@ from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.config.base import given as named
 from hasten.optim import clip
+from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.window import Key
 from hasten.runtime.mesh_plan import Axis
 
@@ -98,17 +97,21 @@ class Accelerator(SavingFace):
         self.step_scheduler_with_optimizer, self.step = given["step_scheduler_with_optimizer"], 0
         self.rng_types = given["rng_types"] if given["rng_types"] is not None else ["generator"]
         vars(self).update({name: sorted_.handlers.get(name) for name in HANDLERS.values()})
+        self._precision.takes_half_weights = True  # for inference: an error when they are trained
         self.delayed_fp8_autocast, self.trackers = False, []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             self._numbers = None  # quirk: NAN_IS_SILENT
 
-    def __copy__(self, memo: dict[int, Any] | None = None) -> Self:
+    def __copy__(self) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
-    __deepcopy__ = __copy__
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return this Accelerator itself, and say so."""
+        logger.info(message("deep_copy"))
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
@@ -129,7 +132,9 @@ class Accelerator(SavingFace):
         self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
         self.gradient_state.plugin_kwargs.setdefault("num_steps", self._clock.every)
         check_os_kernel()
-        self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
+        self.log_with = filter_trackers(given["log_with"], self.logging_dir)
+        if given["log_with"] is not None and not self.log_with:
+            warnings.warn(message("no_trackers", given["log_with"]), stacklevel=3)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -150,7 +155,7 @@ class Accelerator(SavingFace):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return the schedule, also of a class of one's own, following its optimizer's updates."""
         prepared = self.prepare(scheduler)
-        return prepared if isinstance(prepared, AcceleratedScheduler) else self._preparer._scheduler(scheduler)
+        return prepared if isinstance(prepared, PreparedScheduler) else self._preparer._scheduler(scheduler)
 
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -169,8 +174,17 @@ class Accelerator(SavingFace):
         known = [model for model in models if any(model is one for one in self._prepared.models)]
         key: Key = tuple([self._prepared.index_of(model) for model in known])
         each = self.config.gradient_accumulation.sync_each_batch
-        self.step = 0 if self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader else self.step + 1
+        if self.step != self._counted:  # the script has set it
+            self._clock.begin_at(key, self.step % self._clock.every)
+        ends = self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        self.step = self._counted = 0 if ends else self.step + 1
         return Accumulation(self._clock, self._strategy, known or self._prepared.models, key, each)
+
+    def _do_sync(self) -> None:
+        """Count a micro-step outside of accumulate() and synchronise gradients where a window or loader ends."""
+        ends: bool = self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        self.step = 0 if ends else self.step + 1
+        self.gradient_state._set_sync_gradients(ends or self.step % self._clock.every == 0)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Return a block in which backward leaves this model's gradients unsynchronised."""
@@ -216,8 +230,7 @@ class Accelerator(SavingFace):
             fused(loss, learning_rate)
 
     def _fused_backwards(self) -> list[Any]:
-        inner = [one.optimizer for one in self._prepared.optimizers]
-        return [one.fused_backward for one in inner if hasattr(one, "fused_backward")]
+        return list(filter(None, (getattr(one.optimizer, "fused_backward", None) for one in self._prepared.optimizers)))
 
     has_lomo_optimizer = shown(lambda self: bool(self._fused_backwards()), "Whether an optimizer updates in backward.")
 
@@ -252,6 +265,8 @@ class Accelerator(SavingFace):
             warnings.warn(message("streams_stay_even"), stacklevel=2)
         return super().join_uneven_inputs(joinables, even_batches)
 
+    wait_for_everyone = staticmethod(wait_for_everyone)
+
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
         """Return every process's tensors joined along the first dimension."""
@@ -273,20 +288,26 @@ class Accelerator(SavingFace):
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         """Return the results of every process for the current batch; the last batch is cut to the samples that are left."""
-        loader = self.gradient_state.active_dataloader
-        cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
-        left = loader.remainder if cut else None  # quirk: LAST_BATCH_IS_CUT
+        left = self._samples_left()  # quirk: LAST_BATCH_IS_CUT
         if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple | str) else found
-        if self.num_processes > 1:
-            input_data = ops.gather_ragged(input_data, self.readers())
-        return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
+        alone = self.num_processes == 1
+        gathered = self.gather(input_data) if alone else ops.gather_ragged(input_data, self.readers())
+        return trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered) if left else gathered
+
+    def _samples_left(self) -> int | None:
+        """Return the number of samples in a last batch that is cut to them; log where it is unknown."""
+        loader = self.gradient_state.active_dataloader
+        last = loader is not None and loader.end_of_dataloader
+        if last and loader.remainder == -1:
+            logger.info(message("no_length"))
+        return loader.remainder if last and loader.remainder > 0 and loader.even_batches else None
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Begin a run of every tracker. Ranks: every rank."""
-        self.trackers += tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+        self.trackers += begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of this name, or its package's own object; a blank one away from the main process."""
@@ -296,7 +317,7 @@ class Accelerator(SavingFace):
         if self.trackers and self.is_main_process:
             raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
         # quirk: MISSING_TRACKER_IS_BLANK
-        return tracking.GeneralTracker(_blank=True)
+        return GeneralTracker(_blank=True)
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Record values with every tracker."""
@@ -329,7 +350,7 @@ class Accelerator(SavingFace):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
         """A block under torch.profiler; with `output_trace_dir`, its trace is left there under PROFILE_PATTERN_NAME."""
         chosen = profile_handler or self.profile_handler or ProfileKwargs()
-        with super().profile(replace(chosen.to_hasten(), output_trace_dir=None)) as running:
+        with chosen.build() as running:
             yield running
         if chosen.output_trace_dir is not None:
             folder = Path(chosen.output_trace_dir)

@@ -55,8 +55,7 @@ def save_accelerator_state(
     """Write states as single files; Accelerator.save_state writes a whole checkpoint, atomically."""
     (folder := Path(output_dir)).mkdir(parents=True, exist_ok=True)
     for index, state in enumerate(model_states):
-        safe, plain = _model_files(index)
-        save(state, folder / (safe if safe_serialization else plain), save_on_each_node, safe_serialization)
+        save(state, folder / _model_files(index)[not safe_serialization], save_on_each_node, safe_serialization)
     rest = [(_numbered(constants.OPTIMIZER_NAME, index), one) for index, one in enumerate(optimizers)]
     rest += [(_numbered(constants.SCHEDULER_NAME, index), one) for index, one in enumerate(schedulers)]
     for name, thing in [*rest, *([] if scaler is None else [(constants.SCALER_NAME, scaler)])]:
@@ -79,7 +78,7 @@ def write_for_original(
 def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
     """Return the loaders whose positions are saved, each with the name of its file."""
     numbered = ((_numbered("dl_state_dict", index), one) for index, one in enumerate(dataloaders))
-    return [(name, one) for name, one in numbered if one.use_stateful_dataloader]
+    return [(name, one) for name, one in numbered if getattr(one, "use_stateful_dataloader", False)]
 
 
 def load_accelerator_state(

@@ -5,28 +5,29 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
+from accelerate._impl.models.other import get_module_children_bottom_up
+from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
 from hasten.checkpoint import object_files
 from hasten.checkpoint.export import load_weights
 from hasten.checkpoint.object_files import ObjectFiles
 from hasten.modules.names import plain_name
-from hasten.strategies.base import PrepareRequest
-from hasten.strategies.fsdp.shard_groups import blocks_to_recompute, blocks_to_shard
-from hasten.strategies.recompute import Recompute
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.
+_POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -66,7 +67,10 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
-    known = [[mapping.get(_address(one)) for one in group["params"]] for group in optimizer.param_groups]
+    known = [
+        [mapping.get(_address(one), mapping.get(one.data_ptr)) for one in group["params"]]
+        for group in optimizer.param_groups
+    ]
     if any(one is None for group in known for one in group):
         raise KeyError(message("parameter_without_another"))
     for group, parameters in zip(optimizer.param_groups, known, strict=True):
@@ -80,17 +84,26 @@ def _address(parameter: Any) -> Any:
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
     """Return a function that tells the modules of this model which are sharded on their own; None where there are none."""
-    chosen = {id(block) for block in blocks_to_shard(model, fsdp2_plugin.to_hasten(say=False))}
-    return (lambda module: id(module) in chosen) if chosen else None
+    seen: Any = SimpleNamespace(**{name: getattr(fsdp2_plugin, name, None) for name in _POLICY})
+    FullyShardedDataParallelPlugin.set_auto_wrap_policy(seen, model)
+    bound = getattr(seen.auto_wrap_policy, "keywords", {})
+    if kinds := bound.get("transformer_layer_cls"):
+        return lambda module: isinstance(module, tuple(kinds))
+    if least := bound.get("min_num_params"):
+        return lambda module: sum(one.numel() for one in module.parameters()) > least
+    return None
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Return the model, with the blocks that are sharded on their own recomputed in backward."""
-    settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
-    find = partial(blocks_to_recompute, config=settings)
-    recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
-    request, precision = PrepareRequest(place=False, train=True), components(accelerator).precision
-    return recompute.apply(model, request, accelerator.ctx, precision)
+    plugin = accelerator.state.fsdp_plugin
+    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
+    for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
+        if chosen(module):
+            made = checkpoint_wrapper.checkpoint_wrapper(module)
+            made = checkpoint_wrapper.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
+    return model
 
 
 def fsdp2_load_full_state_dict(

@@ -14,6 +14,7 @@ from typing import Any
 from accelerate._impl.checkpoints import by_hand
 from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
+from accelerate._impl.environment.constants import FSDP_MODEL_NAME
 from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import save, tell_shared
 from accelerate._impl.surface.messages import message
@@ -60,15 +61,16 @@ class SavingFace(Composed):
         if limit is not None and there + 1 > limit:
             logger.warning(f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint.")
         logger.info(f"Saving current state to {output_dir}")
-        self._sharding.follow_form()
         if safe_serialization:
             for model in self._prepared.models:
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
-        self._saving.layout, self._saving.keeps_exports = _LAYOUT, False
+        self._saving.whole = whole = getattr(self._sharding.plugin, "whole_checkpoints", False)  # it may have changed
+        self._saving.layout = replace(_LAYOUT, torch_model=FSDP_MODEL_NAME) if whole else _LAYOUT
+        self._saving.keeps_exports = False
         given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
         with _errors_of_hooks_as_raised():
-            place = super().save_state(given[0], safe_serialization)
+            place = super().save_state(given[0], safe_serialization and not whole)
         if len(set(given)) > 1:  # quirk: FOLDER_OF_EACH_PROCESS
             if os.fspath(output_dir) != given[0]:
                 shutil.copytree(place, output_dir, dirs_exist_ok=True)
@@ -121,7 +123,7 @@ class SavingFace(Composed):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
                 return
-        self.step = by_hand.step_in(folder, self.process_index)
+        self.step = self._counted = by_hand.step_in(folder, self.process_index)
         self.project_configuration.iteration = self._saving.iteration
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from accelerate._impl.settings.config_file import default_config_file, load_conf
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's namespaces.
-_HEADING: Final = "\nCopy-and-paste the text below in your GitHub issue\n"
 
 
 def chosen_file(args: Any) -> list[str]:
@@ -32,8 +31,8 @@ def env_command(args: Any) -> dict[str, Any]:
     lines = [f"- {name}: {value}" for name, value in report.items()]
     shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
     whose = "config passed" if args.config_file else "default config"
-    text = "\n".join([_HEADING, *lines, f"- `Accelerate` {whose}:", *shown])
-    print(text)  # noqa: T201  the command answers on the terminal
+    heading = "\nCopy-and-paste the text below in your GitHub issue\n"
+    print("\n".join([heading, *lines, f"- `Accelerate` {whose}:", *shown]))  # noqa: T201  the command answers on the terminal
     return {**report, "`Accelerate` configs": saved or "Not found"}
 
 

@@ -22,13 +22,12 @@ _PARTS: Final = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
     """Return what the Hub says of a model, "gated" if it does not let us in, "repo" if it has none of that name."""
-    hub = need("huggingface_hub")
     try:
         return model_info(repo, token=token)
-    except (hub.errors.OfflineModeIsEnabled, hub.errors.GatedRepoError):
-        return "gated"
-    except hub.errors.RepositoryNotFoundError:
-        return "repo"
+    except OSError as error:  # the Hub's errors, and those of the way to it
+        kinds = need("huggingface_hub.errors")
+        found = not isinstance(error, kinds.RepositoryNotFoundError) or isinstance(error, kinds.GatedRepoError)
+        return "gated" if found else "repo"
 
 
 def model_info(repo: str, **how: Any) -> Any:

@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from io import StringIO
 from itertools import takewhile
@@ -114,12 +114,10 @@ def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
 def _as_the_original_says(words: Sequence[str]) -> str:
     """Return the objections of the established parser and reader of settings files, to the letter."""
     try:
-        with redirect_stderr(StringIO()):
+        with redirect_stderr(StringIO()), suppress(SystemExit):  # words of hasten's own
             _validate_launch_command(launch_command_parser().parse_known_args(words)[0])
     except (ValueError, OSError) as error:
         return f"{type(error).__name__}: {error}\n"
-    except SystemExit:
-        return ""  # words of hasten's own
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -23,7 +24,6 @@ _CAPITAL: Final = (_SEQUENCES, "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_", "ACCE
 _FSDP: Final = ("FSDP_ACTIVATION_", "FSDP_CPU_RAM_", "FSDP_RESHARD_", "FSDP_STATE_DICT_", "FSDP_SYNC_")
 _ALWAYS: Final = (_SEQUENCES, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_", *_FSDP)
 _OPTIONS: Final = ("parallelism", "sp_handler")
-_NO_OPTIONS: Final = DeepSpeedSequenceParallelConfig()
 set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the drop-in"))
 
 
@@ -34,10 +34,8 @@ def variables_for(words: Sequence[str]) -> Mapping[str, str]:
 
 def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
     """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
-    options = settings_for(words).parallelism.sp_handler
-    if options == _NO_OPTIONS:
-        return []
-    return [set_here((*_OPTIONS, name), getattr(_NO_OPTIONS, name)) for name in _NO_OPTIONS.__dataclass_fields__]
+    given, none = asdict(settings_for(words).parallelism.sp_handler), asdict(DeepSpeedSequenceParallelConfig())
+    return [set_here((*_OPTIONS, name), value) for name, value in none.items() if given[name] != value]
 
 
 def settings_for(words: Sequence[str]) -> Config:

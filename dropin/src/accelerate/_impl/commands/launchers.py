@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.multiprocessing.spawn import start_processes
 
 from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.environment.packages import is_mps_available
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.state import AcceleratorState, PartialState
@@ -74,7 +75,7 @@ def notebook_launcher(
     given["num_processes"] = wanted = max(devices, 1) if num_processes is None else num_processes
     if wanted <= 1 and num_nodes == 1:
         _announce(wanted, devices)
-        with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
+        with patch_environment(**({"ACCELERATE_MIXED_PRECISION": precision} if precision != "no" else {})):
             return function(*args)
     return _in_processes(function, args, given, devices)
 
@@ -108,7 +109,8 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
 
 def _announce(processes: int, devices: int) -> None:
     kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper() if devices else "CPU"
-    where = f"{processes} {kind}s" if processes > 1 else f"{'one ' if devices else ''}{kind}"
+    one = {"MPS": is_mps_available, "one GPU": torch.cuda.is_available, "one XPU": torch.xpu.is_available}
+    where = f"{processes} {kind}s" if processes > 1 else next((name for name, there in one.items() if there()), "CPU")
     print(f"Launching training on {where}.")  # noqa: T201  as the original says it
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
@@ -220,12 +221,12 @@ def prepare_tpu(
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Return the environment with the options of fp8."""
-    current_env.update(_shown(args, "fp8"))
-    parts = _asked(args, "fp8_override_linear_precision")
+    given = {name: value for name, value in vars(args).items() if name.startswith("fp8_") and value is not None}
+    parts = given.pop("fp8_override_linear_precision", ())
     if isinstance(parts, str):
         parts = tuple(str_to_bool(one.strip()) for one in parts.split(","))
-    for name, value in zip(("FPROP", "DGRAD", "WGRAD"), parts or (), strict=False):
-        current_env[f"ACCELERATE_FP8_OVERRIDE_{name}"] = str(value)
+    given |= dict(zip((f"fp8_override_{name}" for name in ("fprop", "dgrad", "wgrad")), parts, strict=False))
+    current_env.update({f"ACCELERATE_{name.upper()}": str(value) for name, value in given.items()})
     return current_env
 
 
@@ -297,8 +298,6 @@ def _filter_args(args: argparse.Namespace, parser: argparse.ArgumentParser, defa
 
 def _value(word: str) -> Any:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(word)
-        except ValueError:
-            continue
     return {"True": True, "False": False}.get(word, word)

@@ -21,39 +21,6 @@ _GONE = dict.fromkeys(
 _LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 
 
-def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Give the settings FSDP2's names, in place; return them, and a sentence for each that has no meaning any more.
-
-    Raises: ConfigError for a strategy without an equivalent.
-    """
-    said: list[str] = []
-    fsdp: dict[str, Any] = {}
-    if config["fsdp_config"].get("fsdp_version") == 2:
-        return config, [message("already_fsdp2"), message("change_fsdp_version")]
-    for name, value in config["fsdp_config"].items():
-        if name in _GONE:
-            said.append(f"Argument {name} {_GONE[name]}, skipping this key...")
-        elif name == "fsdp_sharding_strategy":
-            fsdp["fsdp_reshard_after_forward"] = _reshard(value, said)
-        elif (name, value) == ("fsdp_state_dict_type", "LOCAL_STATE_DICT"):
-            fsdp[name] = "SHARDED_STATE_DICT"
-            said.append(f"{name} {value} is SHARDED_STATE_DICT in FSDP2")
-        else:
-            fsdp[name] = value
-    config["fsdp_config"] = {**fsdp, "fsdp_version": 2}
-    return config, said
-
-
-def _reshard(value: Any, said: list[str]) -> Any:
-    """Return FSDP2's equivalent of a sharding strategy, by name or number."""
-    if str(value).upper() in ("3", "NO_SHARD"):
-        raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
-    found, _ = fsdp_from_fsdp1({"sharding_strategy": value})
-    if found.hybrid_shard:
-        said.append(f"replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config")
-    return found.reshard_after_forward
-
-
 def to_fsdp2_command(args: Any) -> None:
     """Run `accelerate to-fsdp2`."""
     _validate_to_fsdp2_args(args)
@@ -67,11 +34,42 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in FSDP2's names; those without a meaning are logged. Others than FSDP's stay as they are."""
-    made, said = convert(config) if config.get("fsdp_config") else (config, [])
-    for sentence in said:
-        _LOG.warning(sentence)
-    return made
+    """Give the settings FSDP2's names, in place, and return them; those that have no meaning any more are logged.
+
+    Raises: ConfigError for a strategy without an equivalent.
+    """
+    given = config.get("fsdp_config") or {}
+    if given.get("fsdp_version") == 2:
+        _LOG.warning(message("already_fsdp2"))
+        _LOG.warning(message("change_fsdp_version"))
+    elif given:
+        config["fsdp_config"] = {**_renamed(given), "fsdp_version": 2}
+    return config
+
+
+def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+    fsdp: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _GONE:
+            _LOG.warning(f"Argument {name} {_GONE[name]}, skipping this key...")
+        elif name == "fsdp_sharding_strategy":
+            fsdp["fsdp_reshard_after_forward"] = _reshard(value)
+        elif (name, value) == ("fsdp_state_dict_type", "LOCAL_STATE_DICT"):
+            fsdp[name] = "SHARDED_STATE_DICT"
+            _LOG.warning(f"{name} {value} is SHARDED_STATE_DICT in FSDP2")
+        else:
+            fsdp[name] = value
+    return fsdp
+
+
+def _reshard(value: Any) -> Any:
+    """Return FSDP2's equivalent of a sharding strategy, by name or number."""
+    if str(value).upper() in ("3", "NO_SHARD"):
+        raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
+    found, _ = fsdp_from_fsdp1({"sharding_strategy": value})
+    if found.hybrid_shard:
+        _LOG.warning(f"replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config")
+    return found.reshard_after_forward
 
 
 def _validate_to_fsdp2_args(args: Any) -> None:

@@ -41,7 +41,6 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 _PACKAGES = "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo:lomo_optim matplotlib mlflow:mlflow:mlflow-skinny msamp:msamp:ms-amp pandas peft pynvml:pynvml:nvidia-ml-py pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio transformers triton wandb"
-_MAKERS = ("transformer_engine", "intel_transformer_engine")
 _FOUND: dict[str, Callable[[], bool]] = {
     "aim": lambda: _is_package_available("aim") and compare_versions("aim", "<", "4.0.0"),
     "torchao": lambda: _is_package_available("torchao") and compare_versions("torchao", ">=", "0.6.1"),
@@ -51,7 +50,7 @@ _FOUND: dict[str, Callable[[], bool]] = {
     "rich": lambda: _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH"),
     "tensorboard": lambda: any(_is_package_available(one) for one in ("tensorboard", "tensorboardX")),
     "torchdata_stateful_dataloader": lambda: _there("torchdata") and compare_versions("torchdata", ">=", "0.8.0"),
-    "transformer_engine": lambda: any(_is_package_available(one) for one in _MAKERS),
+    "transformer_engine": lambda: any(map(_is_package_available, ("transformer_engine", "intel_transformer_engine"))),
     "transformer_engine_mxfp8": lambda: (
         _there("transformer_engine") and is_cuda_available() and torch.cuda.get_device_capability() >= (10,)
     ),
@@ -129,12 +128,7 @@ is_mlu_available = _device_probe("mlu", "torch_mlu")
 is_musa_available = _device_probe("musa", "torch_musa")
 is_sdaa_available = _device_probe("sdaa", "torch_sdaa")
 is_neuron_available = _device_probe("neuron", "torch_neuronx")
-
-
-@lru_cache
-def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether there is a Gaudi device."""
-    return _device_probe("hpu", "habana_frameworks")()
+is_hpu_available = _device_probe("hpu", "habana_frameworks")
 
 
 def is_habana_gaudi1() -> bool:

@@ -53,7 +53,6 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
 def parser_of(name: str, command: Callable[[Any], object]) -> Callable[..., argparse.ArgumentParser]:
     """Return the function that makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
-
     about = _TABLE[name].get("about")
 
     def command_parser(subparsers: Any = None, parents: Sequence[Any] = ()) -> argparse.ArgumentParser:

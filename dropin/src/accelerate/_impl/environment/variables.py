@@ -164,6 +164,7 @@ def check_cuda_fp8_capability() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
+get_free_port = free_port
 _PLACE = (("rank", 0), ("world_size", 1), ("local_rank", 0), ("local_world_size", 1))
 CPUInformation: Any = make_dataclass(
     "CPUInformation",
@@ -192,11 +193,6 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 def is_port_in_use(port: int | None = None) -> bool:
     """Return whether a program listens on a port of this machine."""
     return reachable("localhost", 29500 if port is None else port)
-
-
-def get_free_port() -> int:
-    """Return a free port."""
-    return free_port()
 
 
 def count_devices() -> int:

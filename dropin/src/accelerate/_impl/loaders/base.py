@@ -12,17 +12,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate._impl import ambient
-from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
 from accelerate._impl.environment.packages import is_torchdata_stateful_dataloader_available
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.tensors import find_batch_size, gather_object, slice_tensors
+from accelerate._impl.tensors import find_batch_size, gather_object, send_to_device, slice_tensors
 from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import GradientState
-from hasten import trees
 from hasten.data.batch_plan import DataRanks, Padding
 from hasten.data.dispatch import BatchReader, DispatchSource
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move, SkippingLoader, forward_epoch, plain_move
@@ -55,11 +53,12 @@ class DataLoaderStateMixin:
             if not this._drop_last:
                 known = hasattr(self, "total_dataset_length")
                 self.remainder = (this.total_dataset_length if known else len(this.dataset)) % this.total_batch_size
-        AMBIENT.loaders.append(self)
+        this.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """Stop being the innermost loader."""
-        ambient.forget_loader(self)
+        this: Any = self
+        this.gradient_state._remove_dataloader(self)
 
 
 @lru_cache
@@ -79,7 +78,6 @@ class DataLoaderAdapter(DataLoader[Any]):
     """A DataLoader with the constructor prepared loaders share; one of torchdata's with `use_stateful_dataloader`."""
 
     use_stateful_dataloader = False
-    gradient_state = shown(lambda self: GradientState(), "The view on the loaders being iterated.")
 
     def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
         kind: Any = cls
@@ -93,6 +91,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             plain = DataLoader.__new__(torchdata_kind(self))
             plain.__dict__.update(self.__dict__)
             return plain
+        if name == "gradient_state":
+            return GradientState()
         if name == "dl_state_dict" and self.__dict__.get("use_stateful_dataloader"):
             return self.state_dict()
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -151,7 +151,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         **kwargs: Any,
     ) -> None:
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
-        self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
+        self.device, self.rng_types = device, rng_types
+        self.order_generator = self.synchronized_generator = synchronized_generator
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
         self.loader_iteration = LoaderIteration(Position(epoch=iteration))
         self.place_in_epoch = LoaderCursor(nests=True)
@@ -193,11 +194,15 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def source(self) -> BatchSource:
         """Return the source of batches."""
         kind = SnapshotSource if self.use_stateful_dataloader else TorchSource
-        return kind(self, self.synchronized_generator, self.followers())
+        return kind(self, self.order_generator, self.followers())
 
     def move(self) -> Move | None:
         """Return the copier of batches to the device."""
-        return OneAhead(self.device, self._non_blocking)
+        return OneAhead(self.device, self.put)
+
+    def put(self, batch: Any) -> Any:
+        """Return the batch on the loader's device."""
+        return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def rejoin(self) -> None:
         """Be watched by the clock that the loader copied is watched by, or by the latest Accelerator's."""
@@ -231,8 +236,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """Give the sampler a generator with the first rank's state if torch's generators differ between ranks. Ranks: every rank."""
         states = gather_object([torch.get_rng_state()])
         if any(not torch.equal(state, states[0]) for state in states):
-            self.synchronized_generator = self.drawn_from_torch.generator = torch.Generator()
-            self.synchronized_generator.set_state(states[0])
+            self.order_generator = self.synchronized_generator = self.drawn_from_torch.generator = torch.Generator()
+            self.order_generator.set_state(states[0])
             self.drawn_from_torch = None
 
     def given(self, batch: Any) -> Any:
@@ -277,7 +282,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             return self.saved_state()
         state: dict[str, Any] = dict(torchdata_kind(self).state_dict(self) if self.latest is None else self.latest[0])
         # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
-        return state if self.synchronized_generator is None else {**state, POSITION: self.saved_state()}
+        return state if self.order_generator is None else {**state, POSITION: self.saved_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
@@ -386,10 +391,9 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def move(self) -> Move | None:
         """Return the copier of batches to the device; those that are dealt out have been read ahead already."""
-        device, non_blocking = self.device, self._non_blocking
         if ambient.start().world.size > 1:
-            return None if device is None else plain_move(lambda batch: trees.to_device(batch, device, non_blocking))
-        ahead = OneAhead(device, non_blocking)
+            return None if self.device is None else plain_move(self.put)
+        ahead = OneAhead(self.device, self.put)
         if self.slice_fn is slice_tensors:
             return ahead
         cut = plain_move(lambda batch: self._cut(batch, slice(0, find_batch_size(batch))))

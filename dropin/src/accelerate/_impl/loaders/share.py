@@ -1,6 +1,7 @@
 """Preparing loaders: the established names, and how a plain DataLoader becomes one that reads its share."""
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
+from accelerate._impl.environment.packages import is_datasets_available
 from accelerate._impl.loaders.base import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
@@ -22,6 +24,7 @@ from accelerate._impl.loaders.samplers import (
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like, shown
 from accelerate._impl.views.logging import get_logger
+from accelerate._impl.views.state import PartialState
 from hasten.data import loader as own
 from hasten.runtime.mesh import readers_of
 
@@ -31,8 +34,8 @@ _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multipr
 
 
 def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
-    world = ambient.start().world
-    readers, reader = (world.size, world.rank) if mesh is None else readers_of(mesh)
+    here = PartialState()
+    readers, reader = (here.num_processes, here.process_index) if mesh is None else readers_of(mesh)
     return readers if size is None else size, reader if index is None else index
 
 
@@ -105,7 +108,9 @@ class Share:
         batches: Any = self.plain.batch_sampler
         if not self.seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
             return sampler, batches
-        sampler = _seedable(sampler, data_seed)
+        generator = sampler.generator or torch.Generator(device=torch.get_default_device())
+        drawn = (sampler.data_source, sampler.replacement, sampler._num_samples, generator)
+        sampler = SeedableRandomSampler(*drawn, data_seed=data_seed)
         if batches is not None:
             batches = copy.copy(batches)
             batches.sampler = sampler
@@ -130,13 +135,14 @@ class Share:
         generator = None if self.dispatch else self._shared_generator(order[0])
         dataset, batches = self._cut(order[1])
         kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
+        equalised = None if self.size == 1 or isinstance(order[0], SeedableRandomSampler) else generator
         if self.dispatch:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
             made: PreparedLoader = DataLoaderDispatcher(dataset, slice_fn=slice_fn, **kwargs)
         else:
-            types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
-            kwargs |= {"rng_types": types or None, "synchronized_generator": generator}
-            made = DataLoaderShard(dataset, **kwargs)
+            types = rng_types and [kind for kind in rng_types if equalised is not None or str(kind) != "generator"]
+            made = DataLoaderShard(dataset, rng_types=types, synchronized_generator=equalised, **kwargs)
+            made.order_generator = generator
             if self.size > 1 and getattr(innermost(order[0]), "generator", False) is None:
                 made.drawn_from_torch = innermost(order[0])
         made.device = device
@@ -152,8 +158,8 @@ class Share:
         if not self.stream:
             whole = self.plain.sampler if batches is None else batches  # items without batches are shared as batches
             return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
-        shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
-        if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards >= self.size:
+        sharded = is_datasets_available() and getattr(sys.modules.get("datasets"), "IterableDataset", None)
+        if sharded and isinstance(dataset, sharded) and not self.split and dataset.num_shards >= self.size:
             return dataset.shard(num_shards=self.size, index=self.index), batches
         rows, drop_last = self.plain.batch_size or 1, bool(self.plain.drop_last)
         return IterableDatasetShard(dataset, rows, drop_last, self.size, self.index, self.split), batches
@@ -176,14 +182,3 @@ class Share:
             return {"batch_sampler": batches}
         alone = sampler if sampler is not None else self.plain.sampler
         return {"sampler": batches if isinstance(batches, BatchSamplerShard) else alone, "batch_size": None}
-
-
-def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
-    generator = sampler.generator
-    return SeedableRandomSampler(
-        data_source=sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=generator if generator is not None else torch.Generator(device=torch.get_default_device()),
-        data_seed=data_seed,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hasten import trees
 from hasten.data.loader import Loader, forward_epoch, skip_first_batches
 from hasten.data.position import Position, Unit
 from hasten.data.prefetch import InLine, Queue, with_next
@@ -99,15 +98,15 @@ class TorchSource:
 class OneAhead:
     """Move of batches to the device, if there is one, that marks the last: one batch is read ahead, and copied if it is large."""
 
-    def __init__(self, device: torch.device | str | int | None, non_blocking: bool = False) -> None:
+    def __init__(self, device: torch.device | str | int | None, put: Callable[[Any], Any]) -> None:
         self._device = None if device is None else torch.device(device)
-        self._non_blocking = non_blocking
+        self._put = put
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
         device = self._device
         if device is None or not kind_of(device).side_streams:
             for (batch, real, _, state), following in with_next(items):
-                yield _put(batch, device, self._non_blocking), real, following is None, state
+                yield batch if device is None else self._put(batch), real, following is None, state
             return
         with Queue(device, 1, InLine(device)) as queue:
             for (batch, real, _, state), following in with_next(items):
@@ -116,7 +115,3 @@ class OneAhead:
                 if following is not None:
                     queue.append(following[0])
                 yield queue.popleft(), real, following is None, state
-
-
-def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:
-    return batch if device is None else trees.to_device(batch, device, non_blocking)

@@ -21,7 +21,7 @@ from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch, hooked, meta
 from hasten.bigmodel import tensors as casting
-from hasten.bigmodel.device_map import OFFLOAD, owner_in
+from hasten.bigmodel.device_map import OFFLOAD, WAYS, owner_in
 from hasten.bigmodel.hooked import hooks_of_map, hooks_of_offloading
 from hasten.bigmodel.placed import Immovable, streamers_of
 from hasten.modules.forwarding import is_dispatched
@@ -154,22 +154,22 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Return the model with the weights of a checkpoint, every part where the map says."""
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    filling = (model, checkpoint, places, offload_folder, dtype)
+    where: dict[str, Any] = {"device_map": places, "offload_buffers": offload_buffers}
+    filling = {**where, "offload_folder": offload_folder, "dtype": dtype, "strict": strict}
+    options = {**where, "offload_dir": offload_folder, "preload_module_classes": preload_module_classes}
     if places is None or all(str(place) in (*OFFLOAD, *_STILL) for place in places.values()):
-        over = (strict, full_state_dict, broadcast_from_rank0)
-        load_checkpoint_in_model(*filling, False, offload_buffers, None, False, *over)
-        index: Any = None  # what goes to the disk was written to the folder
+        filling.update(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0)
+        load_checkpoint_in_model(model, checkpoint, offload_state_dict=bool(offload_state_dict), **filling)
     else:
-        index = dict(fill_model(*filling, offload_buffers, strict=strict).offload_index) or None
-    options = (index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
-    return model if places is None else dispatch_model(model, places, None, None, offload_folder, *options)
+        options["offload_index"] = dict(fill_model(model, checkpoint, **filling).offload_index) or None
+    return model if places is None else dispatch_model(model, skip_keys=skip_keys, force_hooks=force_hooks, **options)
 
 
 def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: Any, offload_buffers: bool) -> Any:
     """Return the map itself, or one worked out in the named way."""
     if not isinstance(ways, str):
         return ways
-    if ways not in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if ways not in WAYS:
         raise ValueError(message("unknown_device_map"))
     options = {"no_split_module_classes": no_split, "dtype": dtype}
     if ways != "sequential":

@@ -16,6 +16,7 @@ from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.general import BnbQuantizationConfig
 from accelerate._impl.surface.messages import message
 from hasten import bigmodel
+from hasten.bigmodel.device_map import WAYS
 from hasten.bigmodel.offload_files import offload_weight
 from hasten.bigmodel.quantize import BnbSettings, chosen_linears, replace_linears
 from hasten.modules.surgery import linear_names
@@ -139,10 +140,12 @@ def quantize_and_offload_8bit(
 
 
 def _one_device(device_map: Any) -> torch.device:
-    """Return the device all weights go to. Raises: ValueError when parts are to be elsewhere."""
+    """Return the device all weights go to. Raises: ValueError when parts are to be elsewhere, or for an unknown way."""
     here = ambient.device()
-    if device_map is None or (isinstance(device_map, str) and device_map in ("auto", "balanced", "sequential")):
+    if device_map is None or device_map in WAYS:
         return here
+    if isinstance(device_map, str):
+        raise ValueError(message("unknown_device_map"))
     places = dict.fromkeys(device_map.values()) if isinstance(device_map, dict) else {device_map: None}
     if len(places) > 1 or "disk" in places:
         raise ValueError(message("quantized_on_several", ", ".join(map(str, places))))

@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate._impl.environment.packages import torchao_required
 from hasten.modules import forwarding, surgery
-from hasten.optional import need
+from hasten.optional import check_installed, need
 from hasten.precision.fp8 import TEForward, te_recipe
 
 # Any in this file: classes of torchao and Transformer Engine, and arguments and outputs of the user's model.
@@ -91,11 +91,13 @@ def contextual_fp8_autocast(model_forward: Any, fp8_recipe: Any, use_during_eval
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
     """Return the model, whose forward computes its Transformer Engine layers in fp8."""
+    check_installed("transformer_engine", why="layers that compute in fp8")
     settings = fp8_recipe_handler.to_hasten()
     forwarding.replace(model, TEForward(te_recipe(settings), settings.use_autocast_during_eval))
     return model
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether a part of the model is Transformer Engine's."""
+    """Return whether a part of the model is Transformer Engine's, which has to be installed."""
+    check_installed("transformer_engine", why="layers that compute in fp8")
     return any(type(part).__module__.startswith("transformer_engine") for part in model.modules())

@@ -125,8 +125,8 @@ def load_checkpoint_in_model(
     if device_map is None and (broadcast_from_rank0 or any(map(is_dtensor, model.parameters()))):
         _load_over_processes(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
         return
-    options = (device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules)
-    loaded = fill_model(model, checkpoint, *options, strict=strict)
+    how = {"offload_buffers": offload_buffers, "keep_in_fp32_modules": keep_in_fp32_modules}
+    loaded = fill_model(model, checkpoint, device_map, offload_folder, dtype, strict, **how)
     _write_for_the_disk(model, loaded, device_map or {}, offload_folder or "", offload_buffers)
 
 
@@ -137,7 +137,7 @@ def _write_for_the_disk(
     index: dict[str, Any] = {}
     for name, weight in OffloadedWeightsLoader(index=loaded.offload_index).items():
         offload_weight(weight, name, folder, index)
-    for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
+    for name, tensor in list(named_module_tensors(model, buffers, recurse=True, remove_non_persistent=True)):
         if not tensor.is_meta and str(places.get(maps.owner_in(places, name) or "")) == "disk":
             offload_weight(tensor.detach(), name, folder, index)
             tensors.set_module_tensor_to_device(model, name, "meta")
@@ -152,11 +152,11 @@ def _load_over_processes(model: nn.Module, checkpoint: Path, strict: bool, full:
 
 
 def fill_model(
-    model: nn.Module, checkpoint: Any, device_map: Any, folder: Any, dtype: Any, *how: Any, strict: bool
+    model: nn.Module, checkpoint: Any, device_map: Any, offload_folder: Any, dtype: Any, strict: bool, **how: Any
 ) -> Loaded:
     """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
     places = device_map or {}
-    if folder is None and "disk" in map(str, places.values()):
+    if offload_folder is None and "disk" in map(str, places.values()):
         raise ValueError(message("offload_needs_folder"))
     homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
     if homeless:
@@ -164,15 +164,17 @@ def fill_model(
     ties = ties_of(model)
     if device_map:
         check_tied_parameters_on_same_device(ties, device_map)
-    located, options = _located(Path(checkpoint)), (device_map, folder, dtype if device_map else None, *how)
+    located, options = _located(Path(checkpoint)), (device_map, offload_folder, dtype if device_map else None)
     try:
         for file in weight_files(located):
             _check_format(file)
-        loaded = load.load_checkpoint_in_model(model, located, *options)
+        loaded = load.load_checkpoint_in_model(model, located, *options, **how)
     except CheckpointError as error:
         with suppress(CheckpointError):
             _refuse_shapes(model, map(load_state_dict, weight_files(located)), device_map is None)
         raise (RuntimeError if device_map is None else ValueError)(str(error)) from error
+    for name in loaded.unexpected if device_map and strict else ():
+        _checked(model, name, "meta", None)
     _tell_unexpected(model, loaded, checkpoint, strict)
     return loaded
 
@@ -211,9 +213,8 @@ def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
     """Fill a model with weights that were offloaded to a folder."""
-    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
-    for name in index or {}:
-        set_module_tensor_to_device(model, name, "cpu", loader[name])
+    for name, weight in OffloadedWeightsLoader(save_folder=offload_folder, index=index or {}).items():
+        set_module_tensor_to_device(model, name, "cpu", weight)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
@@ -271,8 +272,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_na
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether the module's parameters come to a device for its forward only."""
-    hook = getattr(module, "_hf_hook", None)
-    return bool(getattr(hook, "offload", False))
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
 def align_module_device(module: nn.Module, execution_device: Any = None) -> AbstractContextManager[None]:

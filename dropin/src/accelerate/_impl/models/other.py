@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate._impl import ambient
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
@@ -134,7 +133,7 @@ def _inside(model: Any, everywhere: bool = False) -> Any:
 
 def wait_for_everyone() -> None:
     """Wait until every process is here. Ranks: every rank."""
-    ambient.process().wait_for_everyone()
+    PartialState().wait_for_everyone()
 
 
 def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate._impl.enums import CustomDtype
+from accelerate._impl.environment.packages import is_mps_available
 from accelerate._impl.surface.messages import message
 from hasten.bigmodel import device_map as maps
 from hasten.modules.names import tied_groups
@@ -39,7 +40,7 @@ def convert_file_size_to_int(size: float | str) -> Any:
     return number // 8 if len(unit) == 2 and unit.endswith("b") else number
 
 
-def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+def dtype_byte_size(dtype: Any) -> float:
     """Return the bytes of one element."""
     if dtype in _SPECIAL:
         return _SPECIAL[dtype]
@@ -49,10 +50,6 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
     return int(found.groups()[0]) // 8
 
 
-def _as_dtype(dtype: Any) -> Any:
-    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-
-
 def compute_module_sizes(
     model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
 ) -> dict[str, int]:
@@ -60,7 +57,7 @@ def compute_module_sizes(
     sizes: dict[str, Any] = defaultdict(int)
     found = model.named_buffers() if buffers_only else [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in found:
-        parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, _as_dtype(dtype), special_dtypes)
+        parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, maps.as_dtype(dtype), special_dtypes)
         for length in range(len(parts) + 1):
             sizes[".".join(parts[:length])] += num_bytes
     return sizes
@@ -69,7 +66,7 @@ def compute_module_sizes(
 def _width(name: str, tensor: Tensor, chosen: Any, special: Any) -> float:
     """Return the bytes of one element in the dtype it will have."""
     if special is not None and name in special:
-        return dtype_byte_size(_as_dtype(special[name]))
+        return dtype_byte_size(maps.as_dtype(special[name]))
     width = dtype_byte_size(tensor.dtype)
     return min(dtype_byte_size(chosen), width) if chosen is not None and tensor.is_floating_point() else width
 
@@ -218,20 +215,15 @@ def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_ma
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
-        return dict(maps.free_memory())
-    given = {key: size for key, size in max_memory.items() if isinstance(size, str)}
-    max_memory.update({key: convert_file_size_to_int(size) for key, size in given.items()})
+        return dict[Any, Any](maps.free_memory(unified=is_mps_available()))
+    max_memory.update({key: convert_file_size_to_int(one) for key, one in max_memory.items() if isinstance(one, str)})
     numbers = sorted(key for key in max_memory if isinstance(key, int))
-    _check_devices(numbers, [key for key in max_memory if key not in (*numbers, *_NAMED)])
-    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
-
-
-def _check_devices(numbers: Sequence[int], strangers: Sequence[Any]) -> None:
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
         logger.warning(f"Device {number} is not available, available devices are {there}")
-    if strangers:
+    if strangers := [key for key in max_memory if key not in (*numbers, *_NAMED)]:
         raise ValueError(message("unknown_devices", strangers[0]))
+    return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
 
 
 class _Packing:
@@ -265,8 +257,8 @@ class _Packing:
                 self._say(f"  So those parameters need to be taken into account {tied}")
             together, names, parts = get_module_size_with_ties(tied, self.sizes[name], self.sizes, self.waiting)
             owners = list(zip(names, parts, strict=True))
-            device, reserve = self.devices[self.at], self._reserve(name)
-            room = None if device == "disk" else self.limits[device] - self.used[device] - reserve
+            device, self.reserve = self.devices[self.at], self._reserve(name)
+            room = None if device == "disk" else self.limits[device] - self.used[device] - self.reserve
             if room is None or together <= room:
                 self._put([(name, part), *owners], together, room)
                 continue
@@ -320,7 +312,7 @@ class _Packing:
     def _advance(self, queue: list[_Part], together: Any, room: Any) -> None:
         """Go to the next device, unless a later module is to be tried on this one, which is empty."""
         device, self.waiting = self.devices[self.at], queue
-        self.least[device] = together + self.limits[device] - self.used[device] - room
+        self.least[device] = together + self.reserve
         self.left[device] = room
         limit = self.limits[device] - max(together, get_max_layer_size(queue, self.sizes, self.whole)[0])
         if self.fallback and device in self.reserving and not self.used[device] and limit >= 0:

@@ -14,7 +14,7 @@ from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer, SharedWindow
-from hasten.precision.base import APPLIED, SKIPPED, FullPrecision, Precision, StepResult
+from hasten.precision.base import FullPrecision, Precision, StepResult
 
 
 class _WithScaler(FullPrecision):
@@ -48,8 +48,7 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
         AcceleratorState()  # raises a ValueError where there is no Accelerator
         plain = FullPrecision() if scaler is None else _WithScaler(scaler)
         super().__init__(optimizer, clock or ambient.clock(), precision or plain)
-        self.scaler = scaler
-        self.device_placement = device_placement
+        self.scaler, self.device_placement = scaler, device_placement
 
     def rejoin(self) -> None:
         """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""
@@ -59,10 +58,10 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
         self._share = SharedWindow()
         self._clock.join(self)
 
-    _is_overflow = shown(
-        "step_was_skipped",
-        "Whether the latest step was skipped, under the name tests write to.",
-        lambda self, skipped: setattr(self, "last", SKIPPED if skipped else APPLIED),
+    step_was_skipped = _is_overflow = shown(
+        "skipped",
+        "Whether the latest update was skipped, also under the name tests write to.",
+        lambda self, skipped: setattr(self, "skipped", skipped),
     )
     gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
     accelerator_state = shown(lambda self: AcceleratorState(), "The view on the process.")

@@ -1,5 +1,6 @@
 """DeepSpeedPlugin: the established options of DeepSpeed, as hasten's settings."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import hasten
@@ -25,17 +27,8 @@ from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
 _ZERO, _MOE = "zero_optimization", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
-_OPTIONS: dict[str, tuple[str, Any]] = {
-    # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
-    "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
-    "gradient_clipping": ("gradient_clipping", AUTO),
-    "zero_stage": (f"{_ZERO}.stage", 2),
-    "offload_optimizer_device": (f"{_ZERO}.offload_optimizer.device", "none"),
-    "offload_param_device": (f"{_ZERO}.offload_param.device", "none"),
-    "offload_optimizer_nvme_path": (f"{_ZERO}.offload_optimizer.nvme_path", "none"),
-    "offload_param_nvme_path": (f"{_ZERO}.offload_param.nvme_path", "none"),
-    "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
-}
+_OPTIONS: dict[str, tuple[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""By attribute: its key in DeepSpeed's configuration, and the value where none is given."""
 
 
 @dataclass

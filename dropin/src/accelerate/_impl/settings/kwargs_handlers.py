@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import hasten
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
-from accelerate._impl.environment.packages import is_torchao_available
+from accelerate._impl.environment.packages import is_torchao_available, is_transformer_engine_available
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface import left_out
 from accelerate._impl.surface.messages import message
@@ -201,6 +201,8 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
+        if not is_transformer_engine_available():
+            raise ImportError("TransformerEngine is not available. Please install it or use a different backend.")
         fill(self, "ACCELERATE_", fp8_format=(str, "HYBRID"))
         fill(self, "ACCELERATE_FP8_", **_TE)
         if self.fp8_format not in (known := ("HYBRID", "E4M3", "E5M2")):

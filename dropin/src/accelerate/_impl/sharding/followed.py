@@ -18,19 +18,13 @@ class FollowedPlugin:
     """The FSDP plugin an Accelerator shows, and the settings that were last taken from it."""
 
     def __init__(self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None) -> None:
-        self._accelerator = accelerator
-        self.plugin = given
+        self._accelerator, self.plugin = accelerator, given
         caps = components(accelerator).strategy.caps
         if given is None and caps.sharded_state and not caps.owns_precision:  # engines shard without FSDP
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
         if self.plugin is not None:
             self.plugin.fsdp_version = 2  # which the model is sharded by: libraries ask
         self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
-
-    def follow_form(self) -> None:
-        """Write checkpoints in the form the plugin says now."""
-        if self.plugin is not None:
-            components(self._accelerator).saving.whole = self.plugin.whole_checkpoints
 
     def follow(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
@@ -53,8 +47,7 @@ class FollowedSections:
     """The settings that were last taken from the DeepSpeed plugin in use and from the options of DistributedDataParallel."""
 
     def __init__(self, accelerator: Composed, plugins: Plugins) -> None:
-        self._accelerator = accelerator
-        self.plugins = plugins
+        self._accelerator, self.plugins = accelerator, plugins
         self._taken = {**self._now(), "deepspeed": None if plugins is None else accelerator.config.deepspeed}
 
     def _now(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import tempfile
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ _LINES = [line.partition("|") for line in Path(__file__).with_suffix(".txt").rea
 _REASONS = {rule.split()[0]: reason for rule, _, reason in _LINES}
 
 
-def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
+def _needs(wanted: Callable[[], bool] | str, what: str) -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
-        return unittest.skipUnless(wanted(), _REASONS.get(what) or f"test requires {what}")(test_case)
+        there = globals()[wanted] if isinstance(wanted, str) else wanted
+        return unittest.skipUnless(there(), _REASONS.get(what) or f"test requires {what}")(test_case)
 
     decorate.__doc__ = f"A test that needs {what}."
     return decorate
@@ -82,22 +84,23 @@ require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), 
 require_non_torch_xla = _needs(lambda: not imports.is_torch_xla_available(), "no torch_xla")
 require_fsdp2, require_tp = _needs(lambda: True, "FSDP2"), _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
-    lambda: imports.is_transformers_available() and imports.is_datasets_available(), "transformers and datasets"
+    lambda: imports.is_transformers_available() and imports.is_datasets_available(), "huggingface_suite"
 )
 require_trackers = _needs(lambda: imports.is_wandb_available() or imports.is_tensorboard_available(), "a tracker")
 for _name, _probe in vars(imports).items():
     if _name.startswith("is_") and _name.endswith("_available"):
         _what = _name.removeprefix("is_").removesuffix("_available")
-        globals()[f"require_{_what}"] = _needs(_probe, _what)
+        globals()[_name] = _probe  # which tests replace
+        globals()[f"require_{_what}"] = _needs(_name, _what)
 for _what, _number, *_kinds in (rule.split() for rule, _, _ in _LINES if " " in rule):
     globals()[f"require_{_what}"] = _needs(partial(_have, _number, _kinds), _what)
 
 
-def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
+def require_torch_min_version(test_case: Any = None, version: Any = None) -> Any:
     """Return a test that needs at least this torch."""
     if test_case is None:
         return lambda case: require_torch_min_version(case, version)
-    enough = version is None or compare_versions("torch", ">=", version)
+    enough = compare_versions("torch", ">=", version)
     return unittest.skipUnless(enough, f"test requires torch version >= {version}")(test_case)
 
 
@@ -127,7 +130,6 @@ class AccelerateTestCase(unittest.TestCase):
     def tearDown(self) -> None:
         super().tearDown()
         AcceleratorState._reset_state(True)
-        PartialState._reset_state()
 
 
 class MockingTestCase(unittest.TestCase):
@@ -160,9 +162,7 @@ def run_command(command: list[str], return_stdout: bool = False, env: Any = None
     return output if return_stdout else None
 
 
-class _RunOutput:
-    def __init__(self, returncode: int, stdout: list[str], stderr: list[str]) -> None:
-        self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
+_RunOutput: Any = make_dataclass("_RunOutput", ["returncode", "stdout", "stderr"])
 
 
 def _lines(output: bytes) -> list[str]:
@@ -171,7 +171,7 @@ def _lines(output: bytes) -> list[str]:
 
 def execute_subprocess_async(
     cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
-) -> _RunOutput:
+) -> Any:
     """Run a command and give its output lines; `timeout` ends nothing. Raises: RuntimeError with its errors when it fails."""
     line, command = " ".join(map(str, cmd)), [*map(str, cmd)]
     sys.stdout.write(f"\nRunning:  {line}\n" if echo else "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 
+_PLAIN = "examples/nlp_example.py"
+
 
 def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | None:
     """Return the lines of the function `training_function` or `main`; `main` ends where the script is started."""
@@ -23,19 +25,28 @@ def clean_lines(lines: list[str]) -> list[str]:
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """Return the lines that a feature's example adds to `examples/nlp_example.py` and the complete example lacks."""
+    """Return the lines that a feature's example adds to `examples/nlp_example.py` and the complete example lacks.
+
+    With a second file, lines of the whole `nlp_example.py` that this file's function lacks are no additions either.
+    """
     name = "main" if parser_only else "training_function"
-    known = {line for one in ("examples/nlp_example.py", base_filename) for line in _cleaned(one, name)}
-    lines, added = _cleaned(feature_filename, name), []
-    following = iter(lines)
-    for line in islice(following, max(len(lines) - 1, 0)):  # the last line is no feature's
-        if "TESTING_MOCKED_DATALOADERS" in line:
-            next(following)  # what it stands over
-        elif line not in known:
-            added.append(line)
-    return added
+    plain, known = _cleaned(_PLAIN, name), {*_cleaned(base_filename, name)}
+    if secondary_filename is not None:
+        known |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(_cleaned(secondary_filename, name))
+    return [line for line in _added(_cleaned(feature_filename, name), plain) if line not in known]
+
+
+def _added(lines: list[str], plain: list[str]) -> list[str]:
+    """Return the lines that are not plain: neither the last one nor what stands below a test for mocked loaders."""
+    found, following = [], iter(lines)
+    for line in islice(following, max(len(lines) - 1, 0)):
+        if line not in plain and "TESTING_MOCKED_DATALOADERS" in line:
+            next(following)
+        elif line not in plain:
+            found.append(line)
+    return found
 
 
 def _cleaned(file: str, name: str) -> list[str]:
-    lines = Path(file).absolute().read_text().splitlines(keepends=True)
+    lines = Path(file).read_text().splitlines(keepends=True)
     return clean_lines(get_function_contents_by_name(lines, name) or [])

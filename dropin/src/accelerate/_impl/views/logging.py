@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
+from functools import cache
 from typing import Any
 
 from accelerate._impl.environment.variables import environment
@@ -36,6 +37,8 @@ class MultiProcessAdapter(RankLogger):
                 self.logger.log(level, named, *args, **passed)
             if turns:
                 state.wait_for_everyone()
+
+    warning_once = cache(RankLogger.warning)  # whose cache_clear() tests call
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         """Return the message with the rank before it, and the keywords with what the logger adds."""

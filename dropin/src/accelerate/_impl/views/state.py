@@ -124,9 +124,7 @@ class PartialState(_Shared):
     def __repr__(self) -> str:
         return f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\nNum processes: {self.num_processes}\nProcess index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
 
-    @staticmethod
-    def _reset_state() -> None:
-        ambient.forget_process()
+    _reset_state = staticmethod(ambient.forget_process)
 
     use_distributed = shown(lambda self: self.distributed_type != "NO" and self.num_processes > 1, "Whether not alone.")
     is_main_process = shown(lambda self: self.process_index == 0, "Whether this is the first process.")
@@ -172,15 +170,19 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
 
 
 def _device(chosen: torch.device) -> torch.device:
-    """Return the device, with the index that ACCELERATE_TORCH_DEVICE gives to a CPU."""
-    asked = environment().get("ACCELERATE_TORCH_DEVICE")
-    return torch.device(asked) if asked and chosen.type == "cpu" else chosen
+    """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
+    if asked := environment().get("ACCELERATE_TORCH_DEVICE"):
+        return torch.device(asked) if chosen.type == "cpu" else chosen
+    return chosen if chosen.index or "LOCAL_RANK" in environment() else torch.device(chosen.type)
 
 
 def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) -> None:
     """Write down what AcceleratorState shows, beside what PartialState does."""
     if fsdp_plugin is not None:
         plugins["fsdp_plugin"] = fsdp_plugin
+    compiled = (one := plugins.get("dynamo_plugin")) is not None and one.backend != "NO"
+    if compiled and mixed_precision == "no" and AMBIENT.partial["device"].type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True  # as scripts that compile have measured
     nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
     AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
 
@@ -283,13 +285,9 @@ class GradientState:
 
     end_of_dataloader = shown(lambda self: getattr(self.active_dataloader, "end_of_dataloader", False), "At the end.")
     remainder = shown(lambda self: getattr(self.active_dataloader, "remainder", -1), "Samples of the last batch.")
-    is_xla_gradients_synced = shown(lambda self: False, "Whether XLA has reduced gradients: it is not in use.")
+    is_xla_gradients_synced = False
 
-    def _add_dataloader(self, dataloader: Any) -> None:
-        AMBIENT.loaders.append(dataloader)
-
-    def _remove_dataloader(self, dataloader: Any) -> None:
-        ambient.forget_loader(dataloader)
+    _add_dataloader, _remove_dataloader = staticmethod(AMBIENT.loaders.append), staticmethod(ambient.forget_loader)
 
     @staticmethod
     def _reset_state() -> None:

@@ -1,5 +1,3 @@
 """The old place of `accelerate config`."""
 
 from accelerate.commands.config import config_command, config_command_parser, get_config_parser, main
-
-__all__ = ["config_command", "config_command_parser", "get_config_parser", "main"]
