@@ -105,7 +105,7 @@ def hooks_of_offloading(module: nn.Module, device: Any, options: Mapping[str, An
     together = type(module).__name__ in whole
     if together or _has_tensors(module, recurse=False):
         flags = {"offload": True, "offload_buffers": buffers, "place_submodules": together}
-        yield module, {"execution_device": device, **flags}
+        yield module, {"execution_device": device, "skip_keys": options.get("skip_keys"), **flags}
     for child in () if together else module.children():
         yield from hooks_of_offloading(child, device, options)
 
@@ -125,17 +125,18 @@ def hooks_of_map(
         if streams:
             yield from hooks_of_offloading(part, device, options)
         flags = {"offload_buffers": buffers and not streams, "place_submodules": not streams}
-        yield part, {"execution_device": device, "io_same_device": not name, **flags}
-        yield from _hooks_of_computing(part, device, whole if streams else ())
-    yield model, {"execution_device": main, "io_same_device": True}
+        common = {"execution_device": device, "skip_keys": options.get("skip_keys")}
+        yield part, {**common, "io_same_device": not name, **flags}
+        yield from _hooks_of_computing(part, common, whole if streams else ())
+    yield model, {"execution_device": main, "skip_keys": options.get("skip_keys"), "io_same_device": True}
 
 
-def _hooks_of_computing(module: nn.Module, device: Any, whole: Collection[str]) -> Iterator[Planned]:
+def _hooks_of_computing(module: nn.Module, common: dict[str, Any], whole: Collection[str]) -> Iterator[Planned]:
     """Yield a hook for every module with weights below, which moves its inputs to the device."""
     if _has_tensors(module, recurse=True):
-        yield module, {"execution_device": device}
+        yield module, common
     for child in () if type(module).__name__ in whole else module.children():
-        yield from _hooks_of_computing(child, device, whole)
+        yield from _hooks_of_computing(child, common, whole)
 
 
 def _chosen(options: Mapping[str, Any]) -> tuple[bool, Collection[str]]:

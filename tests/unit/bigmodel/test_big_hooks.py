@@ -164,10 +164,10 @@ def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(whole: list[str]
         return nn.ModuleDict({"first": nn.Linear(2, 2), "inner": inner, "empty": nn.ReLU(), "last": nn.Linear(2, 2)})
 
     places: dict[str, int | str | torch.device] = {"first": "meta", "inner": "cpu", "empty": "cpu", "last": "cpu"}
-    options = {"offload_buffers": buffers, "preload_module_classes": whole}
+    options = {"offload_buffers": buffers, "preload_module_classes": whole, "skip_keys": ["kept"]}
     offloaded = model()
     hooked.dispatch_model(offloaded, places, "meta", **options)  # type: ignore[arg-type]
-    flags = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
+    flags = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
     attached = {}
     for name, part in offloaded.named_modules():
         if (hook := hook_of(part)) is not None:
