@@ -224,7 +224,7 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         if (sharded := next((key for key, value in obj.items() if is_dtensor(value)), None)) is not None:
             raise ConfigError(
                 f"{sharded} is a part of a sharded tensor, which only this rank holds. Give the whole tensors: "
-                "accelerator.get_state_dict(model), or tensor.full_tensor()."
+                "accelerator.get_state_dict(model)."
             )
         blob = encode_safetensors({str(key): value for key, value in obj.items()})
         replace_files_only(target.parent, {target.name: blob}, device)

@@ -33,9 +33,10 @@ class ByteLayout:
 
 
 def is_torchao(tensor: Tensor) -> bool:
-    """Return True for a quantized tensor of torchao, which is made of plain tensors."""
+    """Return True for a quantized tensor of torchao, which is made of plain tensors; one that is cast while it trains is none."""
     tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
+    library, _, part = type(tensor).__module__.partition(".")
+    return library == "torchao" and not part.startswith("float8.") and hasattr(tensor, "__tensor_flatten__")
 
 
 def is_four_bit(layer: nn.Module) -> bool:

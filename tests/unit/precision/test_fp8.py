@@ -13,9 +13,10 @@ from torch import nn
 
 from hasten.config.sections.loop import AORecipeKwargs, FP8Config
 from hasten.errors import MissingPackageError, PrecisionError
-from hasten.optional import available
+from hasten.modules.quantized import PackedLayers, is_torchao
+from hasten.optional import available, need
 from hasten.precision.build import build
-from hasten.precision.fp8 import choose_backend
+from hasten.precision.fp8 import choose_backend, convert_ao
 
 CPU = torch.device("cpu")
 needs_ao = pytest.mark.skipif(not available("torchao"), reason="torchao is not installed")
@@ -88,3 +89,15 @@ def test_backends_are_chosen_and_missing_ones_named(caplog: pytest.LogCaptureFix
     if not available("torchao"):
         with pytest.raises(MissingPackageError, match="torchao"):
             precision.convert(model())
+
+
+@needs_ao
+def test_weights_that_are_cast_while_they_train_are_not_quantized() -> None:
+    """FSDP2 gathers them in fp8, and shards them as any others."""
+    made = need("torchao.float8").Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    net = model()
+    convert_ao(net, AORecipeKwargs(config=made), emulate=True, sharded=True)
+    weight = net.get_parameter("2.weight")
+    assert type(weight.data).__name__ == "WeightWithDynamicFloat8CastTensor"
+    assert not is_torchao(weight)
+    assert PackedLayers(net, CPU).num_bytes == 0
