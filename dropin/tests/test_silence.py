@@ -140,3 +140,21 @@ def test_a_loop_is_as_silent_as_with_the_original(tmp_path: Path, caplog: pytest
     assert others == []
     assert found == ({} if torch.accelerator.is_available() else PINNED)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_warning_of_a_loop_is_shown_once() -> None:
+    accelerator = _accelerator()
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")  # each once for its place, while nobody changes the filters
+        for _ in range(3):
+            for features, _ in accelerator.prepare(_loader()):
+                accelerator.backward(model(features).sum())
+                optimizer.step()
+                scheduler.step()
+                warnings.warn("of the script", stacklevel=1)
+    assert [str(one.message) for one in told if "of the script" in str(one.message)] == ["of the script"]

@@ -61,6 +61,9 @@ class DataLoaderStateMixin:
         this.gradient_state._remove_dataloader(self)
 
 
+_FORMED = {"batch_size", "shuffle", "sampler", "drop_last"}  # which a batch sampler decides
+
+
 @lru_cache
 def stateful(kind: Any) -> Any:
     """Return the kind of loader as one of torchdata's, which other libraries look for."""
@@ -102,9 +105,10 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
-            for formed in ("batch_size", "shuffle", "sampler", "drop_last"):
-                kwargs.pop(formed, None)
-            kwargs["batch_sampler"] = batch_sampler
+            kwargs = {**{name: kwargs[name] for name in kwargs.keys() - _FORMED}, "batch_sampler": batch_sampler}
+        if not use_stateful_dataloader:
+            super().__init__(dataset, **kwargs)
+            return
         with warnings.catch_warnings():  # torchdata 0.11 makes a call that torch has deprecated
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             super().__init__(dataset, **kwargs)

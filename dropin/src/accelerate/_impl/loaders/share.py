@@ -135,7 +135,8 @@ class Share:
         generator = None if self.dispatch else self._shared_generator(order[0])
         dataset, batches = self._cut(order[1])
         kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
-        equalised = None if self.size == 1 or isinstance(order[0], SeedableRandomSampler) else generator
+        alone = self.size == ambient.start().world.size == 1
+        equalised = None if alone or isinstance(order[0], SeedableRandomSampler) else generator
         if self.dispatch:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
             made: PreparedLoader = DataLoaderDispatcher(dataset, slice_fn=slice_fn, **kwargs)

@@ -46,7 +46,10 @@ class AcceleratedScheduler(PreparedScheduler):
         for _ in range(self._times()):
             if hasattr(self.scheduler, "total_steps") and self.scheduler._step_count > self.scheduler.total_steps:
                 return
-            with warnings.catch_warnings():  # torch does not see the inner optimizer's step and warns
+            if getattr(self.scheduler, "_step_count", 1) > 1:
+                self.scheduler.step(*args, **kwargs)
+                continue
+            with warnings.catch_warnings():  # torch does not see the inner optimizer's step and warns at the first
                 warnings.filterwarnings("ignore", message="Detected call of")
                 self.scheduler.step(*args, **kwargs)
 

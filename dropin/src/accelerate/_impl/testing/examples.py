@@ -25,10 +25,7 @@ def clean_lines(lines: list[str]) -> list[str]:
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """Return the lines that a feature's example adds to `examples/nlp_example.py` and the complete example lacks.
-
-    With a second file, lines of the whole `nlp_example.py` that this file's function lacks are no additions either.
-    """
+    """Return what a feature's example adds to `nlp_example.py` and the complete example, or the second file's function, lacks."""
     name = "main" if parser_only else "training_function"
     plain, known = _cleaned(_PLAIN, name), {*_cleaned(base_filename, name)}
     if secondary_filename is not None:
