@@ -24,7 +24,6 @@ def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-@torch.no_grad()
 def clip_norm(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -37,17 +36,31 @@ def clip_norm(
 ) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; return the previous norm, over all ranks.
 
-    `across` are the ranks that hold other parameters of the same model (pipeline stages); `counts` is False for a
-    parameter that another of these ranks also holds and counts.
+    Torch's own function clips gradients that this rank holds whole. `across` are the ranks that hold other parameters of
+    the same model (pipeline stages); `counts` is False for a parameter that another of these ranks also holds and counts.
     Ranks: every rank, when a parameter is sharded or `across` is given.
     Raises: StepError when `error_if_nonfinite` and the norm is not finite.
     """
     chosen = as_list(parameters)
-    grads = gradients(chosen)
     special = error_if_nonfinite or (foreach, across, counts) != (None, None, None)
-    if not special and not any(map(is_dtensor, grads)):
+    if not special and not any(is_dtensor(parameter.grad) for parameter in chosen):
         plain: Tensor = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
         return plain
+    with torch.no_grad():
+        return _clip_over_ranks(chosen, max_norm, norm_type, error_if_nonfinite, foreach, across, counts)
+
+
+def _clip_over_ranks(
+    chosen: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    across: Comm | None,
+    counts: Callable[[Tensor], bool] | None,
+) -> Tensor:
+    """Clip gradients that are sharded, or have a norm that torch's function does not know."""
+    grads = gradients(chosen)
     counted = grads if counts is None else gradients([parameter for parameter in chosen if counts(parameter)])
     total = global_norm(counted, norm_type, foreach=foreach, across=across)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
