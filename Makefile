@@ -89,8 +89,8 @@ test-kubernetes: $(READY) ## check manifests and the dashboard against the schem
 	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py \
 		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py tests/dist/metrics/test_prometheus.py
 
-check: ## format, lint, types, layers, arch and unit tests
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit
+check: ## format, lint, types, layers, the documentation site, arch and unit tests
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers docs unit
 
 format: $(READY)
 	$(BIN)/ruff format --check .

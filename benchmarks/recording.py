@@ -91,8 +91,14 @@ def page_of(benchmark: str, runs: list[dict[str, Any]]) -> str:
     for run in reversed(runs):
         where = f"{run['setting']}, {run['date']}, {run['hardware']}, commit {run['commit']}"
         lines += ["", f"## {where}", ""]
-        lines += [re.sub(r"^(#+) ", r"##\1 ", line) for line in run["page"]]
+        lines += [_as_text(line) for line in run["page"]]
     return "\n".join(lines) + "\n"
+
+
+def _as_text(line: str) -> str:
+    """Return a recorded line below the page's headings, without references such as `[0][4]`."""
+    below_headings = re.sub(r"^(#+) ", r"##\1 ", line)
+    return re.sub(r"\]( ?)\[", r"]\1\\[", below_headings)
 
 
 def _short_lists(text: str) -> str:

@@ -103,25 +103,36 @@ def test_links_between_pages_lead_somewhere(tmp_path: Path) -> None:
     assert list(broken_in_text(tmp_path)) == ["a.md: c.md", "a.md: b.md#third"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(240)  # ten seconds on a quiet machine
-def test_it_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+def build_site(folder: Path) -> Path:
+    """Build the site as `make docs` does, and return its folder."""
     pytest.importorskip("mkdocstrings", reason="mkdocs is not installed (pip install '.[docs]')")
     pytest.importorskip("material", reason="mkdocs-material is not installed (pip install '.[docs]')")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=230, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr
-    assert not list(broken(tmp_path / "site"))
-    front = (tmp_path / "site" / "index.html").read_text("utf-8")
+    build = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=230, check=False)
+    assert build.returncode == 0, build.stderr
+    assert "WARNING" not in build.stderr
+    return folder / "site"
+
+
+@pytest.mark.timeout(240)  # ten seconds on a quiet machine
+def test_it_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    site = build_site(tmp_path)
+    assert not list(broken(site))
+    front = (site / "index.html").read_text("utf-8")
     assert "quickstart.html" in front
-    assert 'class="doc doc-heading"' in (tmp_path / "site" / "api" / "accelerator.html").read_text("utf-8")
-    for page in (tmp_path / "site").rglob("*.html"):
+    assert 'class="doc doc-heading"' in (site / "api" / "accelerator.html").read_text("utf-8")
+    for page in site.rglob("*.html"):
         assert not re.search(r'<(script|link rel="stylesheet")[^>]* (src|href)="http', page.read_text("utf-8")), page
-    found = in_a_browser((tmp_path / "site" / "index.html").as_uri() + "?q=early stopping", tmp_path)
-    assert re.search(r"\d+ matching documents", found), "the search works from a folder"
-    assert "trainer.html" in found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)  # it starts a browser
+def test_the_search_works_from_a_folder(tmp_path: Path) -> None:
+    site = build_site(tmp_path)
+    page_text = in_a_browser((site / "index.html").as_uri() + "?q=early stopping", tmp_path)
+    assert re.search(r"\d+ matching documents", page_text)
+    assert "trainer.html" in page_text
 
 
 def test_a_broken_link_or_anchor_is_seen(tmp_path: Path) -> None:
