@@ -26,13 +26,20 @@ def blocks(language: str) -> list[str]:
 def test_the_script_runs(tmp_path: Path, command: list[str]) -> None:
     (script,) = blocks("python")
     (tmp_path / "train.py").write_text(script, "utf-8")
-    done = subprocess.run(
-        [sys.executable, *command, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\d+ of 256 right", done.stdout)
-    assert int(re.findall(r"(\d+) of 256 right", done.stdout)[0]) > 245, "it learns the rule"
-    assert (tmp_path / "runs/readme/epoch_1/manifest.json").is_file()
+
+    def run() -> str:
+        command_line = [sys.executable, *command, "train.py"]
+        completed = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
+
+    first_output = run()
+    score = re.findall(r"(\d+) of 256 right", first_output)[0]
+    assert int(score) > 245, "it learns the rule"
+    checkpoints = sorted(path.name for path in (tmp_path / "runs/readme/checkpoints").iterdir())
+    assert len(checkpoints) == 12
+    assert f"{score} of 256 right" in run(), "a finished run trains nothing more"
+    assert sorted(path.name for path in (tmp_path / "runs/readme/checkpoints").iterdir()) == checkpoints
 
 
 def test_the_three_lines_are_those_of_the_script() -> None:
