@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names laws parity newest-ready parity-newest parity-suites dist bench bench-cuda bench-survive bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-kubernetes test-megatron test-ray test-streams test-xla test-survive test-oldest test-newest check format lint types layers unit names mutants laws parity newest-ready parity-newest parity-suites dist bench bench-cuda bench-survive bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,10 @@ unit: $(READY)
 
 names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
+
+COUNT ?= 300
+mutants: $(READY) ## change one token at a time in the modules that decide, and count what unit tests catch: COUNT=300 SEED=0
+	$(BIN)/python -m tests.mutants.run --count $(COUNT) --seed $(or $(SEED),0) --share 0.9
 
 CASES ?= 1000
 START ?= 0
