@@ -29,7 +29,7 @@ def exports(
             home = next((one for one in others if name in getattr(import_module(one), "__all__", ())), None)
             hint = f"it is in {home}" if home else f"public names are listed in {face}.__all__"
             raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
-        with _without_collections():
+        with without_collections():
             value: object = getattr(import_module(module), name)
         setattr(sys.modules[face], name, value)
         return value
@@ -42,7 +42,7 @@ def exports(
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Context manager in which the garbage collector does not run by itself.
 
     Functions and classes of imported modules stay for good. The collector would look for garbage among them, and among the objects

@@ -6,15 +6,18 @@ of the Accelerator use the attributes.
 
 from __future__ import annotations
 
-from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.planning_hooks import AcceleratorHooks
-from hasten.optim.clock import StepClock
-from hasten.precision.base import Precision
-from hasten.prepare_args import PreparedObjects
-from hasten.state.publishing import Publishing
-from hasten.state.saving import Saving
-from hasten.strategies.base import Strategy
-from hasten.tracking.manager import TrackerManager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hasten.accelerator.facade import Accelerator
+    from hasten.accelerator.planning_hooks import AcceleratorHooks
+    from hasten.optim.clock import StepClock
+    from hasten.precision.base import Precision
+    from hasten.prepare_args import PreparedObjects
+    from hasten.state.publishing import Publishing
+    from hasten.state.saving import Saving
+    from hasten.strategies.base import Strategy
+    from hasten.tracking.manager import TrackerManager
 
 
 class Components:

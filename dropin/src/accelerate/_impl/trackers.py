@@ -14,10 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accelerate._impl.enums import LoggerType
 from accelerate._impl.environment.variables import str_to_bool
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
@@ -27,6 +26,7 @@ from hasten.tracking import registry
 from hasten.tracking.values import plain_config
 
 logger = get_logger("accelerate.tracking")
+yaml = Deferred("yaml")
 # Any in this file: values of every kind, and foreign packages' objects.
 
 

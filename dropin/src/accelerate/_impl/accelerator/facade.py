@@ -22,13 +22,12 @@ from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
 from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.memory import release_memory
-from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel, wait_for_everyone
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.followed import FollowedPlugin, FollowedSections
-from accelerate._impl.sharding.sequences import SplitSequences
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, pad_across_processes, reduce
@@ -45,6 +44,8 @@ from hasten.optim.window import Key
 from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
+modeling = Deferred("accelerate._impl.models.modeling")
+sequences = Deferred("accelerate._impl.sharding.sequences")
 # Any in this file: the user's objects, and settings of every type.
 
 
@@ -125,7 +126,8 @@ class Accelerator(SavingFace):
         self._clock.full_divisor = True  # quirk: SHORT_WINDOW_FULL_DIVISOR
         fill_partial(self.config.cpu, strategy=self._strategy.name)
         sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
-        self._sequences = SplitSequences.of(self, sizes)
+        handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
+        self._sequences = handler and sequences.SplitSequences(self, handler)
         plugins = {"torch_tp_plugin": given["torch_tp_plugin"], "parallelism_config": sizes}
         plugins |= {"deepspeed_plugins": self._engine.plugins, "dynamo_plugin": sorted_.dynamo}
         fill_whole(self.config.mixed_precision, self._sharding.plugin, **plugins)
@@ -339,9 +341,9 @@ class Accelerator(SavingFace):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return every parameter and buffer of a model, whole. Ranks: every rank."""
-        if any(map(has_offloaded_params, model.modules())):
+        if any(map(modeling.has_offloaded_params, model.modules())):
             there = not any(one.is_meta for one in model.parameters())
-            return model.state_dict() if there else get_state_dict_offloaded_model(model)
+            return model.state_dict() if there else modeling.get_state_dict_offloaded_model(model)
         if any(model is one for one in self._prepared.models):
             return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()

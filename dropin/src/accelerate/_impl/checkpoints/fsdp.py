@@ -11,22 +11,22 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
 from accelerate._impl.models.other import get_module_children_bottom_up
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
-from hasten.checkpoint import object_files
-from hasten.checkpoint.export import load_weights
-from hasten.checkpoint.object_files import ObjectFiles
 from hasten.modules.names import plain_name
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.
+object_files = Deferred("hasten.checkpoint.object_files")
+export = Deferred("hasten.checkpoint.export")
+dcp = Deferred("torch.distributed.checkpoint.state_dict")
+checkpoint_wrapper = Deferred("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 _POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 
 
@@ -110,8 +110,8 @@ def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
     """Fill a sharded model from whole weights that rank 0 has. Ranks: every rank."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
-    set_model_state_dict(model, full_sd, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    dcp.set_model_state_dict(model, full_sd, options=options)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -195,19 +195,19 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
             load_fsdp_model(plugin, accelerator, model, folder, index)
         else:
             numbered = folder / f"model_{index}.safetensors"
-            load_weights(accelerator.unwrap_model(model), numbered if index else folder)
+            export.load_weights(accelerator.unwrap_model(model), numbered if index else folder)
     for index, optimizer in enumerate(done.optimizers):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owner = next((m for m in done.models if any(id(p) in held for p in m.parameters())), done.models[0])
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
 
 
-def _files(kind: Literal["model", "optimizer"], folder: Any, index: int) -> ObjectFiles:
+def _files(kind: Literal["model", "optimizer"], folder: Any, index: int) -> Any:
     """Return the places of a model or an optimizer: the folder of its shards, given or below the given one, and a file of whole tensors."""
     place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
     given = place.name.startswith(stem) and place.is_dir()
     shards = place if given else place / f"{stem}_{index}"
-    return ObjectFiles(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
+    return object_files.ObjectFiles(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
 
 
 def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME
 from accelerate._impl.environment.parsers import parser_of, runner
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from hasten.checkpoint import inspect as hasten_merge
-from hasten.checkpoint.format.torch_folder import is_torch_folder
 
+inspect = Deferred("hasten.checkpoint.inspect")
+torch_folder = Deferred("hasten.checkpoint.format.torch_folder")
 # Any in this file: argparse's subparsers and namespaces.
 
 
@@ -19,7 +20,7 @@ def merge_fsdp_weights(
     checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
     """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked. Ranks: any one process."""
-    hasten_merge.merge(str(_shards_in(checkpoint_dir)), output_path, safe_serialization=safe_serialization)
+    inspect.merge(str(_shards_in(checkpoint_dir)), output_path, safe_serialization=safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(checkpoint_dir)
 
@@ -30,7 +31,7 @@ def _shards_in(source: str) -> Path:
     if not folder.is_dir():
         raise ValueError(message("no_folder_to_merge", source))
     inner = folder / f"{FSDP_MODEL_NAME}_0"
-    places = [one for one in (folder, inner) if is_torch_folder(one) or (one / "manifest.json").is_file()]
+    places = [one for one in (folder, inner) if torch_folder.is_torch_folder(one) or (one / "manifest.json").is_file()]
     if not places:
         raise ValueError(message("no_shards", source, inner.name))
     return places[0]

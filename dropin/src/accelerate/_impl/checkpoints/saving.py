@@ -11,21 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate._impl.checkpoints import by_hand
-from accelerate._impl.checkpoints.fsdp import load_original_parts
 from accelerate._impl.composed import Composed
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME
-from accelerate._impl.models.modeling import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate._impl.models.other import save, tell_shared
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
-from hasten.checkpoint.store.occupied import manifest_aside, rewritten
-from hasten.checkpoint.writer import FileLayout
 from hasten.errors import CheckpointError, HookError, OtherModelError
 
 # Any in this file: the user's objects, hooks and keywords.
 logger = get_logger("accelerate.accelerator")
-_LAYOUT = FileLayout(hidden=frozenset({"loader", "object", "progress", "random"}))  # the original has no such files
+by_hand = Deferred("accelerate._impl.checkpoints.by_hand")
+fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
+modeling = Deferred("accelerate._impl.models.modeling")
+occupied = Deferred("hasten.checkpoint.store.occupied")
+writer = Deferred("hasten.checkpoint.writer")
+_HIDDEN = frozenset({"loader", "object", "progress", "random"})  # the original has no such files
 
 
 @contextmanager
@@ -66,7 +67,8 @@ class SavingFace(Composed):
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
         self._saving.whole = whole = getattr(self._sharding.plugin, "whole_checkpoints", False)  # it may have changed
-        self._saving.layout = replace(_LAYOUT, torch_model=FSDP_MODEL_NAME) if whole else _LAYOUT
+        layout = writer.FileLayout(hidden=_HIDDEN)
+        self._saving.layout = replace(layout, torch_model=FSDP_MODEL_NAME) if whole else layout
         self._saving.keeps_exports = False
         given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
         with _errors_of_hooks_as_raised():
@@ -89,13 +91,13 @@ class SavingFace(Composed):
         if Path(save_directory).is_file():
             logger.error(f"Provided path ({save_directory}) should be a directory, not a file")
             return
-        away = any(map(has_offloaded_params, model.modules()))
+        away = any(map(modeling.has_offloaded_params, model.modules()))
         if any(one.is_meta for one in model.parameters()) and not away:
             raise RuntimeError("You can't save the model since some parameters are on the meta device.")
-        state = get_state_dict_offloaded_model(model) if away else self.get_state_dict(model)
+        state = modeling.get_state_dict_offloaded_model(model) if away else self.get_state_dict(model)
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
             tell_shared(state if away else self.unwrap_model(model).state_dict())
-        with manifest_aside(Path(save_directory)) if self._writes else nullcontext():
+        with occupied.manifest_aside(Path(save_directory)) if self._writes else nullcontext():
             self._export_weights(state, save_directory, *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
@@ -119,7 +121,7 @@ class SavingFace(Composed):
                 super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
             except CheckpointError as error:  # torch casts to another dtype, and has its own words for another model
                 other = isinstance(error, OtherModelError) and not self._strategy.caps.sharded_state
-                if input_dir is None or not (other or rewritten(input_dir)):
+                if input_dir is None or not (other or occupied.rewritten(input_dir)):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
                 return
@@ -133,7 +135,7 @@ class SavingFace(Composed):
             hook(models, folder)
         done, sharded = self._prepared, self._strategy.caps.sharded_state
         if sharded:
-            load_original_parts(self, Path(folder), models)
+            fsdp.load_original_parts(self, Path(folder), models)
         own: tuple[Any, Any] = ([], []) if sharded else (models, done.optimizers)
         rest: tuple[Any, ...] = (done.schedulers, done.loaders, self.process_index, self._precision.scaler)
         self.step = by_hand.load_accelerator_state(folder, *own, *rest, **kwargs).get("step", 0)

@@ -5,6 +5,10 @@ import operator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (*_CONVOLUTIONS, nn.Linear)
 MODEL_NAME = "pytorch_model"  # quirk: ESTABLISHED_NAMES
 
 _SIGNS = zip([">", ">=", "==", "!=", "<=", "<"], ["gt", "ge", "eq", "ne", "le", "lt"], strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,6 +16,7 @@ from accelerate._impl.copying import Copyable
 from accelerate._impl.environment.packages import is_torchdata_stateful_dataloader_available
 from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import find_batch_size, gather_object, send_to_device, slice_tensors
@@ -29,8 +30,11 @@ from hasten.data.source import BatchSource, Item
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH
-from hasten.strategies.context.sequence_parts import SequenceShardSource, SequenceSplitter
 
+if TYPE_CHECKING:
+    from hasten.strategies.context.sequence_parts import SequenceSplitter
+
+sequence_parts = Deferred("hasten.strategies.context.sequence_parts")
 # Any in this file: batches, datasets and samplers are the user's own.
 POSITION = "_position"
 
@@ -173,7 +177,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
         """The parts of hasten's loader."""
         return LoaderParts(
-            source=self.source() if self.cut is None else SequenceShardSource(self.source(), self.cut),
+            source=self.source() if self.cut is None else sequence_parts.SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
             iteration=self.loader_iteration,
             move=self.move(),

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accelerate._impl import ambient
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._impl.environment.packages import is_peft_available
 from accelerate._impl.models.planning import check_tied_parameters_on_same_device, ties_of
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from hasten.bigmodel import device_map as maps
 from hasten.bigmodel import load, tensors
@@ -32,6 +32,7 @@ from hasten.modules.names import is_dtensor
 from hasten.optional import need
 
 logger = logging.getLogger("accelerate.utils.modeling")
+dcp = Deferred("torch.distributed.checkpoint.state_dict")
 # Any in this file: device maps and foreign models.
 
 
@@ -146,9 +147,9 @@ def _write_for_the_disk(
 
 def _load_over_processes(model: nn.Module, checkpoint: Path, strict: bool, full: bool, from_first: bool) -> None:
     """Fill a model that is sharded, or one that gets what the first rank reads. Ranks: every rank."""
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=from_first, strict=strict)
+    options = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=from_first, strict=strict)
     state: Any = {} if from_first and torch.distributed.get_rank() > 0 else read_model(_located(checkpoint))
-    set_model_state_dict(model, state, options=options)
+    dcp.set_model_state_dict(model, state, options=options)
 
 
 def fill_model(

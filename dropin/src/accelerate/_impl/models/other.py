@@ -16,17 +16,18 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
-from hasten.checkpoint.export import save_object
-from hasten.checkpoint.format.formats import tied
-from hasten.checkpoint.store.occupied import manifest_aside
 from hasten.modules import forwarding
 from hasten.modules.names import is_dtensor
 from hasten.precision.autocast import AutocastForward
 
 logger = get_logger("accelerate.utils.other")
+export = Deferred("hasten.checkpoint.export")
+formats = Deferred("hasten.checkpoint.format.formats")
+occupied = Deferred("hasten.checkpoint.store.occupied")
 _NUMPY = (np.zeros(0).__reduce__()[0], np.ndarray, codecs.encode, np.dtype, np.dtypes.UInt32DType)
 TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]  # of which states of random generators are made
 # Any in this file: the caller's objects.
@@ -138,7 +139,8 @@ def wait_for_everyone() -> None:
 
 def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
     """Return the names that share memory with an earlier one, and warn of them."""
-    if repeated := tied(tensors):
+    repeated: Collection[str] = formats.tied(tensors)
+    if repeated:
         logger.warning(message("shared_tensors_removed", set(repeated)), main_process_only=True)
     return repeated
 
@@ -155,8 +157,9 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     here = PartialState()
     if here.is_local_main_process if save_on_each_node else here.is_main_process:
         if isinstance(f, str | Path):
-            with manifest_aside(Path(f).parent):
-                save_object(clean_state_dict_for_safetensors(obj) if safe_serialization else obj, f, safe_serialization)
+            with occupied.manifest_aside(Path(f).parent):
+                saved = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+                export.save_object(saved, f, safe_serialization)
         else:
             torch.save(obj, f)
 

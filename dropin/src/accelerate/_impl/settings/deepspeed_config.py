@@ -7,10 +7,11 @@ import json
 import os
 from typing import Any
 
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from hasten.strategies.engines.deepspeed.config import read_config
 
 # Any in this file: keys and values of DeepSpeed's configuration.
+reading = Deferred("hasten.strategies.engines.deepspeed.config")
 _OFFLOAD_DEVICES = ("cpu", "nvme")
 
 
@@ -75,7 +76,8 @@ class HfDeepSpeedConfig:
 
 def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, dict) or os.path.exists(given):  # noqa: PTH110 - pathlib raises for long text
-        return read_config(given)
+        config: dict[str, Any] = reading.read_config(given)
+        return config
     try:
         found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
     except ValueError as error:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +16,15 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
 from accelerate._impl.settings.filled import fill
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.engines.deepspeed.config import building
-from hasten.strategies.engines.deepspeed.engine import RegisteredConfig
 
 # Any in this file: keys and values of DeepSpeed's configuration.
+reading = Deferred("hasten.strategies.engines.deepspeed.config")
+engine = Deferred("hasten.strategies.engines.deepspeed.engine")
 AUTO = "auto"
 _ZERO, _MOE = "zero_optimization", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
 _OPTIONS: dict[str, tuple[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -205,7 +205,7 @@ class DeepSpeedPlugin:
         self._told = None
         if self.zero3_init_flag:
             self._join(ambient.start())
-            self._told = RegisteredConfig(self._building())
+            self._told = engine.RegisteredConfig(self._building())
 
     def is_zero3_init_enabled(self) -> bool:
         """Return whether models are partitioned while transformers builds them."""
@@ -217,7 +217,7 @@ class DeepSpeedPlugin:
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         if enable:
             self._join(ambient.start())
-        told = RegisteredConfig(self._building() if enable else None)
+        told = engine.RegisteredConfig(self._building() if enable else None)
         try:
             yield
         finally:
@@ -226,12 +226,13 @@ class DeepSpeedPlugin:
 
     def _building(self) -> dict[str, Any]:
         halves = [name for name in ("bf16", "fp16") if self.get_value(f"{name}.enabled") is True]
-        return building(self.to_hasten(), halves[0] if halves else "no")
+        options: dict[str, Any] = reading.building(self.to_hasten(), halves[0] if halves else "no")
+        return options
 
     def _join(self, context: ProcessContext | None) -> None:
         """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
         if self.zero3_init_flag and context is not None and available("deepspeed"):
-            import_module("hasten.strategies.engines.deepspeed.engine").join(context)
+            engine.join(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Mark the classes of `transformer_moe_cls_names`, whose parameters are gathered together, as prepare() does itself."""

@@ -8,29 +8,27 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.distributed import fsdp
-from torch.distributed.fsdp import wrap
 
 import hasten
 from accelerate._impl.environment.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.settings.filled import Reading, fill, yes
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
-from hasten.strategies.fsdp.shard_groups import as_choice
 
 log = logging.getLogger("accelerate.utils.dataclasses")
+fsdp = Deferred("torch.distributed.fsdp")
+wrap = Deferred("torch.distributed.fsdp.wrap")
+shard_groups = Deferred("hasten.strategies.fsdp.shard_groups")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _GONE = {said.split()[0]: said for said in message("fsdp2_obsolete").split("\n")}
-_BY_CLASS, _BY_SIZE = wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy
-_POLICIES = dict(zip(FSDP_AUTO_WRAP_POLICY, (_BY_CLASS, _BY_SIZE, None), strict=True))
 _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
 _NO: Reading = (yes, False)
 _READ: dict[str, Reading] = {"backward_prefetch": (str, None), "auto_wrap_policy": (str, None)}
 _READ |= {"ignored_modules": (str, None), **dict.fromkeys(_SWITCHES, _NO)}
-_WHOLE = fsdp.StateDictType.FULL_STATE_DICT
 
 
 @dataclass
@@ -105,15 +103,16 @@ class FullyShardedDataParallelPlugin:
             self.validate_mixed_precision_policy()
         if not isinstance(name := self.auto_wrap_policy, str):
             return
-        if name.upper() not in _POLICIES:
+        policies = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
+        if name.upper() not in FSDP_AUTO_WRAP_POLICY:
             raise ValueError(f"Invalid auto wrap policy: {name}. Must be one of {FSDP_AUTO_WRAP_POLICY}")
-        self.auto_wrap_policy = _POLICIES[name.upper()]
-        if self.auto_wrap_policy is _BY_CLASS:
+        self.auto_wrap_policy = policies[FSDP_AUTO_WRAP_POLICY.index(name.upper())]
+        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = environment().get("FSDP_TRANSFORMER_CLS_TO_WRAP")
             if isinstance(self.transformer_cls_names_to_wrap, str):
                 self.transformer_cls_names_to_wrap = self.transformer_cls_names_to_wrap.split(",")
-        elif self.auto_wrap_policy is _BY_SIZE:
+        elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             fill(self, "FSDP_", min_num_params=(int, 0))
             if not isinstance(size := self.min_num_params, int):
                 raise ValueError(f"`min_num_params` must be an integer. Got {size} of type {type(size)}")
@@ -167,15 +166,19 @@ class FullyShardedDataParallelPlugin:
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
-        if self.auto_wrap_policy is _BY_CLASS:
+        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
             found = {one: get_module_class_from_name(model, one) for one in _words(self.transformer_cls_names_to_wrap)}
             if missing := [name for name, kind in found.items() if kind is None]:
                 raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
-            self.auto_wrap_policy = partial(_BY_CLASS, transformer_layer_cls=set(found.values()))
-        elif self.auto_wrap_policy is _BY_SIZE:
-            self.auto_wrap_policy = (size := self.min_num_params or None) and partial(_BY_SIZE, min_num_params=size)
+            self.auto_wrap_policy = partial(
+                wrap.transformer_auto_wrap_policy, transformer_layer_cls=set(found.values())
+            )
+        elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
+            self.auto_wrap_policy = (size := self.min_num_params or None) and partial(
+                wrap.size_based_auto_wrap_policy, min_num_params=size
+            )
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute and reduce in this precision, unless a policy was given and is not to be overridden."""
@@ -211,7 +214,10 @@ class FullyShardedDataParallelPlugin:
         if not isinstance(self.cpu_offload, kind):
             raise ValueError(message("fsdp_cpu_offload", kind.__name__, self.fsdp_version, self.cpu_offload))
 
-    whole_checkpoints = shown(lambda self: self.state_dict_type is _WHOLE, "Whether checkpoints hold whole tensors.")
+    whole_checkpoints = shown(
+        lambda self: self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT,
+        "Whether checkpoints hold whole tensors.",
+    )
 
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """Return the same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
@@ -234,7 +240,7 @@ class FullyShardedDataParallelPlugin:
     def _blocks(self) -> dict[str, Any]:
         """Return the modules that are sharded on their own, and those that are not sharded."""
         ignored, names = self.ignored_modules, _words(self.transformer_cls_names_to_wrap or ())
-        policy = as_choice(self.auto_wrap_policy)
+        policy = shard_groups.as_choice(self.auto_wrap_policy)
         return {
             "auto_wrap_policy": "no_wrap" if policy is None and self._whole else policy,
             "ignored_modules": ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),

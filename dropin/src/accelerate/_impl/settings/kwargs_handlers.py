@@ -15,11 +15,12 @@ from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate._impl.environment.packages import is_torchao_available, is_transformer_engine_available
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface import left_out
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from hasten.optional import need
-from hasten.strategies.ddp.strategy import comm_hook
 
 # Any in this file: the values of settings, and foreign configuration objects.
+ddp = Deferred("hasten.strategies.ddp.strategy")
 _READ: dict[type, Callable[[str], Any]] = {
     bool: yes,
     tuple: lambda word: tuple(yes(one.strip("( )")) for one in word.split(",")),
@@ -84,7 +85,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def register_comm_hook(self, model: Any) -> None:
         """Register the hook on a module of torch's; prepare() does so itself."""
         if DDPCommunicationHookType(self.comm_hook) != DDPCommunicationHookType.NO:
-            state, hook = comm_hook(self.to_hasten(), None)
+            state, hook = ddp.comm_hook(self.to_hasten(), None)
             model.register_comm_hook(state=state, hook=hook)
 
     def _values(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
-from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
 from hasten.comm.process_group import ProcessGroupComm
@@ -99,12 +98,6 @@ class SplitSequences:
         self._accelerator, self._handler, self._comm = accelerator, handler, comm
         self._cut = SequenceSplitter(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
-
-    @classmethod
-    def of(cls, accelerator: Composed, sizes: ParallelismConfig | None) -> SplitSequences | None:
-        """Return the sharing of sequences for an Accelerator's `sp_size`, or None where processes share no sequence."""
-        handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
-        return None if handler is None else cls(accelerator, handler)
 
     def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
         """Return the models among what prepare() is given, which attend over parts from now on."""

@@ -11,7 +11,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from hasten.lazy import without_collections
+
 _FACES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+class Deferred:
+    """A module that is imported when an attribute of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever the name stands for
+        value = getattr(import_module(self._name), name)
+        vars(self)[name] = value
+        return value
 
 
 def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -40,7 +54,8 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
             read_until(name)
         if name not in table:
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
-        value = vars(sys.modules[face])[name] = getattr(import_module(table[name]), name)
+        with without_collections():
+            value = vars(sys.modules[face])[name] = getattr(import_module(table[name]), name)
         return value
 
     return get, names
