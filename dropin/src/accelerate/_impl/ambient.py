@@ -70,6 +70,7 @@ class Ambient:
     clock: StepClock | None = None
     loaders: list[Any] = field(default_factory=list)  # loaders being iterated, innermost last
     gradient: dict[str, Any] = field(default_factory=dict)  # the attributes of GradientState that are stored
+    compares_data: bool = False  # whether loaders of processes are compared: in those that a notebook has started
 
 
 AMBIENT: Ambient = Ambient()  # quirk: SINGLETONS

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -102,9 +104,25 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
     }
     cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     try:
-        return notebook.notebook_launcher(function, args, cpu=cpu, **options)
+        worker = update_wrapper(partial(_run_worker, function, _random_states()), function)
+        return notebook.notebook_launcher(worker, args, cpu=cpu, **options)
     except LaunchError as error:
         raise _failed_child(error, function.__name__) from error
+
+
+def _random_states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of the random generators on the host."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _run_worker(function: Callable[..., Any], states: tuple[Any, Any, torch.Tensor], *args: Any) -> Any:
+    """Call the notebook's function with the notebook's random states, in which a forked process would begin."""
+    python_state, numpy_state, torch_state = states
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    AMBIENT.compares_data = True
+    return function(*args)
 
 
 def _announce(processes: int, devices: int) -> None:

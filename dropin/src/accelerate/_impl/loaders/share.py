@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.packages import is_datasets_available
 from accelerate._impl.loaders.base import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate._impl.loaders.samplers import (
@@ -21,14 +22,17 @@ from accelerate._impl.loaders.samplers import (
     get_sampler,
     innermost,
 )
+from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like, shown
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
 from hasten.data import loader as own
+from hasten.errors import DataError
 from hasten.runtime.mesh import readers_of
 
 logger = get_logger("accelerate.data_loader")
+rank_check = Deferred("hasten.data.rank_check")
 # Any in this file: batches, datasets and samplers are the user's own.
 _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers pin_memory_device in_order"
 
@@ -64,6 +68,8 @@ def prepare_data_loader(
     size, index = _place(torch_device_mesh, num_processes, process_index)
     how = (split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader, use_seedable_sampler)
     share = Share(dataloader, size, index, *how)
+    if AMBIENT.compares_data and not dispatch_batches:
+        share.compare_with_other_ranks()
     order = share.order(data_seed)
     return share.loader(order, device if put_on_device else None, rng_types, slice_fn_for_dispatch, non_blocking)
 
@@ -101,6 +107,16 @@ class Share:
             check_split("a `DataLoader`", size, self.size)
 
     stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
+
+    def compare_with_other_ranks(self) -> None:
+        """Raise an error if processes have different data: each reads a part of its own. Ranks: every rank."""
+        world = ambient.start().world
+        if world.size == 1:
+            return
+        try:
+            rank_check.agree_on_loader(self.plain, {}, None, 0, world, compares=True)
+        except DataError as error:
+            raise DataError(message("data_of_ranks_differs", world.size)) from error
 
     def order(self, data_seed: int | None) -> tuple[Any, Any]:
         """Return the sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""
