@@ -98,7 +98,6 @@ def adopt(context: ProcessContext) -> None:
 
 
 def process() -> EstablishedProcess:
-    """Return the helpers of this process."""
     if AMBIENT.process is None:
         start()
     assert AMBIENT.process is not None, "starting adopts a process"
@@ -113,7 +112,6 @@ def clock() -> StepClock:
 
 
 def device() -> torch.device:
-    """Return the device of this process."""
     return start().device
 
 

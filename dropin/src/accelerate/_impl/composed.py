@@ -73,7 +73,6 @@ class Composed(hasten.Accelerator):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8."""
         backend = self.config.fp8.backend if self.fp8_enabled else "no"
         return FP8BackendType("AO" if backend == "auto" else backend.upper())
 

@@ -42,7 +42,6 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[Any]:
-        """Return every value."""
         return [member.value for member in cls]
 
 

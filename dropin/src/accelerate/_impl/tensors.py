@@ -36,7 +36,6 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Return whether this is a tensor."""
     return isinstance(tensor, Tensor)
 
 
@@ -46,17 +45,14 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether this describes a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Return whether this is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
-    """Return the values in a container of the type of `obj`."""
     return type(obj)(*list(generator)) if is_namedtuple(obj) else type(obj)(generator)
 
 
@@ -89,7 +85,6 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def get_shape(data: Any) -> Any:
-    """Return the shapes, nested as the data."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
@@ -99,7 +94,6 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Empty tensors as described."""
     return recursively_apply(
         lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )
@@ -132,7 +126,6 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor, or None."""
     found = trees.tensors(data)
     return found[0].device if found else None
 
@@ -152,7 +145,6 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
-    """Return the slice of every tensor."""
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -176,7 +168,6 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward with outputs in float32."""
     convert = ConvertOutputsToFp32(model_forward)
 
     @wraps(convert, assigned=(), updated=())

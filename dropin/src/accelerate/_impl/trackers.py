@@ -368,7 +368,6 @@ class ClearMLTracker(_Tables):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images."""
         log = self.task.get_logger()
         for name, image in values.items():
             log.report_image(**_plot(name), iteration=step, image=image, **kwargs)

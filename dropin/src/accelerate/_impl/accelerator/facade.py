@@ -322,7 +322,6 @@ class Accelerator(SavingFace):
         return GeneralTracker(_blank=True)
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
-        """Record values with every tracker."""
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -377,5 +376,4 @@ class Accelerator(SavingFace):
     clear = free_memory
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether the model was spread over devices by a device map."""
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())

@@ -37,7 +37,6 @@ def env_command(args: Any) -> dict[str, Any]:
 
 
 def _report() -> dict[str, Any]:
-    """Return the report of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     device = torch.accelerator.current_accelerator(check_available=True)
     found = {
@@ -56,7 +55,6 @@ def _report() -> dict[str, Any]:
 
 
 def test_command(args: Any) -> int:
-    """Run `accelerate test`."""
     code = hasten(["test", *chosen_file(args)])
     if code == 0:
         print("Test is a success! You are ready for your distributed training!")  # noqa: T201  as the original says it

@@ -27,7 +27,6 @@ config_command_parser = parser_of("config", config_command)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate config` and its subcommands."""
     parser = config_command_parser(subparsers)
     more = parser.add_subparsers(title="subcommands", dest="subcommand")
     default_command_parser(more, [])
@@ -57,7 +56,6 @@ def _suited(mixed_precision: str) -> ClusterConfig:
 
 
 def default_config_command(args: Any) -> None:
-    """Run `accelerate config default`."""
     file = write_basic_config(args.mixed_precision, args.save_location or default_config_file)
     if file:
         print(f"accelerate configuration saved at {file}")  # noqa: T201  the command answers on the terminal
@@ -74,7 +72,6 @@ def update_config(args: Any) -> str:
 
 
 def update_config_command(args: Any) -> None:
-    """Run `accelerate config update`."""
     print(f"Successfully updated the configuration file at {update_config(args)}.")  # noqa: T201  the command answers
 
 

@@ -31,12 +31,10 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
 
 def model_info(repo: str, **how: Any) -> Any:
-    """Return what the Hub says of a model."""
     return need("huggingface_hub").model_info(repo, **how)
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name under which timm loads a model of the Hub."""
     return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
 
 

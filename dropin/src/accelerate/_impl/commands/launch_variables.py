@@ -39,7 +39,6 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
 
 
 def settings_for(words: Sequence[str]) -> Config:
-    """Return the settings that `launch WORDS` runs under."""
     given = make_parser("accelerate").parse_args(words)
     env = {name: value for name, value in environment().items() if name != VARIABLE}
     return effective(env, given.config_file, given.settings).config

@@ -111,7 +111,6 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
 
 
 def _random_states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the random generators on the host."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 

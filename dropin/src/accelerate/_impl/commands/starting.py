@@ -51,7 +51,6 @@ class PrepareForLaunch:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return a variable of paths with one more."""
     return ":".join([*filter(None, os.environ.get(env_var_name, "").split(":")), str(path_to_add)])
 
 
@@ -61,7 +60,6 @@ def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
 
 
 def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
-    """Return the variables of a group of settings."""
     found = {}
     for variable, (name, *how) in ((one, words.split()) for one, words in _VARIABLES[group].items()):
         value = getattr(args, name, None)
@@ -220,7 +218,6 @@ def prepare_tpu(
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Return the environment with the options of fp8."""
     given = {name: value for name, value in vars(args).items() if name.startswith("fp8_") and value is not None}
     parts = given.pop("fp8_override_linear_precision", ())
     if isinstance(parts, str):

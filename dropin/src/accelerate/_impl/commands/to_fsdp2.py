@@ -22,14 +22,12 @@ _LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 
 
 def to_fsdp2_command(args: Any) -> None:
-    """Run `accelerate to-fsdp2`."""
     _validate_to_fsdp2_args(args)
     target = Path(args.config_file if args.output_file is None else args.output_file)
     target.write_text(yaml.safe_dump(convert_config_to_fsdp2(load_config(args.config_file))))
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Return the settings in a file."""
     return dict(yaml.safe_load(contents(Path(config_file))))
 
 

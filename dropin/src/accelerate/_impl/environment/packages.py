@@ -30,12 +30,10 @@ def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bo
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether numpy is installed, at least in `min_version`."""
     return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether bitsandbytes is installed."""
     found = _is_package_available("bitsandbytes")
     return found and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
 
@@ -104,7 +102,6 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Return whether there is an Apple device."""
     return torch.backends.mps.is_available() and compare_versions("torch", ">=", min_version)
 
 

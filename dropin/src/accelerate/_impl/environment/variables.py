@@ -26,7 +26,6 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 def environment() -> Mapping[str, str]:
-    """Return the environment as it is now."""
     return os.environ
 
 
@@ -49,7 +48,6 @@ def get_int_from_env(env_keys: Any, default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return a yes-or-no variable."""
     return bool(str_to_bool(os.environ.get(key, str(default))))
 
 
@@ -81,7 +79,6 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """A block with an empty environment."""
     with _restored(lambda name: True):
         os.environ.clear()
         yield
@@ -145,7 +142,6 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver."""
     return _nvidia_smi("driver_version")[0]
 
 
@@ -160,7 +156,6 @@ def check_cuda_p2p_ib_support() -> bool:
 
 @lru_cache
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the device computes in fp8."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 

@@ -46,7 +46,6 @@ class DataLoaderStateMixin:
     remainder: int = -1
 
     def reset(self) -> None:
-        """Begin again."""
         self.end_of_dataloader, self.remainder = False, -1
 
     def begin(self) -> None:
@@ -200,7 +199,6 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             part.sampler, part = sampler, getattr(part, "batch_sampler", None)
 
     def source(self) -> BatchSource:
-        """Return the source of batches."""
         kind = SnapshotSource if self.use_stateful_dataloader else TorchSource
         return kind(self, self.order_generator, self.followers())
 
@@ -249,7 +247,6 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             self.drawn_from_torch = None
 
     def given(self, batch: Any) -> Any:
-        """Return the batch that the loop gets."""
         return batch
 
     iteration = shown("epoch", "The current or next epoch.", lambda self, epoch: self.loader_iteration.set_epoch(epoch))

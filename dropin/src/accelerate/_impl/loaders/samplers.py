@@ -64,7 +64,6 @@ class AsDrawn:
         """There is no way but to draw."""
 
     def draw(self, at: Position) -> Iterator[Any]:
-        """Return the units of an epoch."""
         return iter(self.units)
 
 

@@ -146,7 +146,6 @@ class Share:
     def loader(
         self, order: tuple[Any, Any], device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool
     ) -> PreparedLoader:
-        """Return the loader of this share."""
         # the main process alone draws the order of batches that it hands out
         generator = None if self.dispatch else self._shared_generator(order[0])
         dataset, batches = self._cut(order[1])
@@ -168,7 +167,6 @@ class Share:
         return made
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
-        """Return the dataset and the batches of this process."""
         dataset: Any = self.plain.dataset
         if self.size == 1 or self.dispatch:
             return dataset, batches

@@ -166,7 +166,6 @@ def load_checkpoint_and_dispatch(
 
 
 def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: Any, offload_buffers: bool) -> Any:
-    """Return the map itself, or one worked out in the named way."""
     if not isinstance(ways, str):
         return ways
     if ways not in WAYS:

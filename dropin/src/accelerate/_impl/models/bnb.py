@@ -100,7 +100,6 @@ def replace_with_bnb_layers(
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of a module's parameters."""
     return next(parameter.parameters()).device
 
 
@@ -111,7 +110,6 @@ def get_quantized_model_device_map(
     max_memory: dict[Any, Any] | None = None,
     no_split_module_classes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the device map of a quantized model: all on one device."""
     return {"": _one_device(device_map)}
 
 

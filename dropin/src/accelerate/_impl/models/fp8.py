@@ -17,7 +17,6 @@ from hasten.precision.fp8 import TEForward, te_recipe
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer."""
     names: list[str | None] = [*surgery.linear_names(model)] or [None]
     return names[0], names[-1]
 

@@ -67,7 +67,6 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Return the module without its hook, and with `recurse` without all hooks and streaming in it."""
     if recurse or forwarding.find(module, StreamedForward.tag) is not None:
         detach(module)
     module = hooks.remove_hook_from_module(module, recurse)

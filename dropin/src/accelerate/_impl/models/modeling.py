@@ -37,7 +37,6 @@ dcp = Deferred("torch.distributed.checkpoint.state_dict")
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether peft made this model."""
     inner = getattr(model, "module", model)
     return is_peft_available() and isinstance(getattr(inner, "_orig_mod", inner), need("peft").PeftModel)
 
@@ -49,7 +48,6 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of the memory of a tensor."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -64,7 +62,6 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name."""
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
@@ -213,7 +210,6 @@ def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: 
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
-    """Fill a model with weights that were offloaded to a folder."""
     for name, weight in OffloadedWeightsLoader(save_folder=offload_folder, index=index or {}).items():
         set_module_tensor_to_device(model, name, "cpu", weight)
 
@@ -232,7 +228,6 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
 ) -> dict[str, Any]:
-    """Return a state dict with one module's offloaded weights, on a device."""
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
         for name, tensor in module.state_dict().items():

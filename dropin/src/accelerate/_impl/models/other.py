@@ -34,7 +34,6 @@ TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]  # of which states of random generator
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether torch.compile made this module."""
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
@@ -44,7 +43,6 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether this is a list of blocks of one class."""
     return isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
 
 
@@ -178,7 +176,6 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """`destination` with what `source` has, nested mappings merged."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -188,7 +185,6 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes in words."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -197,7 +193,6 @@ def convert_bytes(size: float) -> str:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an attribute by a dotted name."""
     return attrgetter(attr)(obj)
 
 

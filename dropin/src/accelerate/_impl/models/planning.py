@@ -41,7 +41,6 @@ def convert_file_size_to_int(size: float | str) -> Any:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the bytes of one element."""
     if dtype in _SPECIAL:
         return _SPECIAL[dtype]
     found = re.search(r"[^\d](\d+)(_\w+)?$", str(dtype))
@@ -72,12 +71,10 @@ def _width(name: str, tensor: Tensor, chosen: Any, special: Any) -> float:
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
-    """Return the bytes of a model's buffers."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
 def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
-    """Return the names that are not the beginning of others."""
     return [name for name in module_sizes if not any(other.startswith(f"{name}.") for other in module_sizes) and name]
 
 
@@ -122,7 +119,6 @@ def get_module_size_with_ties(
 
 
 def _tied_outside(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
-    """Return the parameters outside of a module that are tied to one in it."""
     mine = f"{name}."
     crossing = [group for group in groups if len({mine in f"{one}." for one in group}) == 2]
     return [one for group in crossing for one in group if mine not in f"{one}."]
@@ -246,7 +242,6 @@ class _Packing:
         self.at = 0
 
     def run(self) -> None:
-        """Place every module."""
         while self.waiting:
             name, part = self.waiting.pop(0)
             self._say(f"\nTreating module {name}.")

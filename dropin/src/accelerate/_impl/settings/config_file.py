@@ -86,20 +86,16 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> "BaseConfig":
-        """Return the settings in a JSON file."""
         return load_config_from_file(json_file or default_json_config_file)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
-        """Return the settings in a YAML file."""
         return load_config_from_file(yaml_file or default_yaml_config_file)
 
     def to_json_file(self, json_file: str) -> None:
-        """Write the settings as JSON."""
         Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     def to_yaml_file(self, yaml_file: str) -> None:
-        """Write the settings as YAML."""
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()))
 
 

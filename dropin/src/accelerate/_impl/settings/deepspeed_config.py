@@ -39,7 +39,6 @@ class HfDeepSpeedConfig:
         return node, last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value under a dotted key."""
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
 
@@ -53,11 +52,9 @@ class HfDeepSpeedConfig:
         del node[key]
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return whether the value is there and true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return whether the value is there and false."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 

@@ -263,7 +263,6 @@ Plugins = DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
 
 
 def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
-    """Return the plugin in use, of one or several by name."""
     return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
 
 

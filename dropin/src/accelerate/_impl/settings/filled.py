@@ -20,5 +20,4 @@ def fill(settings: object, prefix: str, **readings: Reading) -> None:
 
 
 def yes(word: str) -> bool:
-    """Return whether a word means true."""
     return bool(str_to_bool(word))

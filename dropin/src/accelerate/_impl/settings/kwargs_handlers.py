@@ -34,7 +34,6 @@ class KwargsHandler:
     """Base of settings that are handed to `Accelerator(kwargs_handlers=[...])`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:

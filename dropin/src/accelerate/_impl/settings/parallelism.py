@@ -93,7 +93,6 @@ class ParallelismConfig:
         return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
 
     def to_json(self) -> str:
-        """Return the sizes as JSON."""
         return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
 
     total_size = shown(lambda self: self._size(*_AXES), "Processes in all.")

@@ -89,7 +89,6 @@ def complete(face: ModuleType) -> None:
 
 
 def _looked_up(face: ModuleType, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a face."""
 
     def get(name: str) -> Any:  # Any: whatever the name stands for
         try:

@@ -17,7 +17,6 @@ def refuse(name: str, why: str) -> NoReturn:
 
 
 def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a function of any signature
-    """Return a function that refuses."""
 
     def refusing(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, why)

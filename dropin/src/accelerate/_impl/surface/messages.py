@@ -8,5 +8,4 @@ _TEMPLATES: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json
 
 
 def message(name: str, *values: object) -> str:
-    """Return the message called `name`, with its values."""
     return _TEMPLATES[name].format(*values)

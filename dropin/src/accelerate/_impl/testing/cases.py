@@ -97,7 +97,6 @@ for _what, _number, *_kinds in (rule.split() for rule, _, _ in _LINES if " " in 
 
 
 def require_torch_min_version(test_case: Any = None, version: Any = None) -> Any:
-    """Return a test that needs at least this torch."""
     if test_case is None:
         return lambda case: require_torch_min_version(case, version)
     enough = compare_versions("torch", ">=", version)
@@ -186,7 +185,6 @@ def execute_subprocess_async(
 
 
 def pytest_xdist_worker_id() -> int:
-    """Return the number of this xdist worker."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
@@ -196,7 +194,6 @@ def get_torch_dist_unique_port() -> int:
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Return a path below the installed package."""
     return Path(inspect.getfile(accelerate)).parent.joinpath(*components)
 
 
@@ -213,7 +210,6 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the output of a call."""
     with redirect_stdout(io.StringIO()) as captured:
         func(*args, **kwargs)
     return captured.getvalue()

@@ -22,7 +22,6 @@ class MultiProcessAdapter(RankLogger):
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
-        """Return whether this process logs."""
         return not main_process_only or PartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:

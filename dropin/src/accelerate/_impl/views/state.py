@@ -93,7 +93,6 @@ class _Shared:
     main_process_first, local_main_process_first = _asked("main_process_first"), _asked("local_main_process_first")
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -137,7 +136,6 @@ class PartialState(_Shared):
         use_device(self.device)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """Return the function, run on the main process only."""
         if not self.initialized:
             raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
         return super().on_main_process(function)
@@ -235,11 +233,9 @@ class AcceleratorState(_Shared):
     deepspeed_plugin = shown(lambda self: active_plugin(self.deepspeed_plugins), "The DeepSpeed plugin in use, if any.")
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Return a DeepSpeed plugin by its name."""
         return self._named_plugins(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make the plugin of this name the one in use."""
         for key, plugin in self._named_plugins(name).items():
             plugin._unselect() if key != name else plugin.select(_from_accelerator_state=True)
 

@@ -184,7 +184,6 @@ def test_stateful_dataloader_save_state(accelerator: Any) -> None:
 
 
 def main() -> None:
-    """Run every check."""
     accelerator = create_accelerator()
     workers = min(NUM_WORKERS, os.cpu_count() or 1)  # torch warns of more
     loader = accelerator.prepare(DataLoader(DummyDataset(), batch_size=BATCH_SIZE, num_workers=workers))

@@ -43,7 +43,6 @@ def setup() -> tuple[Any, Any, Any]:
 
 
 def mock_training(accelerator: Any, model: Any) -> Any:
-    """Train for a few steps; return the model."""
     optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.01))
     for _ in range(3):
         accelerator.backward(model(torch.rand(2, 16, device=accelerator.device)).pow(2).sum())

@@ -83,7 +83,6 @@ def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> Non
 
 
 def main() -> None:
-    """Run every check."""
     for check in (test_can_initialize, test_static_rdzv_backend, test_c10d_rdzv_backend, test_clean_cuda_fork):
         check()
     if NUM_PROCESSES > 1:

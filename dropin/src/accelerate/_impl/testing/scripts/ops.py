@@ -99,7 +99,6 @@ def test_copy_tensor_to_devices(state: Any) -> None:
 
 
 def main() -> None:
-    """Run every check."""
     state = PartialState()
     state.print(f"State: {state}")
     checks = (

@@ -184,7 +184,6 @@ def _three_epochs(model: Any, loader: Any, optimizer: Any, backward: Callable[[t
 
 
 def _trained(data: RegressionDataset, generator: torch.Generator, size: int, seedable: bool, **options: Any) -> Any:
-    """Train with an Accelerator on the same data."""
     precision = options.pop("mixed_precision", None)
     config = DataLoaderConfiguration(use_seedable_sampler=seedable, **options)
     AcceleratorState._reset_state()
@@ -238,7 +237,6 @@ def test_split_between_processes_nested_dict() -> None:
 
 
 def test_split_between_processes_tensor() -> None:
-    """Check that rows of a tensor are split."""
     state = AcceleratorState()
     rows = torch.arange(4 * state.num_processes).view(state.num_processes, 4)
     with state.split_between_processes(rows) as part:
@@ -256,7 +254,6 @@ def test_split_between_processes_evenly() -> None:
 
 
 def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:  # noqa: N803  the original's name
-    """Check that a dataset of `datasets` is split into datasets."""
     state = AcceleratorState()
     whole = datasets_Dataset.from_list([{"k": one} for one in range(2 * state.num_processes)])
     with state.split_between_processes(whole) as part:
@@ -284,7 +281,6 @@ def test_reinstantiated_state() -> None:
 
 
 def main() -> None:
-    """Run every check."""
     state: Any = Accelerator().state
     state.print("**Initialization**")
     init_state_check()
