@@ -26,7 +26,6 @@ from hasten.modules.names import plain_name
 object_files = Deferred("hasten.checkpoint.object_files")
 export = Deferred("hasten.checkpoint.export")
 dcp = Deferred("torch.distributed.checkpoint.state_dict")
-checkpoint_wrapper = Deferred("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 _POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 
 
@@ -96,6 +95,8 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Return the model, with the blocks that are sharded on their own recomputed in backward."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper  # imports DTensor
+
     plugin = accelerator.state.fsdp_plugin
     chosen = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
     for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
