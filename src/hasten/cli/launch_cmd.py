@@ -72,11 +72,23 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
+    if given.output == "yaml":
+        sys.stdout.write(_manifest(given, job))
+        return 0
     if given.dry_run:
         sys.stdout.write(job.plan.render() + "\n" + job.mesh())
         return 0
     code: int = job.run()
     return code
+
+
+def _manifest(given: argparse.Namespace, job: Any) -> str:  # Any: from a module imported above
+    """Return the manifest alone, as `kubectl apply -f -` reads it."""
+    if not given.dry_run or job.plan.launcher != "kubernetes":
+        raise ConfigError(
+            "-o yaml prints the manifest of a job on Kubernetes. Add --submit kubernetes --dry_run, or remove it."
+        )
+    return "".join(planned.text for planned in job.plan.files)
 
 
 def replicas_of(settings: Sequence[SettingEntry]) -> list[SettingEntry]:
@@ -119,6 +131,9 @@ def make_parser(program: str = "hasten") -> SettingsParser:
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
     )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
+    parser.add_argument(
+        "-o", "--output", choices=("yaml",), help="with --submit kubernetes --dry_run: print the manifest alone"
+    )
     parser.add_argument(
         "--auto",
         action="store_true",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -194,6 +195,12 @@ def test_the_token_is_referenced_and_never_written() -> None:
         (["--cpu", "--main_process_port=0"], r"main_process_port=0 cannot be the rendezvous of pods"),
         (["--cpu", "--main_process_ip=10.0.0.1"], r"main_process_ip.*first pod\. Remove main_process_ip"),
         (["--cpu", "--submit_options=time=1"], r"submit_options.*options of a batch script"),
+        (["--cpu", "--metrics_port=9400", "--metrics_host=0.0.0.0"], r"beyond the pod without.*metrics_token_file"),
+        (["--cpu", "--kubernetes_resources=rdma/hca=many"], r"rdma/hca=many is not a quantity"),
+        (["--cpu", "--kubernetes_resources=memory=1Gi"], r"have --kubernetes_cpu, --kubernetes_memory"),
+        (["--cpu", '--kubernetes_pod_spec={"volumes": []}'], r"pod_spec: volumes is written.*--kubernetes_volume"),
+        (["--cpu", '--kubernetes_pod_spec={"x": {"password": "hunter2"}}'], r"pod_spec holds what looks like"),
+        (["--cpu", "--kubernetes_annotations=a b=c"], r"annotations: a b= is not a label"),
         (["--cpu", "--ray"], r"--ray places and starts the workers itself"),
         (["--cpu", "--launcher=mpi"], r"launcher=mpi cannot start the processes of a pod"),
     ],
@@ -205,12 +212,107 @@ def test_wrong_settings_are_refused(flags: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "said"), [(None, "image was not given"), ("two words", "image='two words' is not the name")]
+    ("image", "said"),
+    [
+        (None, "image was not given"),
+        ("two words", "image='two words' is not the name"),
+        (
+            "robot:hunter2@registry.example/train:1",
+            r"image='\*\*\*@registry.example/train:1' is not.*--kubernetes_pull_from",
+        ),
+        ("https://robot:hunter2@registry.example/train", r"is not the name"),
+    ],
 )
 def test_a_job_needs_an_image(image: str | None, said: str) -> None:
     code = {"cpu": True, "launch.submit": "kubernetes", "launch.kubernetes.image": image}
-    with pytest.raises(ConfigError, match=f"{said}.*such as registry"):
+    with pytest.raises(ConfigError, match=said) as refused:
         plan_of(resolve(code=code))
+    assert "such as registry" in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "image", ["train", "localhost:5000/train", "r.example/a/b:1.2-c_d", f"r.example/train:1@sha256:{'0a' * 32}"]
+)
+def test_names_of_images_are_accepted(image: str) -> None:
+    code = {"cpu": True, "launch.submit": "kubernetes", "launch.kubernetes.image": image}
+    assert pod_of(plan_of(resolve(code=code)))["containers"][0]["image"] == image
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """The text after the expansion of Kubernetes: `$$` is a dollar, `$(NAME)` the variable's value if there is one."""
+
+    def value(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\((\w+)\)", value, text)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "pytorchjob"])
+def test_arguments_and_variables_arrive_as_they_were_given(kind: str) -> None:
+    words = ("cost$$5", "$(HASTEN_TOKEN)", "$HOME", "$", "$$(A)$$")
+    flags = [*BASE, "--cpu", f"--kind={kind}", "--num_machines=2", "--kubernetes_env=PRICE=$(HASTEN_TOKEN)$$5"]
+    text = plan_of(resolve(flags=make_parser().parse_args(flags).settings), *words).files[0].text
+    (command,) = {json.dumps(found["command"]) for found in mappings(yaml.safe_load_all(text)) if "command" in found}
+    arrived = [expanded(word, {"HASTEN_TOKEN": "hunter2", "A": "hunter2"}) for word in json.loads(command)]
+    assert tuple(arrived[-len(words) :]) == words
+    (price,) = {found["value"] for found in mappings(yaml.safe_load_all(text)) if found.get("name") == "PRICE"}
+    assert expanded(price, {"HASTEN_TOKEN": "hunter2"}) == "$(HASTEN_TOKEN)$$5"
+
+
+def mappings(found: object) -> Iterator[dict[str, Any]]:
+    """Every mapping below an object."""
+    if isinstance(found, dict):
+        yield found
+        found = found.values()
+    for item in found if isinstance(found, Iterable) and not isinstance(found, str) else ():
+        yield from mappings(item)
+
+
+def test_fields_of_the_pod_annotations_and_resources_are_written() -> None:
+    spec = {"priorityClassName": "batch", "tolerations": [{"key": "gpu", "operator": "Exists"}], "affinity": {"a": {}}}
+    resolved = resolve(
+        flags=make_parser().parse_args([*BASE, "--kubernetes_gpus=1"]).settings,
+        code={
+            "launch.kubernetes.pod_spec": spec,
+            "launch.kubernetes.annotations": {"team/budget": 3},
+            "launch.kubernetes.resources": {"rdma/hca": 1},
+        },
+    )
+    planned = plan_of(resolved)
+    pod = pod_of(planned)
+    assert {name: pod[name] for name in spec} == spec
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1", "rdma/hca": "1"}
+    assert objects(planned)[0]["metadata"]["annotations"] == {"team/budget": "3"}
+    same = '--kubernetes_pod_spec={"priorityClassName": "batch"}'
+    assert pod_of(plan("--cpu", same))["priorityClassName"] == "batch"
+
+
+def test_prometheus_is_asked_to_scrape_only_what_it_can_reach() -> None:
+    def annotations(*flags: str) -> dict[str, str]:
+        (jobset,) = objects(plan("--cpu", *flags))
+        template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+        return dict(template["metadata"].get("annotations", {}))
+
+    beyond = ("--metrics_host=0.0.0.0", "--metrics_token_file=/run/token")
+    assert annotations("--metrics_port=9400", *beyond) == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "9400",
+        "prometheus.io/scheme": "http",
+    }
+    assert annotations(*beyond) == annotations("--metrics_port=9400") == annotations("--metrics_port=0", *beyond) == {}
+    assert any("no annotation asks" in note for note in plan("--cpu", "--metrics_port=9400").notes)
+
+
+def test_the_manifest_alone_is_printed_for_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE, "--cpu", "--dry_run", "-o", "yaml", "train.py"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.replace("train", "train-lm") == plan("--cpu").files[0].text.replace(
+        "train_lm.py", "train-lm.py"
+    ).replace("/train:1", "/train-lm:1")
+    for flags in (["--dry_run"], [*BASE]):
+        with pytest.raises(ConfigError, match="-o yaml prints the manifest of a job on Kubernetes"):
+            main([*flags, "--cpu", "-o", "yaml", __file__])
 
 
 def test_a_credential_among_the_scripts_arguments_is_refused() -> None:

@@ -23,12 +23,18 @@ class KubernetesSettings(Section):
     namespace: str | None = setting(None, "namespace of the job (default: that of kubectl's context)")
     labels: Mapping[str, Any] = setting(factory=dict, help="labels of the job and its pods, such as a queue's name")
     node_selector: Mapping[str, Any] = setting(factory=dict, help="labels of the nodes on which pods may run")
+    annotations: Mapping[str, Any] = setting(factory=dict, help="annotations of the job and its pods")
+    pod_spec: Mapping[str, Any] = setting(
+        factory=dict,
+        help="further fields of the pods' spec as JSON, such as tolerations, affinity and priorityClassName",
+    )
     service_account: str | None = setting(None, "service account of the pods")
     pull_from: tuple[str, ...] = setting((), "names of Secrets with the credentials of the image's registry")
     cpu: str | None = setting(None, "CPUs of a pod, such as 8 or 500m")
     memory: str | None = setting(None, "memory of a pod, such as 64Gi")
     gpus: int | None = setting(None, "GPUs of a pod (default: one for each of its processes)", minimum=0)
     gpu_resource: str = setting("nvidia.com/gpu", "resource name of a GPU")
+    resources: Mapping[str, Any] = setting(factory=dict, help="further resources of a pod, such as rdma/hca=1")
     shared_memory: str | None = setting(
         None, "size limit of /dev/shm, such as 16Gi (default: the memory of the pod is the limit)"
     )

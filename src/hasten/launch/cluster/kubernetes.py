@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final, assert_never
 
 import yaml
@@ -90,6 +91,10 @@ def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
         notes.append(f"the Secret {pods.token_name} must exist: {_secret_command(pods)}")
     if pods.settings.volume is None:
         notes.append("no volume: checkpoints must be saved outside the pods (an object store), or they end with them")
+    if pods.scrape_port is None and pods.serves_metrics:
+        notes.append(
+            "metrics are served inside the pod only (metrics_host and a fixed metrics_port decide), so no annotation asks to scrape it"
+        )
     if pods.elastic and not pods.pod_restarts:
         notes.append("max_restarts=0: losing a pod ends the job; set --max_restarts to continue with the others")
     if not pods.settings.apply:
@@ -163,7 +168,7 @@ def _training_runtime(pods: PodPlan) -> JsonObject:
 def _trainjob(pods: PodPlan) -> JsonObject:
     trainer: JsonObject = {
         "image": pods.settings.image,
-        "command": list(pods.command),
+        "command": _command(pods),
         "numNodes": pods.max_pods,
         "numProcPerNode": pods.processes,
     }
@@ -216,15 +221,36 @@ def _pytorchjob(pods: PodPlan) -> JsonObject:
 
 def _metadata(pods: PodPlan, more: JsonObject | None = None) -> JsonObject:
     asked: KubernetesSettings = pods.settings
-    made: JsonObject = {"name": pods.name}
+    metadata: JsonObject = {"name": pods.name}
     if asked.namespace is not None:
-        made["namespace"] = asked.namespace
-    return {**made, "labels": {**_labels(pods), **(more or {})}}
+        metadata["namespace"] = asked.namespace
+    metadata["labels"] = {**_labels(pods), **(more or {})}
+    if asked.annotations:
+        metadata["annotations"] = _tags(asked.annotations)
+    return metadata
 
 
 def _labels(pods: PodPlan) -> dict[str, str]:
-    own = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "hasten"}
-    return {**own, **{key: tag_text(value) for key, value in pods.settings.labels.items()}}
+    labels = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "hasten"}
+    return labels | _tags(pods.settings.labels)
+
+
+def _tags(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: tag_text(value) for key, value in values.items()}
+
+
+def _pod_metadata(pods: PodPlan) -> JsonObject:
+    """Return labels and annotations of a pod; those for Prometheus only if it can reach the metrics."""
+    annotations = _tags(pods.settings.annotations)
+    if pods.scrape_port is not None:
+        annotations = {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(pods.scrape_port),
+            "prometheus.io/scheme": pods.scrape_scheme,
+            **annotations,
+        }
+    metadata: JsonObject = {"labels": _labels(pods)}
+    return {**metadata, "annotations": annotations} if annotations else metadata
 
 
 def _job_policy() -> JsonObject:
@@ -261,34 +287,46 @@ def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
     if asked.pull_from:
         spec["imagePullSecrets"] = [{"name": name} for name in asked.pull_from]
     if asked.node_selector:
-        spec["nodeSelector"] = {key: tag_text(value) for key, value in asked.node_selector.items()}
+        spec["nodeSelector"] = _tags(asked.node_selector)
+    spec |= asked.pod_spec
     memory = {"medium": "Memory", **({"sizeLimit": asked.shared_memory} if asked.shared_memory else {})}
     volumes: list[JsonObject] = [{"name": "shared-memory", "emptyDir": memory}]
     if asked.volume is not None:
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": asked.volume}})
-    return {"metadata": {"labels": _labels(pods)}, "spec": {**spec, "containers": [container], "volumes": volumes}}
+    return {"metadata": _pod_metadata(pods), "spec": {**spec, "containers": [container], "volumes": volumes}}
 
 
 def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
     asked: KubernetesSettings = pods.settings
-    made: JsonObject = {"name": name, "image": asked.image, "command": list(pods.command)}
+    container: JsonObject = {"name": name, "image": asked.image, "command": _command(pods)}
     if asked.working_dir is not None:
-        made["workingDir"] = asked.working_dir
+        container["workingDir"] = asked.working_dir
     if variables := [*env, *_env(pods)]:
-        made["env"] = variables
-    made |= _env_from(pods)
+        container["env"] = variables
+    container |= _env_from(pods)
     if resources := _resources(pods):
-        made["resources"] = resources
-    return {**made, "volumeMounts": _mounts(pods)}
+        container["resources"] = resources
+    return {**container, "volumeMounts": _mounts(pods)}
+
+
+def _command(pods: PodPlan) -> list[str]:
+    return [_literal(word) for word in pods.command]
+
+
+def _literal(text: str) -> str:
+    """Return the text such that Kubernetes, which expands `$(NAME)` and `$$`, passes it on as it was given."""
+    return text.replace("$", "$$")
 
 
 def _env(pods: PodPlan) -> list[JsonObject]:
     """Return the variables of every kind: the token, by reference, and those of the settings."""
-    made: list[JsonObject] = []
+    variables: list[JsonObject] = []
     if pods.token_name is not None:
         key = {"name": pods.token_name, "key": TOKEN_KEY}
-        made.append({"name": TOKEN, "valueFrom": {"secretKeyRef": key}})
-    return [*made, *({"name": name, "value": tag_text(value)} for name, value in pods.settings.env.items())]
+        variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": key}})
+    for name, value in pods.settings.env.items():
+        variables.append({"name": name, "value": _literal(tag_text(value))})
+    return variables
 
 
 def _env_from(pods: PodPlan) -> JsonObject:
@@ -306,11 +344,12 @@ def _resources(pods: PodPlan) -> JsonObject:
     amounts: JsonObject = {name: value for name, value in (("cpu", asked.cpu), ("memory", asked.memory)) if value}
     if pods.gpus:
         amounts[asked.gpu_resource] = str(pods.gpus)
+    amounts |= _tags(asked.resources)
     return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
 
 
 def _mounts(pods: PodPlan) -> list[JsonObject]:
-    made = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     if pods.settings.volume is not None:
-        made.append({"name": "checkpoints", "mountPath": pods.settings.volume_path})
-    return made
+        mounts.append({"name": "checkpoints", "mountPath": pods.settings.volume_path})
+    return mounts

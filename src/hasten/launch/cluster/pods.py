@@ -12,12 +12,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.handoff import unpack
-from hasten.config.masking import masked, masked_value
+from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.config.schema import BY_PATH
 from hasten.config.sections.kubernetes import KubernetesSettings
 from hasten.config.sections.launch import LaunchConfig
+from hasten.config.sections.loop import MetricsSettings
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError
+from hasten.launch import network
 from hasten.launch.base import LaunchRequest
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.shape import split_range
@@ -35,7 +37,9 @@ _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0
 _TAG: Final = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 _CPU: Final = re.compile(r"[0-9]+(\.[0-9]{1,3})?|[0-9]+m")
 _BYTES: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTP]i|[kMGTP])?")
-_IMAGE: Final = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+_IMAGE: Final = re.compile(r"[A-Za-z0-9][\w.-]*(:[0-9]+(?=/))?(/[\w.-]+)*(:[\w.-]+)?(@\w+:[0-9a-fA-F]{32,})?")
+"""A name with optional registry, tag and digest; a user and a password have no place in it."""
+_QUANTITY: Final = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[mkMGTP])?")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNITS: Final = MappingProxyType(
     {"": 1}
@@ -55,6 +59,18 @@ _DECIDED: Final = frozenset(
 )
 """Settings that the manifest expresses otherwise, so that the command in a pod does not repeat them."""
 _LONGEST: Final = 63
+_WRITTEN: Final = MappingProxyType(
+    {
+        "containers": "--kubernetes_image and the script",
+        "volumes": "--kubernetes_volume",
+        "restartPolicy": "--kubernetes_on_stall",
+        "terminationGracePeriodSeconds": "--kubernetes_grace_s",
+        "serviceAccountName": "--kubernetes_service_account",
+        "imagePullSecrets": "--kubernetes_pull_from",
+        "nodeSelector": "--kubernetes_node_selector",
+    }
+)
+"""Fields of a pod's spec that the manifest writes, and what decides them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,10 @@ class PodPlan:
     """Restarts of the processes inside the pods."""
     token_name: str | None
     """Secret with the job's token; None for a single pod, whose launcher makes one."""
+    serves_metrics: bool = False
+    scrape_port: int | None = None
+    """Port at which Prometheus reaches the metrics of a pod's first process; None if it cannot."""
+    scrape_scheme: str = "http"
 
     @property
     def elastic(self) -> bool:
@@ -102,6 +122,7 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
     name = asked.name or _default_name(request.target.name)
     _check_name(name, asked, high)
     _check_settings(asked)
+    _check_metrics(config.metrics)
     return PodPlan(
         name=name,
         settings=asked,
@@ -115,7 +136,20 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
         max_restarts=_max_restarts(asked),
         pod_restarts=launch.max_restarts,
         token_name=(asked.token_name or f"{name}-token") if high > 1 or asked.token_name else None,
+        serves_metrics=config.metrics.port is not None,
+        scrape_port=None if network.is_loopback(config.metrics.host) else config.metrics.port or None,
+        scrape_scheme="https" if config.metrics.tls_cert_file else "http",
     )
+
+
+def _check_metrics(metrics: MetricsSettings) -> None:
+    """Raise for metrics that every rank would refuse to serve once the pods run."""
+    authenticated = metrics.token_file is not None or metrics.tls_client_ca is not None
+    if metrics.port is not None and not network.is_loopback(metrics.host) and not authenticated:
+        raise ConfigError(
+            f"metrics.host={metrics.host!r} serves metrics beyond the pod without authentication, which every rank refuses. Give "
+            "--metrics_token_file with a path in the pod, or --metrics_tls_client_ca."
+        )
 
 
 def _refuse_foreign(launch: LaunchConfig) -> None:
@@ -196,14 +230,17 @@ def _check_name(name: str, asked: KubernetesSettings, pods: int) -> None:
 
 def _check_settings(asked: KubernetesSettings) -> None:
     if asked.image is None or not _IMAGE.fullmatch(asked.image):
-        said = " was not given" if asked.image is None else f"={asked.image!r} is not the name of an image"
+        said = " was not given" if asked.image is None else f"={masked(asked.image)!r} is not the name of an image"
         raise ConfigError(
             f"kubernetes.image{said}, so there is nothing that a pod could run. Give --kubernetes_image with the image that holds the "
-            f"script and hasten, such as registry.example/team/train:1."
+            f"script and hasten, such as registry.example/team/train:1; credentials of the registry belong into a Secret named in "
+            f"--kubernetes_pull_from."
         )
     _check_objects(asked)
     _check_tags("labels", asked.labels)
     _check_tags("node_selector", asked.node_selector)
+    _check_tags("annotations", dict.fromkeys(asked.annotations, ""))
+    _check_pod_spec(asked)
     _check_amounts(asked)
     _check_variables(asked.env)
     for name in ("volume_path", "working_dir"):
@@ -217,6 +254,31 @@ def _check_settings(asked: KubernetesSettings) -> None:
         raise ConfigError(
             f"kubernetes.volume_path={asked.volume_path!r} would hide files that every pod needs. Choose a folder such as /checkpoints."
         )
+
+
+def _check_pod_spec(asked: KubernetesSettings) -> None:
+    """Raise for fields of a pod that the manifest writes itself, and for credentials in fields and annotations."""
+    for name in asked.pod_spec:
+        if name in _WRITTEN:
+            raise ConfigError(
+                f"kubernetes.pod_spec: {name} is written by the manifest, and two values would contradict each other. Remove it; "
+                f"{_WRITTEN[name]} decides it."
+            )
+    fields = {"pod_spec": _without_label_keys(asked.pod_spec), "annotations": dict(asked.annotations)}
+    for setting, value in fields.items():
+        if masked_tree(value) != value:
+            raise ConfigError(
+                f"kubernetes.{setting} holds what looks like a credential, and a manifest is readable by others. Put it into a Secret."
+            )
+
+
+def _without_label_keys(value: Any) -> Any:  # Any: JSON values
+    """Return the value without fields called `key`, which name a label or a taint in tolerations and affinities."""
+    if isinstance(value, Mapping):
+        return {name: _without_label_keys(item) for name, item in value.items() if name != "key"}
+    if isinstance(value, list | tuple):
+        return [_without_label_keys(item) for item in value]
+    return value
 
 
 def _check_objects(asked: KubernetesSettings) -> None:
@@ -278,6 +340,13 @@ def _check_amounts(asked: KubernetesSettings) -> None:
             f"pod would be killed before the limit is reached. Lower shared_memory, or raise memory."
         )
     _check_tags("gpu_resource", {asked.gpu_resource: ""})
+    _check_tags("resources", dict.fromkeys(asked.resources, ""))
+    for name, amount in asked.resources.items():
+        if name in ("cpu", "memory", asked.gpu_resource) or not _QUANTITY.fullmatch(str(amount)):
+            raise ConfigError(
+                f"kubernetes.resources: {name}={amount} is not a quantity of a further resource. Write rdma/hca=1; CPUs, memory and GPUs "
+                f"have --kubernetes_cpu, --kubernetes_memory and --kubernetes_gpus."
+            )
 
 
 def _check_variables(env: Mapping[str, Any]) -> None:
