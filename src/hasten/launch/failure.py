@@ -138,6 +138,17 @@ def hint_for(failure: Failure, python: str = "python") -> str | None:
     return None
 
 
+def end_after_signal(number: int, codes: Sequence[int | None]) -> tuple[int, str]:
+    """Return the exit code of a launcher that a signal has stopped, and a description of its processes' end.
+
+    Processes that all end by themselves after SIGTERM or SIGUSR1 have handled it: the run is to be started again, as after exit code 85.
+    """
+    if number not in (signal.SIGTERM, signal.SIGUSR1) or not codes or not set(codes) <= {0, PREEMPTED}:
+        return 128 + number, "were ended"
+    how = "have saved and exited" if set(codes) == {PREEMPTED} else "have exited without an error"
+    return PREEMPTED, f"{how}; restart the job to continue"
+
+
 def end_words(code: int) -> str:
     """Return a description of an exit code or signal."""
     if code >= 0:

@@ -25,7 +25,7 @@ from hasten.launch import failure as verdict
 from hasten.launch import network
 from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc
 from hasten.launch.checkin import Report, make_report
-from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
+from hasten.launch.failure import end_after_signal, end_words, read_failure, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
@@ -207,12 +207,10 @@ def _run_watched(proc: Proc, stop_grace_s: float) -> int:
         error_file = str(Path(scratch) / "error.json")
         env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
         code, pid, stopped_by = _wait(proc.argv, env, stop_grace_s)
-        if stopped_by is not None and code == PREEMPTED:
-            say(f"{signal.Signals(stopped_by).name}: the process has saved and exited; restart it to continue")
-            return PREEMPTED
         if stopped_by is not None:
-            say(f"{signal.Signals(stopped_by).name}: the process was ended")
-            return 128 + stopped_by
+            code, how = end_after_signal(stopped_by, [code])
+            say(f"{signal.Signals(stopped_by).name}: all processes of this machine {how}")
+            return code
         if code == 0:
             return 0
         failure = read_failure(0, socket.gethostname(), code, pid, error_file=error_file, time=time.time())

@@ -385,7 +385,7 @@ SAVES_WHEN_TOLD: Final = """
 def save_and_leave(*_):
     time.sleep(float(sys.argv[1]))
     open(f'saved-{rank}', 'w').close()
-    sys.exit(85)
+    sys.exit(int(sys.argv[2]))
 for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, save_and_leave)
 open(f'ready-{rank}', 'w').close()
 time.sleep(100)
@@ -393,20 +393,28 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize(
-    ("number", "count", "takes", "code"),
+    ("number", "count", "takes", "leaves_with", "code"),
     [
-        (signal.SIGTERM, 1, "0.3", 85),
-        (signal.SIGUSR1, 1, "0.3", 85),
-        (signal.SIGUSR1, 2, "0.3", 85),
-        (signal.SIGTERM, 2, "0.3", 85),
-        (signal.SIGTERM, 2, "60", 128 + signal.SIGTERM),
+        (signal.SIGTERM, 1, "0.3", 85, 85),
+        (signal.SIGUSR1, 1, "0.3", 0, 85),
+        (signal.SIGUSR1, 2, "0.3", 0, 85),
+        (signal.SIGTERM, 2, "0.3", 85, 85),
+        (signal.SIGTERM, 2, "0.3", 1, 128 + signal.SIGTERM),
+        (signal.SIGTERM, 2, "60", 85, 128 + signal.SIGTERM),
     ],
 )
 def test_a_launcher_told_to_stop_lets_the_processes_save(
-    zygote: subprocess.Popen[str], folder: Path, number: signal.Signals, count: int, takes: str, code: int
+    zygote: subprocess.Popen[str],
+    folder: Path,
+    number: signal.Signals,
+    count: int,
+    takes: str,
+    leaves_with: int,
+    code: int,
 ) -> None:
     """The exit code of a preempted run reaches the scheduler, which then knows to start it again."""
-    argv = ["launch", "--cpu", f"--num_processes={count}", "--stop_grace_s=1", write(folder, SAVES_WHEN_TOLD), takes]
+    program = [write(folder, SAVES_WHEN_TOLD), takes, str(leaves_with)]
+    argv = ["launch", "--cpu", f"--num_processes={count}", "--stop_grace_s=1", *program]
     order = {"namespace": "", "host": "", "folder": str(folder), "output": str(folder / "said"), "argv": argv}
     assert zygote.stdin is not None
     assert zygote.stdout is not None
@@ -417,6 +425,8 @@ def test_a_launcher_told_to_stop_lets_the_processes_save(
     os.kill(launcher, number)
     assert not wait_until_gone([launcher])
     assert int((folder / "said.code").read_text()) == code
-    assert len(list(folder.glob("saved-?"))) == (count if code == 85 else 0)
-    job = "it" if count == 1 else "the job"
-    assert (f"saved and exited; restart {job} to continue" in (folder / "said").read_text()) == (code == 85)
+    assert len(list(folder.glob("saved-?"))) == (0 if takes == "60" else count)
+    said = (folder / "said").read_text()
+    assert ("; restart the job to continue" in said) == (code == 85)
+    assert ("were ended" in said) == (code != 85)
+    assert ("have saved and exited" in said) == (code == 85 and leaves_with == 85)

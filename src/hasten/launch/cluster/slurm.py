@@ -42,7 +42,7 @@ _SRUN_REPLICAS: Final = (
 )
 _CODE_OF_MACHINE_0: Final = ('if [ -s "$found" ]; then code=$(cat "$found"); fi; rm -f "$found"',)
 _REQUEUE: Final = f"""
-# {PREEMPTED}: the run has saved a checkpoint after a signal. It is requeued and continues from there; a cancelled job is not requeued.
+# {PREEMPTED}: the program ended by itself after a signal, so it has saved. It is requeued and continues from there; a cancelled job is not requeued.
 # 138 and 143: it was stopped before it could save, which is not a failure if SLURM preempted the job.
 job=$SLURM_JOB_ID
 if [ -n "${{SLURM_ARRAY_TASK_ID:-}}" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi

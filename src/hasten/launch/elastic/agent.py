@@ -27,7 +27,7 @@ from hasten.launch.elastic.handler import elastic_handler
 from hasten.launch.elastic.peers import COLLECT_S, PeerMachineFailed, Peers, agreed_exit_code, with_others, within
 from hasten.launch.elastic.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
-from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
+from hasten.launch.failure import PREEMPTED, Failure, end_after_signal, first_failure, read_failure, render_failure
 from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
 from hasten.runtime import env as environment
 from hasten.runtime import launcher_files
@@ -178,15 +178,16 @@ class _Run:
         return [Failure(end.rank, host, 0, now, end.pid) for end in ends if end.code == 0]
 
     def stopped(self, number: int) -> int:
-        """Return the exit code after a signal; that of a preempted run if all processes have saved."""
+        """Return the exit code after a signal."""
         self.guard.hold()
         name = signal.Signals(number).name
-        codes = [end.code for end in self.agent.ends()] if self.agent is not None else []
-        if self.agent is not None and codes == [PREEMPTED] * self.agent.num_started:
-            self.say(f"{name}: all processes of this machine have saved and exited; restart the job to continue")
-            return PREEMPTED
-        self.say(f"{name}: all processes of this machine were ended")
-        return 128 + number
+        if self.agent is None or not self.agent.num_started:
+            self.say(f"{name}: the job has not started, and nothing was saved")
+            return 128 + number
+        codes = [end.code for end in self.agent.ends()]
+        code, how = end_after_signal(number, codes if len(codes) == self.agent.num_started else [])
+        self.say(f"{name}: all processes of this machine {how}")
+        return code
 
     def agreed(self, code: int) -> int:
         """Return the exit code on which the machines agree; later signals no longer change it."""
