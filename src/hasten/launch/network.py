@@ -1,4 +1,4 @@
-"""Addresses, interfaces and ports of this machine, using only the standard library."""
+"""Addresses, interfaces and ports of this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import struct
 from contextlib import closing
 from typing import Final
 
+from hasten.errors import LaunchError
+
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _SIOCGIFADDR: Final = 0x8915  # Linux: address of an interface
 
@@ -17,6 +19,17 @@ def free_port(address: str = "127.0.0.1") -> int:
     """Return a port that is currently free."""
     with closing(socket.create_server((address, 0))) as server:
         return int(server.getsockname()[1])
+
+
+def check_resolves(address: str) -> None:
+    """Raise if the name service of this machine does not know `address`. Raises: LaunchError."""
+    try:
+        socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise LaunchError(
+            f"the host name {address!r} cannot be resolved on this machine ({error}), so machine 0 cannot be found. Correct "
+            "--main_process_ip, give a numeric address, or add the name to /etc/hosts or the name service."
+        ) from error
 
 
 def owns_address(address: str) -> bool:

@@ -60,6 +60,31 @@ def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(zygote: Zy
         assert "rank 0 of 3" not in text  # no user code has run
 
 
+def test_two_machines_that_claim_rank_0_both_learn_why(zygote: Zygote, tmp_path: Path) -> None:
+    with machines(zygote, 2) as hosts:
+        script = write(tmp_path, "print('user code')")
+        for m in hosts:
+            m.start(tmp_path, [*meet(2), "--machine_rank=0", script])
+        ends = [m.end() for m in hosts]
+    for code, text in ends:
+        assert code == 1
+        assert re.search(
+            r"host-[ab] \(10.77.0.[12]\) and host-[ab] \(10.77.0.[12]\) both claim to be machine 0 of 2", text
+        ), text
+        assert "recv" not in text
+        assert "user code" not in text
+
+
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_a_host_name_that_cannot_be_resolved_is_named(zygote: Zygote, tmp_path: Path, rank: int | None) -> None:
+    with machines(zygote, 1) as (a,):
+        words = ["--cpu", "--num_machines=2", "--main_process_ip=gpu7.invalid", "--rdzv_conf=join_timeout=1"]
+        a.start(tmp_path, [*words, *([] if rank is None else [f"--machine_rank={rank}"]), write(tmp_path, "")])
+        code, text = a.end()
+    assert code == 1
+    assert "the host name 'gpu7.invalid' cannot be resolved on this machine" in text
+
+
 def test_different_settings_end_in_seconds(zygote: Zygote, tmp_path: Path) -> None:
     with machines(zygote, 2) as (a, b):
         script = write(tmp_path, "print('user code')")
@@ -186,7 +211,7 @@ def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, t
         r"cause: rank 1 \(pid \d+ on host-b\) does not respond, nor does the launcher on host-b: the machine has failed",
         ends[0][1],
     )
-    assert all(code != 0 for code, _ in ends)
+    assert [code for code, _ in ends] == [86, 86]
     assert left == []
 
 

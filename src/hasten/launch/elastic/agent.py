@@ -24,10 +24,26 @@ from hasten.launch import failure as verdict
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.elastic.handler import elastic_handler
-from hasten.launch.elastic.peers import COLLECT_S, PeerMachineFailed, Peers, agreed_exit_code, with_others, within
+from hasten.launch.elastic.peers import (
+    COLLECT_S,
+    MachineLost,
+    PeerMachineFailed,
+    Peers,
+    agreed_exit_code,
+    with_others,
+    within,
+)
 from hasten.launch.elastic.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
-from hasten.launch.failure import PREEMPTED, Failure, end_after_signal, first_failure, read_failure, render_failure
+from hasten.launch.failure import (
+    PREEMPTED,
+    STALLED,
+    Failure,
+    end_after_signal,
+    first_failure,
+    read_failure,
+    render_failure,
+)
 from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
 from hasten.runtime import env as environment
 from hasten.runtime import launcher_files
@@ -153,7 +169,7 @@ class _Run:
             self._fail(f"{error}" if isinstance(error, LaunchError) else f"the rendezvous failed: {error}")
             if supervisor.failures:
                 self.say(render_failure(supervisor.failures, python=sys.executable))
-            return 1
+            return STALLED if isinstance(error, MachineLost) else 1
         self.guard.hold()
         if result is None or not result.is_failed():  # None: the job ended while this machine was waiting to join
             supervisor.groups.clear()  # background processes of a program that succeeded are left running

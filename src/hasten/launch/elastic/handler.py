@@ -138,6 +138,7 @@ def _c10d(meeting: Meeting, parameters: RendezvousParameters) -> tuple[Rendezvou
 
 
 def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
+    network.check_resolves(meeting.address)
     try:
         if hosts:
             return serve(meeting.address, meeting.port, within, alone=meeting.alone)

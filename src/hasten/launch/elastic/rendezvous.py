@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
@@ -229,6 +230,7 @@ class FixedRendezvous(RendezvousHandler):
 
     def _host(self) -> TCPStore:
         meeting = self._meeting
+        network.check_resolves(meeting.address)
         try:
             return serve(meeting.address, meeting.port, _SERVER_TIMEOUT, alone=meeting.alone)
         except (DistError, OSError) as error:
@@ -250,6 +252,7 @@ class FixedRendezvous(RendezvousHandler):
         while not network.reachable(meeting.address, meeting.port):
             elapsed = time.monotonic() - start
             if elapsed > meeting.join_timeout_s:
+                network.check_resolves(meeting.address)
                 here = network.owns_address(meeting.address) and not network.is_loopback(meeting.address)
                 mine = (
                     f" This machine has that address, but was started with --machine_rank {meeting.machine_rank}."
@@ -300,12 +303,16 @@ class FixedRendezvous(RendezvousHandler):
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
-            heard = control.add(f"heard/{self.round}", 1)
-            deadline = time.monotonic() + _LAST_WORDS_S
-            while self._hosting and heard < control.add(f"arrivals/{self.round}", 0) and time.monotonic() < deadline:
-                time.sleep(0.02)
-                heard = control.add(f"heard/{self.round}", 0)
+            with suppress(DistError):  # of two machines that claim rank 0, one serves the store and may exit first
+                self._wait_for_readers(control)
             raise
+
+    def _wait_for_readers(self, control: Store) -> None:
+        num_readers = control.add(f"heard/{self.round}", 1)
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._hosting and num_readers < control.add(f"arrivals/{self.round}", 0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_readers = control.add(f"heard/{self.round}", 0)
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
         """Return address and port of this round's worker store: the requested port, or a new one after a restart."""
