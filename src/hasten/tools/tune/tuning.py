@@ -126,11 +126,13 @@ class Tuning:
     best: Trial | None = None
     not_tried: list[Values] = field(default_factory=list)
     """Values that were not tried for lack of time."""
+    unconfirmed: str = ""
+    """Error of the second run of the unchanged script, without which the speedup is not confirmed."""
     _again: TrialOutcome | None = None
     """The unchanged script, run a second time."""
 
     def run(self, measure: Measure, in_time: Callable[[], bool]) -> None:
-        """Measure the script unchanged and with each value of each knob, until time is up.
+        """Measure the script unchanged, with each value of each knob until time is up, and unchanged again to confirm a speedup.
 
         `measure` takes the values and the step time beyond which a trial is hopeless.
         Raises: ConfigError when the unchanged script does not run.
@@ -158,9 +160,8 @@ class Tuning:
                     continue
                 limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # these are slower
                 outcome = measure(values, limit)
-                repeat = (lambda: self._repeated(measure)) if self._again is not None or in_time() else None
-                self._conclude(knob, values, outcome, base.outcome, repeat)
-        if self.best is not base and (self._again is not None or in_time()):
+                self._conclude(knob, values, outcome, base.outcome, lambda: self._repeated(measure))
+        if self.best is not base:
             self._confirm(base, self._repeated(measure))
         if self._again is not None and not self._again.error:
             self.trials.append(Trial({}, self._again, "as it is, once more"))
@@ -178,7 +179,9 @@ class Tuning:
     def _confirm(self, base: Trial, again: TrialOutcome) -> None:
         """Compare with a second run of the unchanged script: a machine that was busy at first exaggerates speedups."""
         assert self.best is not None, "the baseline comes first"
-        if not again.error and again.step_s * (1 - WORTH) <= self.best.outcome.step_s:
+        if again.error:
+            self.unconfirmed = again.error
+        elif again.step_s * (1 - WORTH) <= self.best.outcome.step_s:
             self.best = base
 
     def _repeated(self, measure: Measure) -> TrialOutcome:
@@ -206,15 +209,15 @@ class Tuning:
         values: Values,
         outcome: TrialOutcome,
         base: TrialOutcome,
-        repeat: Callable[[], TrialOutcome] | None,
+        repeat: Callable[[], TrialOutcome],
     ) -> None:
-        """Judge a trial; `repeat` runs the unchanged script a second time, None if there is no time for it."""
+        """Judge a trial; `repeat` runs the unchanged script a second time."""
         assert self.best is not None, "the baseline comes first"
         apart, bound = difference(base.losses, outcome.losses), knob.tolerance
         best = self.best.outcome
         gains = not outcome.error and not outcome.gave_up and knob.name != "batch_size"
         gains = gains and compared(outcome, best, self.weighs_memory) in TAKEN
-        if gains and bound < apart < math.inf and repeat is not None:
+        if gains and bound < apart < math.inf:
             bound = max(bound, NOISY * difference(base.losses, repeat().losses))
         if outcome.error:
             verdict = f"failed: {outcome.error}"

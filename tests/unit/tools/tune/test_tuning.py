@@ -161,10 +161,28 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
     assert limits == [None, HOPELESS * BASE.step_s]
 
 
+def test_a_speedup_is_confirmed_by_a_second_run_even_if_the_budget_is_used_up() -> None:
+    faster = replace(BASE, step_s=BASE.step_s / 6)
+
+    def gain(second: TrialOutcome) -> tuple[float, str]:
+        runs = [BASE, second]
+        tuned = Tuning([Knob("a", (1, 2))])
+        in_time = iter([True, False])
+        tuned.run(lambda values, hopeless: faster if values else runs.pop(0), lambda: next(in_time))
+        assert not runs
+        return tuned.gain, " ".join(conclusion(tuned, [], None, changed=False))
+
+    assert gain(BASE)[0] == pytest.approx(6)
+    assert gain(faster)[0] == 1.0  # the machine was busy during the first run
+    assert (
+        "not confirmed: the second run of the unchanged script failed (killed)" in gain(TrialOutcome(error="killed"))[1]
+    )
+
+
 def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
     knobs = (Knob("a", (1,)), Knob("batch_size", (16, 32, 64)), Knob("b", (True,)))
     found = course({"a": replace(BASE, step_s=BASE.step_s / 2), "batch_size": BASE}, *knobs, trials=3)
-    assert [dict(trial.values) for trial in found.trials] == [{}, {"a": 1}, {"a": 1, "batch_size": 16}]
+    assert [dict(trial.values) for trial in found.trials] == [{}, {"a": 1}, {"a": 1, "batch_size": 16}, {}]
     assert found.not_tried_words == ["batch_size (32, 64)", "b"]
     nothing = course({}, Knob("a", (1, 2)), trials=1)
     assert conclusion(nothing, [], None, changed=False) == [
