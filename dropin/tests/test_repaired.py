@@ -201,7 +201,9 @@ def test_a_failed_process_of_a_notebook_is_torchs_error(
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     with pytest.raises(ChildFailedError, match="ValueError: what the second process says") as raised:
         notebook_launcher(fail_on_the_second, num_processes=2)
-    assert raised.value.get_first_failure()[0] == 1
+    rank, failure = raised.value.get_first_failure()
+    assert rank == 1
+    assert f"(pid {failure.pid})" in failure.message
     assert capsys.readouterr().out.startswith("Launching training on 2 CPUs.")
 
 

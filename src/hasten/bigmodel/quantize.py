@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,8 @@ def quantize_weights(
         return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
     chosen = set(chosen_linears(model, skip_modules))
+    if kind == "int4":
+        _check_groups(model, chosen, group_size or 128)
     quantization.quantize_(model, _config(quantization, kind, group_size), lambda _, name: name in chosen)
     return model
 
@@ -144,6 +147,19 @@ def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
     if empty:
         raise PrepareError(f"{empty[0]} is on the meta device and has no weights to quantize. Load them first.")
     return list(found)
+
+
+def _check_groups(model: nn.Module, names: Collection[str], group_size: int) -> None:
+    """Raise unless the inputs of all these layers are split evenly into groups. Raises: ConfigError."""
+    widths = {name: model.get_submodule(name).get_parameter("weight").shape[1] for name in names}
+    uneven = [name for name, width in widths.items() if width % group_size]
+    if uneven:
+        name = min(uneven)
+        divisor = math.gcd(*widths.values(), group_size)
+        raise ConfigError(
+            f"{name} has {widths[name]} inputs, which int4 cannot split into groups of {group_size} with one scale each. Pass "
+            f"group_size={divisor}, or add it to skip_modules."
+        )
 
 
 def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any: classes of torchao

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from importlib import import_module
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
 from hasten.config.absent import is_absent
@@ -22,6 +22,19 @@ from hasten.errors import ConfigError, UnknownSettingError
 _LONG_PREFIX: Final = "parallelism_config_"
 """Prefix of the mesh options in Accelerate's longer spelling, which is accepted too."""
 _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+
+
+_ELSEWHERE: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("nproc", "np", "n", "num_procs", "num_gpus", "gpus"), "num_processes"),
+        **dict.fromkeys(("nproc_per_node", "gpus_per_node", "num_gpus_per_node"), "processes_per_machine"),
+        **dict.fromkeys(("nodes", "num_nodes"), "num_machines"),
+        "node_rank": "machine_rank",
+        "master_addr": "main_process_ip",
+        "master_port": "main_process_port",
+    }
+)
+"""Names of the same settings in other launchers."""
 
 
 class UsageError(ConfigError):
@@ -231,7 +244,9 @@ class SettingsParser(CommandParser):
             for option in self._option_string_actions
             if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed
         }
-        near = nearest(name.replace("-", "_").lstrip("_"), known)
+        word = name.replace("-", "_").lstrip("_")
+        near = _ELSEWHERE.get(word, "")
+        near = near if near in known else nearest(word, known)
         hint = (
             f"did you mean {known[near]}?" if near else f"see `{self.prog} {self._whole_help}` for the supported flags."
         )

@@ -35,6 +35,7 @@ COMMANDS: Final = MappingProxyType(
             "hasten.cli.plan_cmd",
             "find the fastest settings that fit a model on given GPUs, before the job starts",
         ),
+        "completion": ("hasten.cli.completion_cmd", "print the completion of commands and flags for bash, zsh or fish"),
         "tune": ("hasten.cli.tune_cmd", "find faster settings for a script on this machine by short real runs"),
     }
 )

@@ -16,10 +16,11 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten migrate …`; return 0 if nothing is left to do manually, 1 otherwise."""
     given = make_parser().parse_args(argv)
     noted = 0
-    for path in scripts(given.places):
-        source = _text(path)
-        if "accelerate" not in source:
-            continue
+    sources = {path: _text(path) for path in scripts(given.places)}
+    with_accelerate = {path: source for path, source in sources.items() if "accelerate" in source}
+    if not with_accelerate:
+        sys.stderr.write("no script here uses accelerate, so there is nothing to migrate\n")
+    for path, source in with_accelerate.items():
         try:
             done = migrate(source)
         except SyntaxError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         show(plan, given.rows, Console())
         if given.output:
             sys.stdout.write(
-                f"\nwritten: {given.output}; start it with `hasten launch --config_file {given.output} …`\n"
+                f"\nwritten: {given.output}; start it with `hasten launch --config_file {shlex.quote(given.output)} …`\n"
             )
     return 0
 
@@ -97,7 +98,11 @@ def table(plan: LayoutPlan, most: int) -> Table:
     for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):
         in_words = title in ("layout", "why")  # these columns share the remaining width of a narrow terminal
         shown.add_column(
-            title, justify="left" if in_words else "right", no_wrap=not in_words, ratio=1 if in_words else None
+            title,
+            justify="left" if in_words else "right",
+            no_wrap=not in_words,
+            ratio=1 if in_words else None,
+            overflow="fold",
         )
     for row in report.rows(plan, most):
         why = row["why"] if not row["asks"] else f"{row['why']}; the loop must call {row['asks']}"

@@ -193,16 +193,22 @@ def _mapping(value: Any, member: Any, text: bool) -> dict[str, Any]:
 
 
 def _mapping_from_text(value: str) -> Any:
-    """Return {"a": 1, "b": "x"} for '{"a": 1, "b": "x"}' and for 'a=1,b=x'."""
+    """Return {"a": 1, "b": "x,y"} for '{"a": 1, "b": "x,y"}' and for 'a=1,b=x,y': a part without = continues the value."""
     if value.lstrip().startswith("{"):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
             raise Mismatch from error
-    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-    if not all(sep and key.strip() for key, sep, _ in pairs):
-        raise Mismatch
-    return {key.strip(): _plain(item.strip()) for key, _, item in pairs}
+    texts: dict[str, str] = {}
+    key = ""
+    for part in filter(str.strip, value.split(",")):
+        name, equals, item = part.partition("=")
+        if equals:
+            key = name.strip()
+        if not key:
+            raise Mismatch
+        texts[key] = item.strip() if equals else f"{texts[key]},{part.strip()}"
+    return {key: _plain(text) for key, text in texts.items()}
 
 
 def _plain(item: str) -> Any:

@@ -259,6 +259,7 @@ def leave(words: str, env: Mapping[str, str] | None = None) -> None:
 def failure_words(first: Failure, *, many_machines: bool = False) -> str:
     """Return one sentence about the failure that ended the job."""
     host = f" on {first.host}" if many_machines else ""
+    host += f" (pid {first.pid})" if first.pid else ""
     if first.summary:
         return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"
     if not first.code:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,7 +83,8 @@ def test_cells_train_fail_and_run_again(tmp_path: Path) -> None:
     assert 'raise ValueError("boom in the cell")' in printed(failed)  # the cell's own line, which is in no file
     assert printed(failed).count("Traceback") == 1
     assert failed[-1]["ename"] == "LaunchError"
-    assert failed[-1]["evalue"] == "rank 1 failed: ValueError: boom in the cell (its traceback is in the output above)"
+    sentence = r"rank 1 \(pid \d+\) failed: ValueError: boom in the cell \(its traceback is in the output above\)"
+    assert re.fullmatch(sentence, failed[-1]["evalue"])
     assert "local_module" in printed(local)
 
 
@@ -124,7 +126,9 @@ def test_what_cannot_travel_is_told(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with (tmp_path / "file").open("w") as handle, pytest.raises(LaunchError, match="cannot be pickled"):
         notebook_launcher(lambda: handle.name)
-    with pytest.raises(LaunchError, match=r"rank 0 failed: .*returned a generator, which cannot be sent back"):
+    with pytest.raises(
+        LaunchError, match=r"rank 0 \(pid \d+\) failed: .*returned a generator, which cannot be sent back"
+    ):
         notebook_launcher(lambda: (i for i in range(3)), num_processes=1, cpu=True)
     assert notebook_launcher(lambda x: {"x": x}, (4,), num_processes=1, cpu=True) == {"x": 4}
     capfd.readouterr()

@@ -34,6 +34,13 @@ def test_quantized_outputs_are_near_and_equal_when_streamed(kind: str, tolerance
     remove_hook_from_submodules(model)
 
 
+def test_widths_that_groups_do_not_divide_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 96)).to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"0 has 64 inputs.*groups of 128.*group_size=64"):
+        quantize_weights(model, "int4")
+    quantize_weights(model, "int4", group_size=64)
+
+
 def test_what_cannot_be_quantized_is_said() -> None:
     with pytest.raises(ConfigError, match="'int8' or 'int4'"):
         quantize_weights(build(), "int3")  # type: ignore[arg-type]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from hasten.cli.main import main
+from hasten.cli.main import COMMANDS, main
 from hasten.errors import DataError
 from hasten.tools.matrix import CellOutcome, chosen, table
 from hasten.tools.predict.predict import one_batch
@@ -55,3 +57,32 @@ def test_the_matrix_fits_a_terminal_of_80_columns() -> None:
     for heading in ("backend", "precision", "ranks", "difference", "memory"):
         assert heading in text
     assert all(cell.backend in text for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--nproc", "--num_processes"),
+        ("--nproc-per-node", "--processes_per_machine"),
+        ("--master_addr", "--main_process_ip"),
+    ],
+)
+def test_flags_of_other_launchers_are_translated(flag: str, setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", flag, "2", "train.py"]) == 2
+    assert f"did you mean {setting}?" in capsys.readouterr().err.replace("-per-", "_per_").replace(
+        "processes-", "processes_"
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_command_is_completed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}\b", script) for name in COMMANDS)
+    flags = ("num_processes", "kubernetes_image", "global-batch", "budget")
+    assert all(re.search(rf"(--|-l ){flag}\b", script) for flag in flags)
+    if shell != "bash":
+        return
+    question = f"{script}\nCOMP_WORDS=(hasten launch --num_p) COMP_CWORD=2; _hasten; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", question], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--num_processes"]

@@ -9,8 +9,10 @@ from typing import Final
 
 import pytest
 
+from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
+from hasten.errors import ConfigError
 from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.cluster.slurm import plan_submit
 
@@ -133,3 +135,22 @@ def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(tmp_path: Path
     request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
     (script,) = plan_submit(request, Host(name="login", python=str(launcher)), (), str(tmp_path)).files
     assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (85, ["requeue 77"])
+
+
+def script_with(**settings: object) -> str:
+    """The batch script under these settings."""
+    resolved = resolve(code={f"launch.{name}": value for name, value in settings.items()})
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    return plan_submit(request, Host(name="login"), (), ".").files[0].text
+
+
+def test_a_list_of_tasks_is_one_option() -> None:
+    entries = make_parser().parse_args(["--submit=slurm", "--submit_options=array=0-3,5,time=1:00:00"]).settings
+    assert resolve(flags=entries).config.launch.submit_options == {"array": "0-3,5", "time": "1:00:00"}
+
+
+def test_other_nodes_than_machines_are_refused() -> None:
+    assert "#SBATCH --nodes=3" in script_with(submit_options={"nodes": 3})
+    assert "#SBATCH --nodes=2" in script_with(num_machines=2, submit_options={"nodes": 2})
+    with pytest.raises(ConfigError, match=r"nodes=3 contradicts num_machines=2.*Remove nodes"):
+        script_with(num_machines=2, submit_options={"nodes": 3})

@@ -99,8 +99,14 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch, replicas = request.config.launch, request.config.survive.replicas > 0
+    given = _dashed(launch.submit_options)
+    if "nodes" in given and str(given["nodes"]) != (nodes := _nodes(launch)) and nodes != "1":
+        raise ConfigError(
+            f"submit_options nodes={given['nodes']} contradicts num_machines={nodes}: the job would wait for machines that are not "
+            "reserved, or reserve machines that it does not use. Remove nodes."
+        )
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
-    options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **_dashed(launch.submit_options)}
+    options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **given}
     options.setdefault("requeue", not options.get("no-requeue"))
     if replicas:
         options.setdefault("no-kill", True)

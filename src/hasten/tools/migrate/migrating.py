@@ -303,6 +303,10 @@ class _Script:
         for node, owner in lengths(self._tree, objects, _MAIN):
             begin, end = self._span(node)
             inner = self._bytes[begin:end].decode()
+            if (per_process := _factor_beside(node, f"{owner}.num_processes")) is not None:
+                first, last = self._span(per_process)
+                self.edits.append(_Edit(begin, end, self._bytes[first:last].decode()))
+                continue
             plain = isinstance(node, ast.Call | ast.Name | ast.Constant | ast.Attribute)
             new = f"-(-{inner if plain else f'({inner})'} // {owner}.num_processes)"
             self.edits.append(_Edit(begin, end, new))
@@ -424,6 +428,15 @@ class _Script:
             if keyword.arg is not None and keyword.arg not in names:
                 hint = advice(name, keyword, names)
                 self._note(node, f"hasten.{name} has no argument {keyword.arg}{hint and f': {hint}'}")
+
+
+def _factor_beside(node: ast.expr, factor: str) -> ast.expr | None:
+    """Return the other factor of a product with `factor`; None for other expressions."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return None
+    if ast.unparse(node.right) == factor:
+        return node.left
+    return node.right if ast.unparse(node.left) == factor else None
 
 
 def _follows(node: ast.Call) -> bool:

@@ -20,6 +20,12 @@ from hasten.tracking.run_log import PARTS, STEP_PARTS, LoggedRank
 
 MOST_POINTS: Final = 4000
 _BUCKETS: Final = 400
+_EDGE_S: Final = 1e-3
+COLOURS: Final = (
+    *("#1769aa", "#d1495b", "#2e8b57", "#8d5fd3", "#e08e0b", "#00838f", "#795548", "#546e7a"),
+    *("#c2185b", "#9e9d24", "#5c6bc0", "#ff8a65"),
+)
+"""Colours of the lines of a chart, at least one for each part of a step."""
 _SECONDS: Final = ("runtime", "per_second")
 _RATES: Final = ("tokens_per_second", "mfu")
 """Values of `track_throughput()`, which change during a run; other rates are totals at its end."""
@@ -122,8 +128,10 @@ def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any
 
 def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
     found = [_bucketed(log, PARTS) for log in logs]
-    gap = np.full((len(PARTS) + 1, 1), np.nan)  # a gap in the chart between two starts
-    times = np.concatenate([np.concatenate([times[:1], times, times[-1:]]) for times, _ in found])
+    gap = np.array(
+        [[0.0]] * len(PARTS) + [[1.0]]
+    )  # between two starts: where values are missing, stacked areas become ramps
+    times = np.concatenate([np.concatenate([times[:1] - _EDGE_S, times, times[-1:] + _EDGE_S]) for times, _ in found])
     sums = np.concatenate([part for _, sums in found for part in (gap, sums, gap)], axis=1)
     return [_trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1]) for index, part in enumerate(PARTS)]
 

@@ -29,6 +29,7 @@ def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
         "events": report_data.events(runs),
         "unit": report_data.unit(charts),
         "reload_s": reload_s,
+        "colours": report_data.COLOURS,
     }
     library = _plotly()
     parts = {

@@ -11,7 +11,6 @@ from hasten.tools.report import report_data
 from hasten.tracking.run_folder import RunFolder
 
 _COLUMNS: Final = 2
-_COLOURS: Final = ("#1769aa", "#d1495b", "#2e8b57", "#8d5fd3", "#e08e0b", "#00838f", "#795548", "#546e7a")
 _MARKED: Final = ("saved", "loaded", "restarted", "skipped")
 
 # Any in this file: charts are JSON values, axes are matplotlib's.
@@ -52,7 +51,7 @@ def _draw(axes: Any, chart: dict[str, Any], events: Sequence[dict[str, Any]], un
     across = [trace["steps"] if chart["metric"] else [scale * at for at in trace["minutes"]] for trace in traces]
     values = [[float("nan") if y is None else y for y in trace["y"]] for trace in traces]
     names = [trace["name"] for trace in traces]
-    colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(traces))]
+    colours = [report_data.COLOURS[number % len(report_data.COLOURS)] for number in range(len(traces))]
     if chart.get("stacked"):
         axes.stackplot(across[0], *[[0.0 if y != y else y for y in ys] for ys in values], labels=names, colors=colours)
     else:
@@ -65,6 +64,7 @@ def _draw(axes: Any, chart: dict[str, Any], events: Sequence[dict[str, Any]], un
     if len(traces) > 1:
         axes.legend(fontsize=7, frameon=False)
     if not chart["metric"]:
+        axes.set_xlim(left=0)
         for event in events:
             if event["event"] in _MARKED and chart.get("run", event["run"]) == event["run"]:
                 axes.axvline(scale * event["minutes"], color="#546e7a", linewidth=0.7, linestyle=":")

@@ -9,7 +9,7 @@ function draw(place, view) {
   const finite = view.lines.some((line) => line.y.some((value) => value !== null));
   const layout = {
     margin: { l: 56, r: 16, t: 12, b: 40 }, showlegend: false, hovermode: "x unified",
-    xaxis: { visible: finite, title: { text: view.xTitle, standoff: 6 }, zeroline: false, nticks: 7, tickangle: 0, automargin: true, exponentformat: "none", tickformat: "~r" },
+    xaxis: { visible: finite, title: { text: view.xTitle, standoff: 6 }, zeroline: false, nticks: 7, tickangle: 0, automargin: true, exponentformat: "none", tickformat: "~r", rangemode: view.xTitle === "step" ? "normal" : "tozero" },
     yaxis: { visible: finite, type: view.logarithmic ? "log" : "linear", zeroline: false, nticks: 7, automargin: true, exponentformat: "power", minexponent: 6, rangemode: view.stacked ? "tozero" : "normal" },
     shapes: view.marks.map((mark) => ({ type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1, line: { color: mark.colour, width: 1, dash: "dot" } })),
     annotations: finite ? [] : [{ text: "no finite value", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],

@@ -62,6 +62,7 @@ function paint(place) {
     return;
   }
   if (view.stacked) up[0] = 0;
+  if (view.xTitle !== "step") across[0] = 0;
   const levels = ticks(up[0], up[1], 5).filter((value) => !view.logarithmic || up[1] - up[0] < 1 || Number.isInteger(value));
   const labels = levels.map((value) => words(view.logarithmic ? 10 ** value : value));
   const left = 18 + 6.6 * Math.max(...labels.map((label) => label.length), 1), right = width - 16, top = 12, bottom = height - 40;

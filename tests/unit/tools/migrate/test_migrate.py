@@ -158,6 +158,14 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
             "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=total)",
             "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=-(-total // accelerator.num_processes))",
         ),
+        (
+            "LinearLR(optimizer, total_iters=(max_steps + 1) * accelerator.num_processes)",
+            "LinearLR(optimizer, total_iters=max_steps + 1)",
+        ),
+        (
+            "get_scheduler('linear', optimizer, 0, accelerator.num_processes * max_steps)",
+            "get_scheduler('linear', optimizer, 0, max_steps)",
+        ),
         ("MultiStepLR(optimizer, [4, 8])", "MultiStepLR(optimizer, [4, 8])"),
         ("OneCycleLR(optimizer, 0.1, total_steps=None)", "OneCycleLR(optimizer, 0.1, total_steps=None)"),
     ],
@@ -207,3 +215,11 @@ def test_names_of_public_modules_are_imported_from_there() -> None:
         "acc.bigmodel.set_module_tensor_to_device, hasten.bigmodel.disk_offload",
     ]
     exec(compile(done.text, "script", "exec"), {})  # every name exists
+
+
+def test_scripts_without_accelerate_are_said_to_need_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain.py").write_text("import torch\n")
+    assert main(["migrate", str(tmp_path)]) == 0
+    assert "uses accelerate, so there is nothing to migrate" in capsys.readouterr().err

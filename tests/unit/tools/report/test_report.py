@@ -91,7 +91,11 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.007, rel=1e-4)] * 2
     parts = next(chart for chart in report_data.charts([run]) if chart.get("stacked"))
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
-    assert parts["traces"][0]["y"].count(None) == 4  # a gap around each start
+    for trace in parts["traces"]:  # every start begins and ends at 0: a missing value would draw a ramp between starts
+        assert None not in trace["y"]
+        assert trace["y"][0] == trace["y"][-1] == 0.0
+        assert trace["y"].count(0.0) >= 4
+    assert len(set(report_data.COLOURS)) == len(report_data.COLOURS) >= len(PARTS)
 
 
 def test_differences_name_what_is_not_the_same(tmp_path: Path) -> None:

@@ -133,8 +133,9 @@ def _announce(processes: int, devices: int) -> None:
 
 def _failed_child(error: LaunchError, name: str) -> ChildFailedError:
     """Return the error as torch's launcher raises it, with the child's message."""
-    rank = int(found[1]) if (found := re.search(r"rank (\d+)", str(error))) else 0
+    found = re.search(r"rank (\d+).*? \(pid (\d+)\)", str(error))
+    rank, pid = (int(found[1]), int(found[2])) if found else (0, 0)
     with NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
         file.flush()
-        return ChildFailedError(name, {rank: ProcessFailure(rank, 0, 1, file.name)})
+        return ChildFailedError(name, {rank: ProcessFailure(rank, pid, 1, file.name)})

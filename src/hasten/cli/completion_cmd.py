@@ -1,0 +1,71 @@
+"""`hasten completion`: a script that makes bash, zsh or fish complete the commands and flags of `hasten`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from typing import Final
+
+from hasten.cli.flags import CommandParser
+from hasten.errors import ConfigError
+
+_FLAG: Final = re.compile(r"^\s+(?:-\w(?: \S+)?, )?(--[\w-]+)", re.MULTILINE)
+_ABOUT: Final = """to use it in every new shell:
+  bash   hasten completion bash > ~/.local/share/bash-completion/completions/hasten
+  zsh    hasten completion zsh >> ~/.zshrc
+  fish   hasten completion fish > ~/.config/fish/completions/hasten.fish
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten completion …` and return 0."""
+    parser = CommandParser(
+        prog="hasten completion",
+        description="Print a script that completes commands and flags of hasten in a shell.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shell: str = parser.parse_args(argv).shell
+    commands = import_module("hasten.cli.main").COMMANDS  # main.py imports the module of a command when it runs it
+    flags = {name: flags_of(module) for name, (module, _) in commands.items() if name != "completion"}
+    helps = {name: text for name, (_, text) in commands.items()}
+    sys.stdout.write(_fish(flags, helps) if shell == "fish" else _bash(flags, helps, with_zsh=shell == "zsh"))
+    return 0
+
+
+def flags_of(module: str) -> list[str]:
+    """Return the flags in the longest help of a command."""
+    for word in ("--help-all", "--help"):
+        printed = io.StringIO()
+        with redirect_stdout(printed), suppress(SystemExit, ConfigError):  # a command without --help-all refuses it
+            import_module(module).main([word])
+        if flags := list(dict.fromkeys(_FLAG.findall(printed.getvalue()))):
+            return flags
+    return []
+
+
+def _bash(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str], *, with_zsh: bool) -> str:
+    lines = ["autoload -Uz compinit bashcompinit && compinit && bashcompinit"] if with_zsh else []
+    lines += ["_hasten() {", '    local words="" word="${COMP_WORDS[COMP_CWORD]}"', '    case "${COMP_WORDS[1]}" in']
+    lines += [f'        {name}) words="{" ".join(some)}" ;;' for name, some in flags.items()]
+    lines += [
+        "    esac",
+        f'    [ "$COMP_CWORD" -gt 1 ] || words="{" ".join(helps)}"',
+        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "}",
+        "complete -o default -F _hasten hasten",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _fish(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str]) -> str:
+    lines = [f"complete -c hasten -n __fish_use_subcommand -f -a {name} -d '{text}'" for name, text in helps.items()]
+    for name, some in flags.items():
+        lines += [f"complete -c hasten -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}" for flag in some]
+    return "\n".join(lines) + "\n"
