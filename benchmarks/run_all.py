@@ -87,6 +87,7 @@ NOT_HERE = {
     "qlora.py": "needs a GPU",
     "offload_tokens.py": "needs a GPU",
     "offload_training.py": "needs a GPU",
+    "examples_on_a_gpu.py": "needs a GPU",
     "memory_picture.py": "needs a GPU",
     "oom_recovery.py": "needs a GPU",
     "lost_machine.py": "needs root for its network namespaces, and minutes",
