@@ -111,3 +111,12 @@ def largest_difference(
     assert list(got) == list(want), f"names differ: {sorted(set(got) ^ set(want))}"
     floats = {name: value for name, value in want.items() if value.is_floating_point() and not but(name)}
     return max(float((got[name] - value).abs().max()) for name, value in floats.items())
+
+
+def whisper() -> nn.Module:
+    """Return an encoder-decoder that reads spectrograms of 16 frames."""
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"vocab_size": 16, "num_mel_bins": 8, "d_model": 8, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    lengths = {"max_source_positions": 8, "max_target_positions": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+    return _made("WhisperForConditionalGeneration", "WhisperConfig", **layers, **sizes, **lengths, **tokens)

@@ -191,10 +191,16 @@ def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, st
 def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        own = []
+        group_names = []
         for index, parameter in enumerate(group["params"]):
-            own.append(names.get(id(parameter), f"group_{number}.{index}"))
-        groups.append(own)
+            name = names.get(id(parameter))
+            if name is None:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}: parameter {index} of parameter group {number}, of shape {tuple(parameter.shape)}, "
+                    "is in no prepared model, so a checkpoint could not name it. Prepare its model, or remove it from the optimizer."
+                )
+            group_names.append(name)
+        groups.append(group_names)
     return groups
 
 

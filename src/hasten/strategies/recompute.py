@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 
 
+_CACHES: Final = ("past_key_values", "past_key_value")
+
+
 class RecomputedForward(forwarding.Forward):
     """Forward whose activations are discarded and recomputed in backward."""
 
@@ -28,10 +31,24 @@ class RecomputedForward(forwarding.Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        kwargs = _without_empty_caches(kwargs)
         if not self.offload:
             return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
             return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+def _without_empty_caches(arguments: dict[str, Any]) -> dict[str, Any]:  # Any: the user's arguments
+    """Return the arguments without key-value caches of transformers, which the recomputation would extend again.
+
+    A cache that already has keys, such as a trained prefix, is left.
+    """
+    changed = dict(arguments)
+    for name in _CACHES:
+        length = getattr(changed.get(name), "get_seq_length", None)
+        if callable(length) and length() == 0:
+            changed[name] = None
+    return changed
 
 
 class Recompute:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placed
@@ -38,6 +37,7 @@ from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
 from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
 from hasten.strategies.fsdp.gradients import FSDPRetry, HeldGradients
+from hasten.strategies.fsdp.resharding import ReshardWithoutGradients, mark_forward_method
 from hasten.strategies.fsdp.shard_groups import (
     CONTAINERS,
     blocks_to_shard,
@@ -192,6 +192,9 @@ class ShardModel:
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
+        assert isinstance(model, FSDPModule), "fully_shard changed its class"
+        resharding = ReshardWithoutGradients(model)
+        resharding.wrap_generate(model, options["reshard_after_forward"])
         if options["reshard_after_forward"]:
             _tell_chunked_heads(model)
         self._prefetch(layout.blocks)
@@ -227,7 +230,7 @@ class ShardModel:
         return whole_on_main(model, self._is_main)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        register_fsdp_forward_method(model, name)
+        mark_forward_method(model, name)
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(

@@ -50,6 +50,27 @@ class Engine:
     """A forward with gradients has run since the last backward that reached this engine."""
 
 
+class EvaluationMode:
+    """Hooks that turn inference mode into no_grad during a forward.
+
+    ZeRO-3 writes what it gathers into the parameters, and no backward can use parameters that were written in inference mode.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[ExitStack] = []
+
+    def enter(self, *_: object) -> None:
+        modes = ExitStack()
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+        self._entered.append(modes)
+
+    def leave(self, *_: object) -> None:
+        if self._entered:  # another hook may have raised before enter() was called
+            self._entered.pop().close()
+
+
 class DeepSpeedStrategy:
     """Strategy that trains each model in a DeepSpeed engine; models without an optimizer are placed and left whole."""
 
@@ -153,6 +174,9 @@ class DeepSpeedStrategy:
 
         one.model.register_forward_pre_hook(before, with_kwargs=True)
         one.model.register_forward_hook(after)
+        evaluation = EvaluationMode()
+        one.model.register_forward_pre_hook(evaluation.enter, prepend=True)
+        one.model.register_forward_hook(evaluation.leave, always_call=True)
         if one.linear is not None:
             one.model.register_forward_pre_hook(one.linear.enter, prepend=True)
             one.model.register_forward_hook(one.linear.leave, always_call=True)
