@@ -89,6 +89,12 @@ NAMES: Final = (
     Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
     Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp/strategy.py"), _EXACT),
     Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
+    Name(
+        _DDP,
+        "_set_params_and_buffers_to_ignore_for_model",
+        ("src/hasten/strategies/ddp/strategy.py",),
+        "quantized weights of torchao fail under DDP",
+    ),
     Name("torch.distributed:Reducer", "_remove_autograd_hooks", (_BUCKETS,), _EXACT),
     Name(_DDP, "_build_params_for_reducer", (_BUCKETS,), _EXACT),
     Name(_DDP, "_build_debug_param_to_name_mapping", (_BUCKETS,), _EXACT),

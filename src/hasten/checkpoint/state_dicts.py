@@ -18,6 +18,7 @@ from hasten.checkpoint.reader import FoundComponent
 from hasten.checkpoint.reshard import Copy, plan_copies, whole
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 from hasten.modules.names import is_dtensor, plain_name, stage_part
+from hasten.modules.quantized import ByteLayout, copy_inner_tensors, from_bytes, is_torchao, to_bytes
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -29,7 +30,7 @@ def model_component(
     extra: dict[str, Any] = {}
     for key, value in (model.state_dict(keep_vars=True) if weights is None else weights).items():
         if isinstance(value, Tensor):
-            tensors[plain_name(key)] = as_stored(value)
+            tensors[plain_name(key)] = to_bytes(value)[0] if is_torchao(value) else as_stored(value)
         else:
             extra[plain_name(key)] = value
     data = None
@@ -61,10 +62,14 @@ class ModelPlan:
     copies: list[Copy] = field(default_factory=list)
     by_method: dict[str, Any] = field(default_factory=dict)
     """State that cannot be copied in place: extra state, and tensors that hooks create."""
+    quantized: list[tuple[Tensor, Tensor, ByteLayout]] = field(default_factory=list)
+    """Quantized weights of torchao, the bytes that are loaded for them, and the layout of the bytes."""
     report: LoadReport = field(default_factory=LoadReport)
 
     def finish(self) -> None:
         """Load the state that cannot be copied in place."""
+        for weight, data, layout in self.quantized:
+            copy_inner_tensors(from_bytes(data, layout), weight)
         if self.by_method:
             self.model.load_state_dict(self.by_method, strict=False)
 
@@ -104,8 +109,12 @@ def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> 
 
 
 def _plan_tensor(plan: ModelPlan, found: FoundComponent, name: str, value: Tensor, strict: bool) -> None:
-    pieces, target = found.of(name), as_stored(value)
-    stored_dtype = pieces[0].data.dtype
+    pieces = found.of(name)
+    if is_torchao(value):
+        data, layout = to_bytes(value)
+        plan.quantized.append((value, data, layout))
+        value = data
+    target, stored_dtype = as_stored(value), pieces[0].data.dtype
     if strict and stored_dtype != value.dtype:
         raise OtherModelError(
             f"{found.name}: {name} is {value.dtype} here and {stored_dtype} in the checkpoint; a cast would change its "

@@ -75,6 +75,14 @@ def from_bytes(data: Tensor, layout: ByteLayout) -> Tensor:
     return made
 
 
+def copy_inner_tensors(source: Tensor, target: Tensor) -> None:
+    """Copy the values of a quantized tensor into another of the same layout."""
+    weight: Any = target.detach()
+    names, _ = weight.__tensor_flatten__()
+    for name in names:
+        getattr(weight, name).copy_(getattr(source, name))
+
+
 def _on_device(context: Any, device: torch.device) -> Any:
     """Return the arguments of a rebuilt tensor with the device of its bytes."""
     if isinstance(context, torch.device):

@@ -16,7 +16,6 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 
-
 _CACHES: Final = ("past_key_values", "past_key_value")
 
 

@@ -38,30 +38,27 @@ class AttentionPatch:
     def replaced(self, stand_in: Attention) -> Iterator[None]:
         """Context manager in which `stand_in` is called instead, by every caller that looks the function up at call time."""
         original = self.original()
-        self._find(original)
-        places = list(self._places)
         fast_path = torch.backends.mha.get_fastpath_enabled()
-        for names, name in places:
+        for names, name in self._find(original):
             names[name] = stand_in
         torch.backends.mha.set_fastpath_enabled(False)  # it computes attention without calling the function
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            for names, name in places:
+            for names, name in self._find(stand_in):  # also in modules that were first imported inside the block
                 names[name] = original
 
-    def _find(self, original: Attention) -> None:
-        """Search again if modules were loaded since the last search."""
-        if len(sys.modules) == self._seen:
-            return
-        self._seen = len(sys.modules)
-        self._places = [
-            (names, name)
-            for names in [vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
-            for name, value in list(names.items())
-            if value is original
-        ]
+    def _find(self, function: Attention) -> list[tuple[dict[str, Any], str]]:  # Any: globals of modules
+        """Return the globals that hold the function; modules are searched again only if others were loaded since."""
+        if len(sys.modules) != self._seen:
+            self._seen = len(sys.modules)
+            self._places = []
+            for module in list(sys.modules.values()):
+                for name, value in list(getattr(module, "__dict__", {}).items()):
+                    if value is function:
+                        self._places.append((vars(module), name))
+        return self._places
 
 
 Way = Literal["allgather", "ring", "ulysses"]

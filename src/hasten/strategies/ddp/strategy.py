@@ -23,6 +23,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.base import given
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, PrepareError, StepError
+from hasten.modules.quantized import copy_inner_tensors, from_bytes, is_torchao, to_bytes
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
@@ -221,6 +222,7 @@ class Replicate:
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be "
                 "replicated; run one batch through the model before prepare()."
             )
+        _broadcast_quantized(model, comm)
         indexed = ctx.device.type != "cpu" and request.place
         wrapped = Replicated(
             model,
@@ -286,6 +288,20 @@ class Replicate:
         if (flag := state.notes.get("buffer_sync")) is not None:
             model.require_forward_param_sync = bool(flag)
         return self._buckets.restore(model, state.notes["bucket_order"]) if "bucket_order" in state.notes else None
+
+
+@torch.no_grad()
+def _broadcast_quantized(model: nn.Module, comm: ProcessGroupComm) -> None:
+    """Broadcast quantized weights of torchao from rank 0 as bytes; DDP's own broadcast does not support their class."""
+    names: list[str] = []
+    for name, weight in model.named_parameters():
+        if is_torchao(weight):
+            data, layout = to_bytes(weight)
+            copy_inner_tensors(from_bytes(comm.broadcast(data), layout), weight)
+            names.append(name)
+    if names:
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*ignored, *names])
 
 
 def _bucket_mb(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ GENERATE: Final = "generate"
 
 
 class ReshardWithoutGradients:
-    """Forward hook of each shard group that frees what a forward without gradients gathered.
+    """Forward hooks of the shard groups that free what a forward without gradients gathered.
 
     With reshard_after_forward=False, FSDP2 frees gathered parameters in the backward only. After an evaluation the modules would
     hold gathered copies, and whatever reads `module.parameters()` would read these instead of the shards.
@@ -28,12 +28,13 @@ class ReshardWithoutGradients:
         self._groups: list[FSDPModule] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.register_forward_hook(self)
+                module.register_forward_hook(self._reshard)
                 _gather_first_as_normal_tensors(module)
                 self._groups.append(module)
 
-    def __call__(self, module: FSDPModule, inputs: object, output: object) -> None:
+    def _reshard(self, module: nn.Module, inputs: object, output: object) -> None:
         if not torch.is_grad_enabled() and not self._is_generating:
+            assert isinstance(module, FSDPModule), "the hook is registered on shard groups"
             module.reshard()
 
     def wrap_generate(self, model: FSDPModule, reshard_after_forward: bool | int) -> None:
@@ -88,8 +89,9 @@ def _gather_first_as_normal_tensors(module: FSDPModule) -> None:
     handles.append(module.register_forward_pre_hook(partial(_gather_as_normal_tensors, handles), prepend=True))
 
 
-def _gather_as_normal_tensors(handles: list[RemovableHandle], module: FSDPModule, inputs: object) -> None:
+def _gather_as_normal_tensors(handles: list[RemovableHandle], module: nn.Module, inputs: object) -> None:
     handles.pop().remove()
     if torch.is_inference_mode_enabled():
+        assert isinstance(module, FSDPModule), "the hook is registered on shard groups"
         with torch.inference_mode(False), torch.no_grad():
             module.unshard()
