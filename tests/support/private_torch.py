@@ -91,7 +91,7 @@ NAMES: Final = (
     Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
     Name(
         _DDP,
-        "_set_params_and_buffers_to_ignore_for_model",
+        "_ddp_params_and_buffers_to_ignore",
         ("src/hasten/strategies/ddp/strategy.py",),
         "quantized weights of torchao fail under DDP",
     ),
