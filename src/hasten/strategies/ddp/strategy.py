@@ -116,7 +116,6 @@ class _Touching(nn.Module):
 log = get_logger(__name__)
 
 _LEAST_MB, _MOST_MB = 25, 100  # torch's default; larger buckets delay the first reduction
-_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 _OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -301,8 +300,8 @@ def _broadcast_quantized(model: nn.Module, comm: ProcessGroupComm) -> None:
             copy_inner_tensors(from_bytes(comm.broadcast(data), layout), weight)
             names.append(name)
     if names:
-        ignored = getattr(model, _IGNORED_BY_DDP, [])
-        setattr(model, _IGNORED_BY_DDP, [*ignored, *names])
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        vars(model)["_ddp_params_and_buffers_to_ignore"] = [*ignored, *names]
 
 
 def _bucket_mb(model: nn.Module) -> int:
