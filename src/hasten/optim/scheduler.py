@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from torch import Tensor
@@ -28,6 +30,24 @@ class PreparedScheduler(LRScheduler):
         self.scheduler = inner
         self._follows = optimizer if follow else None
         self._seen = 0 if optimizer is None else optimizer.num_updates
+        self.length = total_of(inner)
+        """Number of steps of the whole schedule, if known."""
+        self._initial_state = None if self.length is None else _copy_state(inner)
+
+    def continue_at(self, num_steps: int) -> None:
+        """Let the schedule of this script, whose length is known, continue after `num_steps` steps."""
+        assert self._initial_state is not None, "the length is known"
+        state, rates = copy.deepcopy(self._initial_state)
+        self.scheduler.load_state_dict(state)
+        for group, rate in zip(self.scheduler.optimizer.param_groups, rates, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        with warnings.catch_warnings():  # torch warns of steps before the optimizer's first one
+            warnings.simplefilter("ignore")
+            for _ in range(num_steps):
+                self.scheduler.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer was updated since the last advance."""
@@ -70,6 +90,26 @@ class PreparedScheduler(LRScheduler):
 
 
 # Any in this file: schedulers of torch and of other libraries share no base class.
+
+
+def _copy_state(scheduler: Any) -> tuple[dict[str, Any], list[float]]:
+    """Return the state of a schedule that has not begun, and the learning rates it has set."""
+    rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    return copy.deepcopy(scheduler.state_dict()), rates
+
+
+def steps_reached(num_steps: int, saved_length: int, length: int, epochs: Iterable[tuple[int, int]]) -> int:
+    """Return the position in a schedule of `length` steps that corresponds to `num_steps` of `saved_length`.
+
+    `epochs` are the updates of an epoch, and those of it that are left, of each loader that is inside an epoch. They tell
+    the position exactly where the steps of one schedule fall between two of the other.
+    """
+    reached = num_steps * length // saved_length
+    for num_updates, num_left in epochs:
+        reached = max(reached, reached // num_updates * num_updates + num_updates - num_left)
+    return min(reached, length)
+
+
 _LENGTHS: Final = (
     (torch_schedules.OneCycleLR, "total_steps"),
     (torch_schedules.CosineAnnealingLR, "T_max"),

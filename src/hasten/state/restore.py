@@ -26,6 +26,7 @@ from hasten.modules.names import local_tensor
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
 from hasten.optim.optimizer import settle_state
+from hasten.optim.scheduler import steps_reached
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.state import epochs
@@ -173,6 +174,28 @@ class RestorePlan:
         for scheduler, seen in zip(parts.objects.schedulers, saved["schedulers"], strict=False):
             if "_seen" in vars(scheduler):
                 scheduler._seen = seen
+        if not self.same_world:
+            self._place_schedules()
+
+    def _place_schedules(self) -> None:
+        """Move schedules that the script made for its number of processes to where the data is."""
+        parts, open_epochs = self.parts, list[tuple[int, int]]()
+        for loader in parts.objects.loaders:
+            num_batches, num_done = loader.parts.source.steps() or 0, loader.num_done
+            if 0 < num_done < num_batches:
+                every = parts.clock.every
+                open_epochs.append((-(-num_batches // every), -(-(num_batches - num_done) // every)))
+        for scheduler, saved in zip(parts.objects.schedulers, self.progress["schedule_lengths"], strict=False):
+            length = getattr(scheduler, "length", None)
+            if saved and length and saved != length:
+                reached = steps_reached(scheduler.scheduler.last_epoch, saved, length, open_epochs)
+                scheduler.continue_at(reached)
+                log.warning(
+                    "the schedule of %d steps continues after %d, as that of %d steps which was saved would",
+                    length,
+                    reached,
+                    saved,
+                )
 
     def _loops(self, together: Agreement) -> None:
         """Restore the wrapped models' loop state, the open window's gradients, and the clock. Ranks: every rank."""
@@ -389,6 +412,7 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: content of the file
             "trackers": saved["trackers"],
             "optimizers": counts,
             "schedulers": list(map(int, saved["schedulers"])),
+            "schedule_lengths": list(map(int, (length or 0 for length in saved.get("schedule_lengths", ())))),
             "loops": list(map(_checked_loop, saved["loops"])),
             "epochs": None if saved.get("epochs") is None else epochs.checked(saved["epochs"]),
         }

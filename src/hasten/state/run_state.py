@@ -213,14 +213,16 @@ def _collect_progress(
     for optimizer in parts.objects.optimizers:
         attempts, updates = getattr(optimizer, "num_attempts", 0), getattr(optimizer, "num_updates", 0)
         counts.append({"num_attempts": int(attempts), "num_updates": int(updates)})
-    seen = []
+    seen, schedule_lengths = [], []
     for scheduler in parts.objects.schedulers:
         seen.append(int(getattr(scheduler, "_seen", 0)))
+        schedule_lengths.append(getattr(scheduler, "length", None))
     progress = {
         "clock": parts.clock.state_dict(),
         "trackers": None if parts.trackers is None else parts.trackers.state_dict(),
         "optimizers": counts,
         "schedulers": seen,
+        "schedule_lengths": schedule_lengths,
         "loops": notes,
         "epochs": None if parts.epochs is None else parts.epochs.state_dict(),
     }
