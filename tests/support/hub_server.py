@@ -85,6 +85,8 @@ class Hub:
     unknown: list[str] = field(default_factory=list)
     refuse_after: int | None = None
     """Number of large uploads after which further ones are refused."""
+    refused: set[int] = field(default_factory=set)
+    """Numbers of large uploads, from 1, that are refused."""
     gate: threading.Event = field(default_factory=threading.Event)
     """Large uploads beyond the first `before_gate` wait for it."""
     before_gate: int | None = None
@@ -228,7 +230,7 @@ class Hub:
             begun = self.begun
         if self.before_gate is not None and begun > self.before_gate and not self.gate.wait(60):
             raise Refused(503, "the gate was not opened")
-        if self.refuse_after is not None and begun > self.refuse_after:
+        if begun in self.refused or (self.refuse_after is not None and begun > self.refuse_after):
             raise Refused(403, "the signature has expired")
         with self.lock:
             self.received[oid if part is None else f"{oid}/{part}"] += 1

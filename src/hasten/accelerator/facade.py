@@ -992,27 +992,41 @@ class Accelerator:
     def end_training(self) -> None:
         """Check the last losses, compare ranks, wait for background saves and uploads, close the trackers. Ranks: every rank.
 
+        Everything is closed before the first error is raised.
         Raises: DivergenceError when ranks that must hold the same values do not; HubError when a background upload failed.
         """
+        first_error: Exception | None = None
+        for close in self._closing():
+            try:
+                close()
+            except Exception as error:  # of any type: what follows is closed first
+                first_error = first_error or error
+        try:
+            self._tracking.finish(failed=first_error is not None)
+        finally:
+            if first_error is not None:
+                raise first_error
+
+    def _closing(self) -> Iterator[Callable[[], object]]:
+        """Yield what ends the parts of this run, but for the trackers, in order."""
         if self._replica is not None:
-            self._replica.finish()
+            yield self._replica.finish
         if self._throughput is not None:
-            self._throughput.close()
+            yield self._throughput.close
         if self._numbers is not None:
-            self._numbers.finish()
+            yield self._numbers.finish
         if self._sentinel is not None:
-            self._sentinel.finish()
+            yield self._sentinel.finish
         if "_saving" in self.__dict__:
-            self._saving.close()
-        self._tracking.finish()
-        if self._status is not None:
-            self._status.close()
-        if self._run_log is not None:
-            self._run_log.close()
-        if self._metrics is not None:
-            self._metrics.close()
+            yield self._saving.close
         if "_publishing" in self.__dict__:
-            self._publishing.wait()
+            yield self._publishing.wait
+        if self._status is not None:
+            yield self._status.close
+        if self._run_log is not None:
+            yield self._run_log.close
+        if self._metrics is not None:
+            yield self._metrics.close
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...

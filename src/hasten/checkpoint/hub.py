@@ -67,7 +67,7 @@ def upload(
     client = _client(target)
 
     def send() -> str:
-        repository = client.create_repo(target.repo_id, private=target.private, exist_ok=True).repo_id
+        repository = _create_repository(client, target)
         if target.revision is not None:
             client.create_branch(repository, branch=target.revision, exist_ok=True)
         unwanted = [".hasten-*", *ignore, *_cards_to_skip(client, root, repository, target.revision)]
@@ -82,6 +82,18 @@ def upload(
         )
 
     return _guarded(send, target, f"the upload to {target.repo_id}", _UPLOAD_FAILED)
+
+
+def check_access(target: HubRepository) -> None:
+    """Create the repository if it is new, which shows whether the token may write to it. Raises: HubError."""
+    client = _client(target)
+    what = f"the upload to {target.repo_id} would fail: creating the repository"
+    _guarded(lambda: _create_repository(client, target), target, what, "Nothing was trained.")
+
+
+def _create_repository(client: Any, target: HubRepository) -> str:  # Any: the client is a foreign class
+    """Create the repository if it is new and return its whole name."""
+    return str(client.create_repo(target.repo_id, private=target.private, exist_ok=True).repo_id)
 
 
 _UPLOAD_FAILED: Final = (

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from hasten.accelerator.components import components
+from hasten.checkpoint import hub
 from hasten.checkpoint.hub import HubRepository
 from hasten.checkpoint.model_card import CardContent
 from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
 from hasten.checkpoint.store.occupied import check_no_weights
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
-from hasten.errors import CheckpointError, ConfigError, HastenWarning, IncompleteCheckpointError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning, HubError, IncompleteCheckpointError
 from hasten.state.publishing import FolderPush
 from hasten.trainer.arguments import TrainingArguments
 from hasten.trainer.interface import TrainerInterface
@@ -155,28 +156,51 @@ def push_to_hub(
     """Save the model with a card of the run and upload it; returns the URL of the commit on the main process, None on the others.
 
     A background upload sends a copy of the model, which is deleted afterwards; a blocking one sends the output folder.
-    Ranks: every rank. Raises: ConfigError without a name for the repository; HubError, also for the previous background upload.
+    Ranks: every rank. Raises: ConfigError without a name for the repository; HubError if a blocking upload fails.
     """
     args, publishing = trainer.args, components(trainer.accelerator).publishing
-    name = args.hub_model_id or Path(args.output_dir).name
-    if not name:
-        raise ConfigError(f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id.")
-    publishing.wait()
+    target = _repository(trainer)
+    finish_upload(trainer)
     folder = args.output_dir if blocking else _staging_folder(trainer)
     save_model(trainer, folder)
     made: FolderPush | None = None
     with agreeing(trainer.accelerator.comm, "push_to_hub"):
         if trainer.accelerator.is_main_process:
-            publishing.write_card(Path(folder), _card(trainer, name))
+            publishing.write_card(Path(folder), _card(trainer, target.repo_id))
             made = FolderPush(
                 folder=Path(folder),
-                target=HubRepository(name, args.hub_token, args.hub_private_repo),
+                target=target,
                 message=commit_message,
                 ignore=("checkpoints/*", "run_log/*", f"{args.run_name or 'trainer'}/*", ".*"),
                 temporary=not blocking,
                 options=options,
             )
     return publishing.push(made, blocking)
+
+
+def _repository(trainer: TrainerInterface) -> HubRepository:
+    args = trainer.args
+    name = args.hub_model_id or Path(args.output_dir).name
+    if not name:
+        raise ConfigError(f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id.")
+    return HubRepository(name, args.hub_token, args.hub_private_repo)
+
+
+def check_access(trainer: TrainerInterface) -> None:
+    """Create the repository of the uploads, so that a token that is refused is found now. Ranks: every rank. Raises: HubError."""
+    target = _repository(trainer)
+    with agreeing(trainer.accelerator.comm, "push_to_hub"):
+        if trainer.accelerator.is_main_process:
+            hub.check_access(target)
+
+
+def finish_upload(trainer: TrainerInterface) -> None:
+    """Wait for the background upload, and warn if it failed: a later push sends a newer model. Ranks: every rank."""
+    try:
+        components(trainer.accelerator).publishing.wait()
+    except HubError as error:
+        if trainer.accelerator.is_main_process:
+            warnings.warn(f"{error} The next push sends the model of that time.", HastenWarning, stacklevel=2)
 
 
 def _staging_folder(trainer: TrainerInterface) -> str:

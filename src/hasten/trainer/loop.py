@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from hasten.accelerator.components import components
+from hasten.errors import ConfigError
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
+from hasten.trainer.checkpoints import finish_upload
 from hasten.trainer.evaluation import slowest
 from hasten.trainer.interface import TrainerInterface
 from hasten.trainer.step_plan import TrainingPlan
@@ -42,17 +44,21 @@ class TrainingLoop:
             0.0  # Any: the learning rate of the latest update, which capturable optimizers store as a tensor
         )
         self._began_s = time.perf_counter()
-        self._began_at = trainer.state.global_step
+        self._began_at, self._began_at_epoch = trainer.state.global_step, trainer.state.epoch
+        self._by_replicas = trainer.accelerator.survival is not None and trainer.args.max_steps <= 0
+        """True if the training ends with the last epoch, whose number of updates depends on the replicas that are present."""
         epochs = trainer.args.num_train_epochs
-        self._by_epochs = (
-            trainer.accelerator.survival is not None and trainer.args.max_steps <= 0 and float(epochs).is_integer()
-        )
-        """True if the training ends after its epochs, not after its planned updates: an epoch of fewer replicas has more of them."""
+        if self._by_replicas and epochs % 1:
+            raise ConfigError(
+                f"num_train_epochs={epochs} ends inside an epoch, whose updates depend on the replicas that survive; give a whole "
+                "number of epochs, or max_steps."
+            )
         self._num_healed = 0
 
-    def run(self) -> TrainOutput:
+    def run(self, resumed: bool) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
         trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        self._count_updates(resumed)
         trainer.callbacks.call("on_train_begin")
         if state.evaluation_due or (trainer.args.eval_on_start and state.global_step == 0):
             state.evaluation_due = False
@@ -69,10 +75,23 @@ class TrainingLoop:
             self._end_epoch(whole or control.should_epoch_stop)
         return self._finish()
 
+    def _count_updates(self, loaded: bool) -> None:
+        """Set the number of updates at the end, and after a load the loaded epoch's batches, for this number of processes."""
+        state, plan = self._trainer.state, self._plan
+        state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
+        if plan.last_epoch_batches is None:
+            return
+        if loaded and state.batches_in_epoch:
+            state.batches_in_epoch = self._trainer.train_loader.num_done
+        num_left = plan.num_updates_left(state.epochs_done, state.batches_in_epoch)
+        state.max_steps = state.global_step + num_left
+
     def _complete(self) -> bool:
         """Return whether all updates were made."""
         state, plan = self._trainer.state, self._plan
-        return state.epochs_done >= plan.num_epochs if self._by_epochs else state.global_step >= plan.max_steps
+        if self._by_replicas:
+            return state.epochs_done >= plan.num_epochs
+        return plan.is_complete(state.global_step, state.epochs_done, state.batches_in_epoch)
 
     def _counted(self) -> bool:
         """Return whether the state counts this epoch already, as that of a replica does which was healed and runs completed epochs."""
@@ -94,7 +113,7 @@ class TrainingLoop:
         state, control, per_epoch = self._trainer.state, self._trainer.control, self._plan.batches_per_epoch
         if per_epoch is not None and state.batches_in_epoch >= per_epoch:
             return False
-        return control.should_training_stop or control.should_epoch_stop or (not self._by_epochs and self._complete())
+        return control.should_training_stop or control.should_epoch_stop or self._complete()
 
     def _epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
@@ -140,6 +159,7 @@ class TrainingLoop:
         if not self._trainer.accelerator.roll_back():
             return False
         self._forget()
+        self._count_updates(loaded=True)
         self._trainer.callbacks.restore_states()
         return True
 
@@ -171,7 +191,7 @@ class TrainingLoop:
         state.global_step += 1
         self._set_epoch()
         step = state.global_step
-        last = step >= plan.max_steps and not self._by_epochs
+        last = self._complete()
         if plan.due(args.logging_strategy, plan.logging_steps, step) or (args.logging_first_step and step == 1):
             control.should_log = True
         if plan.due(args.eval_strategy, plan.eval_steps, step) and step >= args.eval_delay:
@@ -184,6 +204,7 @@ class TrainingLoop:
         if stopping:
             control.stop_reason = "after a signal; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
+            finish_upload(trainer)
             trainer.accelerator.end_training()
             raise SystemExit(PREEMPTED_EXIT_CODE)
 
@@ -196,7 +217,7 @@ class TrainingLoop:
             self._set_epoch()
         control.should_log |= args.logging_strategy == "epoch"
         control.should_evaluate |= args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
-        ends = self._by_epochs and self._complete() and args.save_strategy == "steps"
+        ends = self._by_replicas and self._complete() and args.save_strategy == "steps"
         saved = self._plan.due(args.save_strategy, self._plan.save_steps, state.global_step)
         control.should_save |= args.save_strategy == "epoch" or (ends and not saved)
         trainer.callbacks.call("on_epoch_end")
@@ -266,11 +287,10 @@ class TrainingLoop:
         self.add_up()
         seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
         steps = state.global_step - self._began_at
-        size = trainer.train_loader.total_batch_size
         mean = state.total_loss / state.total_weight if state.total_weight else math.nan
         metrics = {"train_runtime": round(seconds, 4), "train_steps_per_second": round(steps / seconds, 3)}
-        if size is not None:
-            num_samples = steps * size * trainer.accelerator.gradient_accumulation_steps
+        if self._plan.batches_per_epoch is not None and trainer.train_loader.total_batch_size is not None:
+            num_samples = (state.epoch - self._began_at_epoch) * trainer.train_loader.total_dataset_length
             metrics["train_samples_per_second"] = round(num_samples / seconds, 3)
         metrics |= {"train_loss": mean, "epoch": state.epoch}
         trainer.log(dict(metrics))

@@ -79,11 +79,11 @@ SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
 """Name -> the factor on the learning rate at a step after the warm-up."""
 
 
-def factor_at(step: int, shape: Factor, warmup: int, total: int, options: Mapping[str, float]) -> float:
+def factor_at(step: int, shape: Factor, warmup: int, num_training_steps: int, options: Mapping[str, float]) -> float:
     """Return the factor on the learning rate: linear during the warm-up, then `shape`."""
     if step < warmup:
         return step / warmup
-    return shape(step, warmup, total, **options)
+    return shape(step, warmup, num_training_steps, **options)
 
 
 def get_scheduler(
@@ -111,7 +111,9 @@ def get_scheduler(
             f"{', '.join(takes) or 'no options'}."
         )
     warmup = 0 if name == "constant" else num_warmup_steps
-    lr_lambda = partial(factor_at, shape=shape, warmup=warmup, total=num_training_steps, options=options)
+    lr_lambda = partial(
+        factor_at, shape=shape, warmup=warmup, num_training_steps=num_training_steps, options=options
+    )
     return LambdaLR(optimizer, lr_lambda)
 
 

@@ -12,7 +12,9 @@ class TrainerState:
 
     epoch: float = 0.0
     global_step: int = 0
+    """Number of updates so far."""
     max_steps: int = 0
+    """Number of updates at the end, if the number of processes does not change again."""
     num_train_epochs: int = 0
     epochs_done: int = 0
     batches_in_epoch: int = 0

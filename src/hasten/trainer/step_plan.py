@@ -14,8 +14,12 @@ class TrainingPlan:
     """Numbers of steps and epochs of a training, computed before its first step."""
 
     max_steps: int
+    """Updates of the whole training, if all of it runs on this number of processes."""
     num_epochs: int
     batches_per_epoch: int | None
+    last_epoch_batches: int | None
+    """Batches of the last epoch to train on; None if the training ends after `max_steps` updates."""
+    window: int
     logging_steps: int
     eval_steps: int
     save_steps: int
@@ -23,6 +27,28 @@ class TrainingPlan:
     def due(self, when: str, every: int, step: int) -> bool:
         """Return whether an action with this strategy is due after update number `step`."""
         return when == "steps" and step % every == 0
+
+    def is_complete(self, global_step: int, epochs_done: int, batches_in_epoch: int) -> bool:
+        """Return whether this progress is the end of the training, which epochs determine on any number of processes."""
+        if self.last_epoch_batches is None:
+            return global_step >= self.max_steps
+        in_last_epoch = epochs_done == self.num_epochs - 1
+        return epochs_done >= self.num_epochs or (in_last_epoch and batches_in_epoch >= self.last_epoch_batches)
+
+    def num_updates_left(self, epochs_done: int, batches_in_epoch: int) -> int:
+        """Return the number of updates between this progress and the last epoch's end."""
+        assert self.last_epoch_batches is not None, "epochs determine the end"
+        assert self.batches_per_epoch is not None, "epochs determine the end"
+        if epochs_done >= self.num_epochs:
+            return 0
+        in_last_epoch = epochs_done == self.num_epochs - 1
+        num_batches = self.last_epoch_batches if in_last_epoch else self.batches_per_epoch
+        num_updates = math.ceil(max(num_batches - batches_in_epoch, 0) / self.window)
+        if in_last_epoch:
+            return num_updates
+        num_whole_epochs = self.num_epochs - epochs_done - 2
+        num_updates += num_whole_epochs * math.ceil(self.batches_per_epoch / self.window)
+        return num_updates + math.ceil(self.last_epoch_batches / self.window)
 
 
 def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> TrainingPlan:
@@ -43,10 +69,15 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
     per_epoch = None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * (per_epoch or 0))
     epochs = math.ceil(steps / per_epoch) if per_epoch else 0
+    last_epoch_batches = None
+    if args.max_steps <= 0 and per_epoch and batches_per_epoch:
+        last_epoch_batches = min(batches_per_epoch, window * (steps - (epochs - 1) * per_epoch))
     return TrainingPlan(
         max_steps=steps,
         num_epochs=epochs,
         batches_per_epoch=batches_per_epoch,
+        last_epoch_batches=last_epoch_batches,
+        window=window,
         logging_steps=_steps(args.logging_steps, steps),
         eval_steps=_steps(args.eval_steps or args.logging_steps, steps),
         save_steps=_steps(args.save_steps, steps),

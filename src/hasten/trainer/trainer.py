@@ -295,23 +295,26 @@ class Trainer:
             plan = self._prepare()
         else:  # a second call continues the training
             plan = self._plan(self.train_loader)
+        if self.args.push_to_hub:
+            checkpoints.check_access(self)
         if not self._tracking:
             self.accelerator.init_trackers(self.args.run_name or "trainer", config=self.args.to_dict())
             self._tracking = True
         if resume:
             checkpoints.resume(self, resume)
-        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
         try:
-            output = TrainingLoop(self, plan).run()
+            output = TrainingLoop(self, plan).run(resumed=bool(resume))
         except BaseException:
             components(self.accelerator).saving.close()
             components(self.accelerator).tracking.finish(failed=True)
             self._tracking = False
             raise
-        self.accelerator.end_training()
-        self._tracking = False
-        if self.args.push_to_hub:
-            self.push_to_hub()
+        try:
+            if self.args.push_to_hub:
+                self.push_to_hub()
+        finally:
+            self.accelerator.end_training()
+            self._tracking = False
         return output
 
     def _plan(self, loader: Loader) -> TrainingPlan:
@@ -444,8 +447,8 @@ class Trainer:
     ) -> str | None:  # Any: options of the Hub client
         """Upload the model with a card of the run; returns the URL of the commit on the main process. Ranks: every rank.
 
-        With `blocking=False` a copy of the model is uploaded in the background; an error is raised at the next push, or at the end
-        of `train()`. Raises: HubError.
+        With `blocking=False` a copy of the model is uploaded in the background; if that fails, the next push warns, and the upload at
+        the end of `train()` raises. Raises: HubError.
         """
         return publish.push_to_hub(self, commit_message, blocking, **options)
 

@@ -67,5 +67,43 @@ def test_the_model_arrives(tmp_path: Path, strategy: str) -> None:
     assert TOKEN.encode() not in b"".join(files.values())
 
 
+def _run(folder: Path, address: str, token: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder / "out"), "every_save", token],
+        env={**os.environ, **environment(address, str(folder / "home"))},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_a_failed_upload_ends_the_run_only_at_its_end(tmp_path: Path) -> None:
+    with serving() as hub:
+        hub.refuse_after = 0
+        done = _run(tmp_path, hub.address, TOKEN)
+    assert done.returncode == 1
+    assert "The next push sends the model of that time." in done.stderr
+    assert "HubError" in done.stderr.splitlines()[-1]
+    checkpoints = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert checkpoints == ["checkpoint_0", "checkpoint_1"], "the training went on after the first failure"
+    metrics = next((tmp_path / "out" / "trainer").rglob("metrics.jsonl")).read_text("utf-8")
+    assert '"finished"' in metrics.splitlines()[-1], "trackers are closed"
+
+
+def test_a_later_push_makes_up_for_a_failed_one(tmp_path: Path) -> None:
+    with serving() as hub:
+        hub.refused = {1}
+        done = _run(tmp_path, hub.address, TOKEN)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert hub.messages("someone/tiny") == ["Training in progress, step 4", "End of training"]
+
+
+def test_a_refused_token_is_found_before_the_training(tmp_path: Path) -> None:
+    with serving() as hub:
+        done = _run(tmp_path, hub.address, "hf_" + "wrong" * 5)
+    assert done.returncode == 1
+    assert "Nothing was trained." in done.stderr
+    assert "hub_token of TrainingArguments" in done.stderr
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
 def test_arguments_do_not_show_the_token() -> None:
     assert "hf_abc" not in repr(TrainingArguments("out", push_to_hub=True, hub_token="hf_abc"))
