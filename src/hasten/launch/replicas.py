@@ -272,6 +272,8 @@ class Crew:
     _broken_at: float = -_QUICK_S
     _restarts: int = 0
     _finished: float | None = None
+    _is_held: bool = False
+    """True if a replica, of any machine, held the run's state at the latest look."""
     _codes: list[int] = field(default_factory=list)
     """Exit codes of replicas that ended after the signal to stop, or were preempted alone."""
     _last: Failure | None = None
@@ -284,6 +286,7 @@ class Crew:
             while self._goes_on():
                 self._look()
                 self._tell()
+                self._start_anew()
                 self._pass_on()
                 self._hurry()
                 time.sleep(_POLL_S)
@@ -337,6 +340,23 @@ class Crew:
             if time.monotonic() >= due and not self.network.broken_s:
                 self._start(number, quick)
                 del self._waiting[number]
+
+    def _start_anew(self) -> None:
+        """End and start the replicas that are left once the last one that held the run's state was lost.
+
+        They have the state with which their scripts began; new ones load the newest checkpoint, if the script loads any.
+        """
+        was_held, self._is_held = self._is_held, any(self.folder.glob(f"{_JOINED}*"))
+        if self._is_held or not was_held or self._finished is not None or self.stopped_by is not None:
+            return
+        _say(
+            "every replica that held the run's state is lost. All replicas start the script again: it continues from the newest checkpoint if "
+            "it calls load_state(must_exist=False), and from the beginning otherwise"
+        )
+        for number, worker in self.workers.items():
+            worker.end()
+            self._waiting[number] = (0, 0.0)
+        self.workers.clear()
 
     def _lost(self, number: int, worker: ReplicaProcesses, rank: int, code: int) -> None:
         self._last = worker.failure(rank, code)

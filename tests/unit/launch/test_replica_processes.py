@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig, SurviveSettings
 from hasten.errors import ConfigError
+from hasten.launch.base import Proc
 from hasten.launch.replica_processes import ReplicaProcesses
-from hasten.launch.replicas import one_replica, per_replica
+from hasten.launch.replicas import Crew, OneMachine, one_replica, per_replica
 
 WAITS = "import time; time.sleep(60)"
 
@@ -79,3 +81,31 @@ def test_replicas_of_unequal_size_are_refused() -> None:
     config = Config(launch=LaunchConfig(num_processes=1), survive=SurviveSettings(replicas=2))
     with pytest.raises(ConfigError, match=r"num_processes=1 .*Give a multiple of 2"):
         per_replica(config)
+
+
+HOLDS_OR_WAITS = """
+import os, pathlib, sys, time
+folder, name = pathlib.Path(os.environ["HASTEN_SURVIVE_FOLDER"]), os.environ["HASTEN_SURVIVE_REPLICA"]
+(folder / f"started-{name}-{os.getpid()}").touch()
+if len(list(folder.glob("started-*"))) > 2:
+    sys.exit(0)  # the second start finishes the run
+if name == "1":
+    time.sleep(60)  # it waits to receive the state
+while not list(folder.glob("started-1-*")):
+    time.sleep(0.01)
+(folder / "joined-0").touch()
+time.sleep(0.5)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_all_replicas_start_anew_when_the_last_holder_of_the_state_is_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    proc = Proc(argv=(sys.executable, "-c", HOLDS_OR_WAITS), env={})
+    config = Config(survive=SurviveSettings(replicas=2))
+    common = {**os.environ, "HASTEN_SURVIVE_FOLDER": str(tmp_path)}
+    assert Crew(proc, common, tmp_path, config, range(2), OneMachine("")).run() == 0
+    assert "every replica that held the run's state is lost" in capfd.readouterr().err
+    starts = [path.name.split("-")[1] for path in tmp_path.glob("started-*")]
+    assert starts.count("1") == 2, "the replica that waited for the state is started again too"
