@@ -403,6 +403,7 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Block until every process has reached this call. Ranks: every rank."""
+        self._tracking.send()
         self.process.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:  # Any: arguments of print
@@ -916,6 +917,9 @@ class Accelerator:
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Start a run with every tracker; `config` is a mapping, namespace or dataclass of settings. Ranks: every rank."""
+        if self._tracking.names:
+            with agree(self.ctx.world, "init_trackers"):
+                self._tracking.check_directory()
         self._tracking.init(project_name, config, init_kwargs)
 
     def log(

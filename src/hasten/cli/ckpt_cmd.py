@@ -118,15 +118,17 @@ def _show(given: argparse.Namespace) -> int:
     _write(
         f"{about['where']}/{about['name']}: step {about['step']}, {_size(about['num_bytes'])} in {about['num_files']} files"
     )
-    _write(f"saved by {about['world_size']} processes, mesh {about['mesh']}, versions {about['versions']}")
+    processes = "1 process" if about["world_size"] == 1 else f"{about['world_size']} processes"
+    _write(f"saved by {processes}, mesh {about['mesh']}, versions {about['versions']}")
     for key in ("metrics", "notes"):
         if about[key]:
             _write(f"{key}: {json.dumps(about[key])}")
     for name, component in about["components"].items():
         whose = ", one per rank" if component["per_rank"] else ""
-        _write(
-            f"  {name} ({component['kind']}{whose}): {component['num_tensors']} tensors in {len(component['files'])} files"
-        )
+        what = component["kind"]
+        if what == "loader":
+            what = f"prepared loader {name.partition('_')[2] or 0}"
+        _write(f"  {name} ({what}{whose}): {component['num_tensors']} tensors in {len(component['files'])} files")
         for key, text in component.get("tensors", {}).items():
             _write(f"    {key}: {text}")
     return 0

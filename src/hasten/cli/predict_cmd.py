@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten predict …` and return the exit code of the job."""
     parser = SettingsParser(
         prog="hasten predict",
-        usage="hasten predict MODEL DATA -o FILE.jsonl [--batch-size N] [--evaluate] [settings of hasten launch]",
+        usage="hasten predict MODEL DATA -o FILE.jsonl [--batch_size N] [--evaluate] [settings of hasten launch]",
         description="Predict every row of a file, batch by batch on all processes, and write one line per row in the file's order. "
         "MODEL is a folder with a classifier of transformers (as Trainer.save_model writes it), or module:name: a function that takes a "
         "list of rows and returns a list of results, or a class that is created once per process and called in the same way. If it is "
@@ -66,4 +66,4 @@ def check(model: str, data: Path, output: Path, batch_size: int) -> None:
             f"--output={output} does not end in .jsonl, but one line of JSON is written per row; rename it."
         )
     if batch_size < 1:
-        raise ConfigError(f"--batch-size={batch_size} leaves no row in a batch; set it to 1 or more.")
+        raise ConfigError(f"--batch_size={batch_size} leaves no row in a batch; set it to 1 or more.")

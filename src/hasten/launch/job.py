@@ -52,7 +52,7 @@ class Job:
         spec = mesh_of(self.request.config, count, count * meeting.max_machines)
         if spec.size(Axis.DP_REPLICATE) == spec.world_size and spec.ep == 1:
             return ""
-        title = f"mesh: {mesh_title(spec)} = {spec.world_size} processes"
+        title = f"mesh: {mesh_title(spec)} = {spec.world_size} process{'' if spec.world_size == 1 else 'es'}"
         table = [title, *("    " + row for row in mesh_table(spec, count))]
         if self.request.config.strategy in _ENGINES:  # these engines lay out their state differently
             return "\n".join([*table, ""])

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -105,8 +106,9 @@ class TrackerManager:
                 self._tracker_writers.append(TrackerWriter(tracker, self._notices.append))
         self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
-        self._writer = Writer()
-        self._pending: list[_Draft] = []
+        self._writer = Writer(self._send_older, flush_every_s / 2)
+        self._pending: deque[_Draft] = deque()
+        self._sending = threading.Lock()
         self._flushed_at = float("-inf")
         self._run: Run | None = None
         self._init_kwargs: Mapping[str, Mapping[str, Any]] = {}
@@ -117,6 +119,16 @@ class TrackerManager:
         self._pid = os.getpid()
 
     # ---- starting
+
+    def check_directory(self) -> None:
+        """Raise TrackerError if the trackers of this process cannot write to their folder."""
+        place = folder = self._directory or Path("runs")
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if self._tracker_writers and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise TrackerError(
+                f"the trackers cannot write to {folder}, because {place} is no folder that can be written to; give another project_dir."
+            )
 
     def init(
         self,
@@ -193,7 +205,9 @@ class TrackerManager:
         now = time.time()
         self._pending.append(_Draft(kept, self._next(step), now, log_kwargs or {}))
         if now - self._flushed_at >= self._flush_every_s or len(self._pending) >= self._max_pending:
-            self._send()
+            self.send()
+        else:
+            self._writer.start()
 
     @_timed
     def log_images(
@@ -241,7 +255,7 @@ class TrackerManager:
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Send everything logged so far to the trackers and wait until they have written it."""
-        self._send()
+        self.send()
         if not self._writer.drain(timeout_s):
             self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training continues.")
         self._announce()
@@ -266,20 +280,37 @@ class TrackerManager:
         return found
 
     def _post(self, entry: ImageEntry | TableEntry, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        self._send()
+        self.send()
         self._put(lambda writer: [replace(entry, options=log_kwargs.get(writer.tracker.name, {}))], 1)
 
-    def _send(self) -> None:
+    def send(self) -> None:
         """Read the pending tensors, all at once, and queue the records for the writer."""
         self._flushed_at = time.time()
-        drafts, self._pending = self._pending, []
+        with self._sending:
+            self._send_drafts([self._pending.popleft() for _ in range(len(self._pending))])
+
+    def _send_older(self) -> None:
+        """Send what was logged some time ago by a loop that does something else since; runs on the writer's thread.
+
+        Newer tensors may not be computed yet on a stream that this thread does not wait for.
+        """
+        until = time.time() - self._flush_every_s / 2
+        drafts: list[_Draft] = []
+        with self._sending:
+            while self._pending and self._pending[0].time_s <= until:
+                drafts.append(self._pending.popleft())
+            self._send_drafts(drafts)
+
+    def _send_drafts(self, drafts: list[_Draft]) -> None:
         if not drafts:
             return
         waiting = [value for draft in drafts for value in draft.values.values() if isinstance(value, Deferred)]
         try:
             numbers = iter(self._fetch([value.tensor for value in waiting]))
         except Exception as error:  # a broken device: it will raise in the training loop, where it can be understood
-            self._warn_once("fetch", f"values to log could not be read from their device: {error}. They were dropped.")
+            self._notice_once(
+                "fetch", f"values to log could not be read from their device: {error}. They were dropped."
+            )
             return
         for draft in drafts:
             for name, value in draft.values.items():
@@ -295,7 +326,7 @@ class TrackerManager:
         if not self._writer.put(writing):
             for writer in self._tracker_writers:
                 writer.lost += num
-            self._warn_once(
+            self._notice_once(
                 "full", "the trackers are far behind the training; records are dropped until they catch up."
             )
 
@@ -329,7 +360,7 @@ class TrackerManager:
         if not self._started:
             return
         atexit.unregister(self._at_exit)
-        self._send()
+        self.send()
         if not self._writer.close(60.0):
             self._warn_once("slow end", "the trackers did not finish writing within 60 s; the last records are lost.")
         for writer in self._tracker_writers:
@@ -373,7 +404,7 @@ class TrackerManager:
             self.finish()
             self._run, self._init_kwargs = run, kwargs
         elif self._started:
-            self._send()
+            self.send()
             self._rewind(int(state["step"]))
         self._resume, self._step = state, int(state["step"])
 
@@ -390,6 +421,12 @@ class TrackerManager:
         if topic not in self._said:
             self._said.add(topic)
             warnings.warn(message, HastenWarning, stacklevel=4)
+
+    def _notice_once(self, topic: str, message: str) -> None:
+        """Warn at the next call of the training thread."""
+        if topic not in self._said:
+            self._said.add(topic)
+            self._notices.append(message)
 
     def _announce(self) -> None:
         """Warn, on the training thread, about errors of the writer thread."""

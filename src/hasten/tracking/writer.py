@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from hasten.errors import MissingPackageError
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 Job = Callable[[], None]
@@ -18,15 +19,21 @@ class Writer:
     Jobs must not raise. A full queue rejects a job instead of blocking: a hanging tracker never stops training.
     """
 
-    def __init__(self, max_jobs: int = 1000) -> None:
+    def __init__(self, when_idle: Job, idle_s: float, max_jobs: int = 1000) -> None:
+        """Call `when_idle` on the thread whenever no job has come for `idle_s` seconds."""
         self._jobs: queue.Queue[Job | None] = queue.Queue(max_jobs)
+        self._when_idle, self._idle_s = when_idle, idle_s
         self._thread: threading.Thread | None = None
 
-    def put(self, job: Job) -> bool:
-        """Queue `job`; returns False if the queue is full and the job was rejected."""
+    def start(self) -> None:
+        """Start the thread if it does not run."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hasten-trackers", daemon=True)
             self._thread.start()
+
+    def put(self, job: Job) -> bool:
+        """Queue `job`; returns False if the queue is full and the job was rejected."""
+        self.start()
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -53,7 +60,13 @@ class Writer:
         return not thread.is_alive()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._idle_s)
+            except queue.Empty:
+                job = self._when_idle
+            if job is None:
+                return
             job()
 
 
@@ -79,7 +92,10 @@ class TrackerWriter:
         return self.run_id is not None
 
     def start(self, run: Run) -> None:
-        """Open the tracker; if it cannot start, it stays closed and its records are lost."""
+        """Open the tracker; if its service fails, it stays closed and its records are lost.
+
+        Raises: MissingPackageError for a package without which it can never start.
+        """
 
         def opening() -> None:
             self.run_id = self.tracker.start(run)
@@ -122,6 +138,8 @@ class TrackerWriter:
     def _try(self, action: str, call: Callable[[], None], consequence: str) -> bool:
         try:
             call()
+        except MissingPackageError:
+            raise
         except Exception as error:  # any error of a foreign package: losing a curve is better than losing the training
             log.debug("tracker %r failed in %s", self.tracker.name, action, exc_info=error)
             if action not in self._said:

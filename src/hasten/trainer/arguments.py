@@ -28,6 +28,7 @@ _AT_LEAST: Final = MappingProxyType(
         "learning_rate": 0,
         "muon_learning_rate": 0,
         "weight_decay": 0,
+        "adam_epsilon": 0,
         "max_grad_norm": 0,
         "warmup_steps": 0,
         "warmup_ratio": 0,
@@ -88,7 +89,7 @@ class TrainingArguments:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: Mapping[str, float] | None = None
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
     label_smoothing_factor: float = 0.0
@@ -180,16 +181,20 @@ class TrainingArguments:
                 raise SettingValueError(
                     f"{name}={value!r} is above 1, but it is a fraction; give a number from 0 to 1."
                 )
-        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
-            raise SettingValueError(
-                f"ema_decay={self.ema_decay!r} is outside [0, 1): the average keeps this fraction of itself at every update; "
-                "0.999 is usual."
-            )
+        for name in ("adam_beta1", "adam_beta2", "ema_decay"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+                raise SettingValueError(
+                    f"{name}={value!r} is outside [0, 1): an average keeps this fraction of itself at every update; give a number such as 0.9."
+                )
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise SettingValueError(
                     f"{name}={value!r} is not a number of updates; give one from 1 up, or a fraction of the training between 0 and 1."
                 )
+        self._check_length()
+        self._check_pairs()
+
+    def _check_length(self) -> None:
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise SettingValueError(
                 "max_steps and num_train_epochs leave nothing to train; set one of them above zero."
@@ -198,7 +203,6 @@ class TrainingArguments:
             raise SettingValueError(
                 f"save_total_limit={self.save_total_limit} would keep no checkpoint; set save_strategy='no' instead."
             )
-        self._check_pairs()
 
     def _check_pairs(self) -> None:
         if self.bf16 and self.fp16:
@@ -397,6 +401,12 @@ _NEEDS: Final[Sequence[_Need]] = (
         "set save_strategy='steps', 'epoch' or 'best', or remove it",
     ),
     _Need(
+        ("hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"),
+        lambda args: args.push_to_hub,
+        "nothing is uploaded without push_to_hub=True",
+        "set push_to_hub=True, or remove it",
+    ),
+    _Need(
         ("hub_strategy",),
         lambda args: args.push_to_hub and args.save_strategy != "no",
         "uploads after every save need push_to_hub=True and a save_strategy",
@@ -409,6 +419,7 @@ def check_needs(args: TrainingArguments) -> None:
     """Raise for arguments that have no effect in combination with the others. Raises: ContradictionError."""
     for names, acts, why, remedy in _NEEDS:
         if (wrong := _given(args, names)) and not acts(args):
+            wrong = "hub_token=…" if wrong.startswith("hub_token=") else wrong
             raise ContradictionError(f"{wrong} would have no effect: {why}; {remedy}.")
 
 

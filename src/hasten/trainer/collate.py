@@ -179,11 +179,11 @@ class PackedRows:
         return batch
 
 
-_BATCHES_SORTED: Final = 50
+_BATCHES_SORTED: Final = 400
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Shuffling sampler, as a function of seed and epoch, in which chunks of 50 batches are sorted by length.
+    """Shuffling sampler, as a function of seed and epoch, in which chunks of 400 batches are sorted by length.
 
     The longest sample is first, so that memory runs out in the first step or not at all.
     """
@@ -225,8 +225,8 @@ class LengthGroupedSampler(Sampler[int]):
         self._epoch = int(state["epoch"])
 
 
-def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no common base
-    """Return the length of every sample: from its column, or counted from `input_ids`.
+def lengths_of(dataset: Any, column: str, argument: str) -> list[int]:  # Any: datasets have no common base
+    """Return the length of every sample, which this argument needs: from its column, or counted from `input_ids`.
 
     Raises: DataError if samples have neither.
     """
@@ -235,7 +235,7 @@ def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no
     first = dataset[0]
     if not isinstance(first, dict) or "input_ids" not in first:
         raise DataError(
-            f"group_by_length=True and packing=True need the lengths of samples, but they have neither a column {column!r} nor "
-            "input_ids; add one of them, set length_column_name, or remove the argument."
+            f"{argument}=True needs the lengths of samples, but they have neither a column {column!r} nor input_ids; add one of them, set "
+            "length_column_name, or remove the argument."
         )
     return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,7 +43,7 @@ def _cosine_with_restarts(step: int, warmup: int, total: int, num_cycles: int = 
     return 0.0 if done >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0)))
 
 
-def _cosine_with_min_lr(step: int, warmup: int, total: int, min_lr_rate: float = 0.0, num_cycles: float = 0.5) -> float:
+def _cosine_with_min_lr(step: int, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5) -> float:
     return min_lr_rate + (1.0 - min_lr_rate) * _cosine(step, warmup, total, num_cycles)
 
 
@@ -57,10 +58,10 @@ def _inverse_sqrt(step: int, warmup: int, total: int, timescale: int | None = No
 
 
 def _warmup_stable_decay(
-    step: int, warmup: int, total: int, num_decay_steps: int = 0, min_lr_ratio: float = 0.0
+    step: int, warmup: int, total: int, num_decay_steps: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
 ) -> float:
-    decayed = max(0, step - (total - num_decay_steps)) / max(num_decay_steps, 1)
-    return 1.0 - (1.0 - min_lr_ratio) * min(decayed, 1.0)
+    decay = _cosine(step, total - num_decay_steps, total, num_cycles)
+    return min_lr_ratio + (1.0 - min_lr_ratio) * decay
 
 
 SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
@@ -79,7 +80,17 @@ SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
 """Name -> the factor on the learning rate at a step after the warm-up."""
 
 
-def factor_at(step: int, shape: Factor, warmup: int, num_training_steps: int, options: Mapping[str, float]) -> float:
+_RELATIVE: Final = MappingProxyType(
+    {
+        "lr_end": " end_factor is relative: give lr_end / learning_rate.",
+        "min_lr": " min_lr_rate is relative: give min_lr / learning_rate.",
+    }
+)
+"""Advice for options of transformers that are learning rates, where the ones here are fractions of it."""
+_EXAMPLES: Final = MappingProxyType({"min_lr_rate": 0.1, "num_decay_steps": 100})
+
+
+def factor_at(step: int, shape: Factor, warmup: int, num_training_steps: int, options: Mapping[str, Any]) -> float:
     """Return the factor on the learning rate: linear during the warm-up, then `shape`."""
     if step < warmup:
         return step / warmup
@@ -104,16 +115,19 @@ def get_scheduler(
             "optimizers=(optimizer, scheduler)."
         )
     shape = SCHEDULES[name]
-    takes = shape.__code__.co_varnames[3 : shape.__code__.co_argcount]
+    takes = dict(list(inspect.signature(shape).parameters.items())[3:])
     if wrong := sorted(set(options) - set(takes)):
         raise SettingValueError(
             f"lr_scheduler_kwargs has {', '.join(wrong)}, which the schedule {name!r} does not take; it takes "
-            f"{', '.join(takes) or 'no options'}."
+            f"{', '.join(takes) or 'no options'}.{_RELATIVE.get(wrong[0], '')}"
+        )
+    if missing := [key for key, taken in takes.items() if taken.default is taken.empty and key not in options]:
+        raise SettingValueError(
+            f"lr_scheduler_type={name!r} has no default for {missing[0]}; give it, as in lr_scheduler_kwargs={{{missing[0]!r}: "
+            f"{_EXAMPLES[missing[0]]}}}."
         )
     warmup = 0 if name == "constant" else num_warmup_steps
-    lr_lambda = partial(
-        factor_at, shape=shape, warmup=warmup, num_training_steps=num_training_steps, options=options
-    )
+    lr_lambda = partial(factor_at, shape=shape, warmup=warmup, num_training_steps=num_training_steps, options=options)
     return LambdaLR(optimizer, lr_lambda)
 
 

@@ -113,7 +113,7 @@ class Trainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         compute_metrics: ComputeMetrics | None = None,
-        callbacks: Sequence[Any] = (),
+        callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
@@ -157,7 +157,7 @@ class Trainer:
         self._tracking = False
         self.accelerator.register_for_checkpointing(self.state)
         own: list[Any] = [] if args.disable_tqdm else [ProgressCallback()]
-        self.callbacks = CallbackList(self, [*own, *callbacks])
+        self.callbacks = CallbackList(self, [*own, *(callbacks or ())])
         self.callbacks.call("on_init_end")
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
@@ -221,13 +221,12 @@ class Trainer:
                 if getattr(args, name):
                     raise ConfigError(f"{name}=True needs a dataset with a length, not a stream; remove it.")
         elif args.packing:
-            lengths = lengths_of(dataset, args.length_column_name)
+            lengths = lengths_of(dataset, args.length_column_name, "packing")
             sampler = PackedBatchSampler(lengths, args.max_length or 1, seed=seed)
             return self._loader(dataset, PackedRows(self.model), batch_sampler=sampler)
         elif args.group_by_length:
-            lengths = lengths_of(dataset, args.length_column_name)
-            whole = self._batch_size * self.accelerator.num_processes
-            options["sampler"] = LengthGroupedSampler(lengths, whole, seed)
+            lengths = lengths_of(dataset, args.length_column_name, "group_by_length")
+            options["sampler"] = LengthGroupedSampler(lengths, self._batch_size, seed)
         else:
             options["shuffle"] = True
         return self._loader(dataset, self.data_collator, **options)

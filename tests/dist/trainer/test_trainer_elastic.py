@@ -59,7 +59,12 @@ def train(
     trainer.train(resume_from_checkpoint="auto")
     state = trainer.state
     rate = trainer.lr_scheduler.get_last_lr()[0]
-    return trainer.samples, {"rate": rate, "epoch": state.epoch, "step": state.global_step, "max_steps": state.max_steps}
+    return trainer.samples, {
+        "rate": rate,
+        "epoch": state.epoch,
+        "step": state.global_step,
+        "max_steps": state.max_steps,
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,9 +85,11 @@ def test_a_run_on_changing_processes_ends_after_its_epochs(
     counts, step = [0] * NUM_SAMPLES, 0
     numbers: dict[str, Any] = {}
     for world, num_updates in worlds:
-        for samples, numbers in rank_pool.run(train, world, tmp_path, num_updates, changes):
+        outcomes = rank_pool.run(train, world, tmp_path, num_updates, changes)
+        for samples, _ in outcomes:
             for sample in samples:
                 counts[sample] += 1
+        numbers = outcomes[0][1]
         assert num_updates < 0 or numbers["step"] == step + num_updates, "updates are counted as they are made"
         step = numbers["step"]
     assert set(counts) <= {math.floor(num_epochs), math.ceil(num_epochs)}, "each sample once an epoch"

@@ -143,7 +143,11 @@ def test_a_dry_run_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_saved_arguments_are_masked(tmp_path: Path) -> None:
     args = TrainingArguments(
-        str(tmp_path / "out"), hub_token="hunter2one", run_name="https://u:hunter2two@host", use_cpu=True
+        str(tmp_path / "out"),
+        push_to_hub=True,
+        hub_token="hunter2one",
+        run_name="https://u:hunter2two@host",
+        use_cpu=True,
     )
     trainer = Trainer(torch.nn.Linear(2, 1), args)
     save_model(trainer, str(tmp_path / "saved"))

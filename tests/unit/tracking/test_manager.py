@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from hasten import Accelerator
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.manager import TrackerManager
@@ -108,6 +110,9 @@ class OnDevice:
     def __float__(self) -> float:
         return 1.0
 
+    def item(self) -> float:
+        return 1.0
+
 
 def test_tensors_are_not_read_before_a_flush() -> None:
     reads: list[int] = []
@@ -123,6 +128,22 @@ def test_tensors_are_not_read_before_a_flush() -> None:
     assert reads == [1], "the first record goes out at once, the others wait"
     manager.finish()
     assert reads == [1, 99], "and are read together"
+
+
+def test_values_are_written_while_the_script_does_something_else() -> None:
+    tracker = ListTracker()
+    manager = TrackerManager([tracker], flush_every_s=0.2)
+    manager.init("project")
+    for step in range(3):
+        manager.log({"loss": OnDevice() if step == 2 else 1.0}, step=step)
+    until = time.monotonic() + 10.0
+    while len(tracker.entries) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [entry.step for entry in tracker.entries] == [0, 1, 2]
+    manager.log({"loss": 2.0})
+    manager.send()
+    manager.finish()
+    assert [entry.step for entry in tracker.entries] == [0, 1, 2, 3]
 
 
 def test_a_value_changed_in_place_later_is_logged_as_it_was() -> None:
@@ -304,3 +325,10 @@ def test_a_hanging_tracker_does_not_stop_training() -> None:
             manager.log({"loss": 1.0})
     gate.set()
     manager.finish()
+
+
+def test_a_folder_that_cannot_hold_files_is_found_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "file" / "runs"), log_with="jsonl")
+    with pytest.raises(TrackerError, match="give another project_dir"):
+        accelerator.init_trackers("run")

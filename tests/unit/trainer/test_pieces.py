@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -14,10 +14,14 @@ from hasten.errors import ArgumentError, DataError, SettingValueError
 from hasten.trainer import DataCollatorWithPadding, default_data_collator, get_scheduler
 from hasten.trainer.collate import CollateUsed, LengthGroupedSampler, lengths_of, taken_by, without_unused
 from hasten.trainer.loss import loss_in, num_items, outputs_besides_loss, smoothed_loss
-from hasten.trainer.schedules import SCHEDULES, make_optimizer, num_warmup_steps
+from hasten.trainer.schedules import make_optimizer, num_warmup_steps
 from tests.support.toys import Scored, Tagged
 
 transformers_schedules = pytest.importorskip("transformers.optimization")
+
+
+REQUIRED: Final = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": 4}}
+"""Options without a default, by schedule."""
 
 
 def rates(scheduler: Any, optimizer: Any, steps: int) -> list[float]:
@@ -30,14 +34,25 @@ def rates(scheduler: Any, optimizer: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"]
+    "name",
+    [
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ],
 )
 @pytest.mark.parametrize(("warmup", "total"), [(0, 10), (3, 10), (10, 10), (4, 25)])
 def test_schedules_are_the_established_ones(name: str, warmup: int, total: int) -> None:
+    options = REQUIRED.get(name)
     found = []
     for get in (get_scheduler, transformers_schedules.get_scheduler):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-        found.append(rates(get(name, optimizer, num_warmup_steps=warmup, num_training_steps=total), optimizer, total))
+        found.append(rates(get(name, optimizer, warmup, total, options), optimizer, total))
     assert found[0] == pytest.approx(found[1], abs=1e-9)
 
 
@@ -47,12 +62,16 @@ def test_schedule_options_are_checked() -> None:
         get_scheduler("linaer", optimizer)
     with pytest.raises(SettingValueError, match="does not take; it takes num_cycles"):
         get_scheduler("cosine", optimizer, 0, 10, {"power": 2})
-    ends = {name: rates(get_scheduler(name, optimizer, 0, 10), optimizer, 11)[-1] for name in SCHEDULES}
-    assert ends["polynomial"] == 0.0
+    assert rates(get_scheduler("polynomial", optimizer, 0, 10), optimizer, 11)[-1] == 0.0
+    for name, option in (("cosine_with_min_lr", "min_lr_rate"), ("warmup_stable_decay", "num_decay_steps")):
+        with pytest.raises(SettingValueError, match=f"no default for {option}; give it"):
+            get_scheduler(name, optimizer, 0, 10)
+    with pytest.raises(SettingValueError, match="end_factor is relative: give lr_end / learning_rate"):
+        get_scheduler("polynomial", optimizer, 0, 10, {"lr_end": 1e-6})
+    with pytest.raises(SettingValueError, match="min_lr_rate is relative: give min_lr / learning_rate"):
+        get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr": 1e-6})
     low = get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr_rate": 0.1})
     assert rates(low, optimizer, 11)[-1] == pytest.approx(0.1)
-    decay = get_scheduler("warmup_stable_decay", optimizer, 2, 10, {"num_decay_steps": 4})
-    assert rates(decay, optimizer, 11) == pytest.approx([0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
 
 
 def test_warmup_is_a_number_or_a_part() -> None:
@@ -142,10 +161,10 @@ def test_length_groups_are_a_shuffle_of_seed_and_epoch(length: int) -> None:
     if length == 400:
         spread = sum(abs(lengths[a] - lengths[b]) for a, b in zip(first[::2], first[1::2], strict=True)) / 200
         assert spread < 3
-    assert lengths_of(Tagged(5), "length") == [len(Tagged(5)[i]["input_ids"]) for i in range(5)]
-    assert lengths_of(Dataset.from_dict({"length": [3, 4]}), "length") == [3, 4]
+    assert lengths_of(Tagged(5), "length", "packing") == [len(Tagged(5)[i]["input_ids"]) for i in range(5)]
+    assert lengths_of(Dataset.from_dict({"length": [3, 4]}), "length", "packing") == [3, 4]
     with pytest.raises(DataError, match="length_column_name"):
-        lengths_of([{"x": 1}], "length")
+        lengths_of([{"x": 1}], "length", "group_by_length")
 
 
 def test_losses_are_found_and_counted() -> None:

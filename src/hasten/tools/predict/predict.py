@@ -152,7 +152,8 @@ def predict_file(
     with agree(accelerator.comm, f"writing {output}"):
         if accelerator.is_main_process:
             parts.publish()
-    words = [f"{output}: {len(rows)} rows on {accelerator.num_processes} processes"]
+    processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
+    words = [f"{output}: {len(rows)} rows on {processes}"]
     words += [f"{kept} of {parts.count} parts already existed"] if kept else []
     words += [f"parts of another job were removed (different: {differing})"] if differing else []
     scores = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.optional import available, need
+from hasten.optional import check_installed, need
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.values import flatten
 
@@ -48,15 +48,14 @@ class MlflowTracker(Tracker):
         return self.run_id
 
     def _default_uri(self, run: Run) -> str:
-        """Return MLflow's setting if there is one, else a local database, else (without a database package) local files."""
+        """Return MLflow's setting if there is one, else a local database."""
         if self._mlflow.is_tracking_uri_set():
             return str(self._mlflow.get_tracking_uri())
+        check_installed("alembic", why='the local database of log_with="mlflow", unless tracking_uri names a server')
         run.directory.mkdir(parents=True, exist_ok=True)
         folder = run.directory.absolute()
-        if available("sqlalchemy") and available("alembic"):
-            self._artifacts = (folder / "mlartifacts").as_uri()
-            return f"sqlite:///{folder / 'mlflow.db'}"
-        return (folder / "mlruns").as_uri()  # MLflow >= 3.7 requires MLFLOW_ALLOW_FILE_STORE=true here, and says so
+        self._artifacts = (folder / "mlartifacts").as_uri()
+        return f"sqlite:///{folder / 'mlflow.db'}"
 
     def _create(self, run: Run, options: dict[str, Any]) -> None:
         experiment = self._experiment(run.project)
