@@ -20,7 +20,10 @@ from tests.support.toys import Scored, Tagged
 transformers_schedules = pytest.importorskip("transformers.optimization")
 
 
-REQUIRED: Final = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": 4}}
+REQUIRED: Final[dict[str, dict[str, Any]]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+}
 """Options without a default, by schedule."""
 
 
