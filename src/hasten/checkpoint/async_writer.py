@@ -211,11 +211,6 @@ class AsyncWriter:
         self._reserving: threading.Thread | None = None
         self.staging = HostStaging()
 
-    @property
-    def busy(self) -> bool:
-        """True while a save is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def reserve(self, num_bytes: int, device: torch.device | None) -> None:
         """Allocate the memory for the first save in the background, because page-locking is slow."""
         self.wait_for_memory()
@@ -270,9 +265,9 @@ class AsyncWriter:
         self._cancelled = True
         if self._go is not None:
             self._go.set()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread.ident is not None:
-            thread.join()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._thread = None
 
     def _finish_before_exit(self) -> None:
         """Join the thread before Python refuses new threads: at exit, thread pools close before threads are joined."""
@@ -296,9 +291,9 @@ class AsyncWriter:
 
         Raises: the error of the save, once.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None  # only now: a signal handler may wait for the same save meanwhile
         error, self._error = self._error, None
         outcome, self._outcome = self._outcome, None
         if error is not None:

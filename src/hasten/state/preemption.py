@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -105,23 +106,38 @@ class Preemption:
 class FinishFirst:
     """SIGTERM handler that finishes a save in flight before the default action."""
 
-    def __init__(self, busy: Callable[[], bool], join: Callable[[], None]) -> None:
-        self._busy = busy
+    def __init__(self, join: Callable[[], None]) -> None:
         self._join = join
-        self._previous: Any = None  # Any: any handler
         self._installed = False
+        self._is_starting = False
+        self._received: int | None = None
 
-    def install(self) -> None:
-        """Install the handler in place of SIGTERM's default action; a handler of the user or of Preemption stays."""
-        if self._installed or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Install the handler in place of SIGTERM's default action, and defer the signal while the save is being started.
+
+        A handler of the user or of Preemption stays.
+        """
+        self._is_starting = True
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._receive)
             self._installed = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
+            if self._received is not None:
+                self._finish(self._received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._busy():
-            self._join()
+        if self._is_starting:
+            self._received = number
+        else:
+            self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        self._join()
         self.remove()
         signal.raise_signal(number)
 

@@ -340,15 +340,15 @@ class Saving:
         prepared = prepare(tree, group, self._ctx.world, self.layout, writer.begin)
         prepared = replace(prepared, blobs=writer.stage(prepared.blobs))
         if self._guard is None:
-            self._guard = FinishFirst(lambda: writer.busy, self._join_quietly)
-        self._guard.install()
-        try:
-            go = writer.submit(partial(write, prepared, writer.comm), group.draft.name)
-            together.share()  # every rank has its thread, so none waits for a missing one
-        except BaseException:
-            writer.cancel()
-            raise
-        go.set()
+            self._guard = FinishFirst(self._join_quietly)
+        with self._guard.starting():
+            try:
+                go = writer.submit(partial(write, prepared, writer.comm), group.draft.name)
+                together.share()  # every rank has its thread, so none waits for a missing one
+            except BaseException:
+                writer.cancel()
+                raise
+            go.set()
 
     def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
         check_naming(output_dir, self.project.automatic_checkpoint_naming)

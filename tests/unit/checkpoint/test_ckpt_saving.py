@@ -188,15 +188,16 @@ def test_saving_into_a_folder_that_exists_keeps_the_users_files(tmp_path: Path) 
 
 
 ENDS = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
 from hasten import Accelerator
+from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.store.disk import Disk
 slow = Disk.sync
 def sync(self, fd):
     time.sleep(0.15)
     slow(self, fd)
 Disk.sync = sync
-for end in ("exit", "sigterm"):  # in a process each, which share their imports
+for end in sys.argv[2:]:  # in a process each, which share their imports
     if not (child := os.fork()):
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -204,24 +205,41 @@ else:
     sys.exit()
 accelerator = Accelerator(cpu=True)
 model, optimizer = accelerator.prepare(*(lambda m: (m, torch.optim.AdamW(m.parameters())))(torch.nn.Linear(50, 50)))
+if end == "starting":
+    submit = AsyncWriter.submit
+    def signalled(*args):
+        go = submit(*args)
+        print(os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return go
+    AsyncWriter.submit = signalled
 accelerator.save_state(sys.argv[1] + "/" + end, blocking=False)
 print(os.getpid(), flush=True)
-if end == "sigterm":
+if end == "computing":
     for _ in range(600):  # Python runs handlers between two calls: a signal just before a long one would wait for it
         time.sleep(0.1)
+elif end == "waiting":
+    accelerator.wait_for_saves()
+elif end == "ending":
+    accelerator.end_training()
+elif end == "saving":
+    accelerator.save_state(sys.argv[1] + "/next")
+time.sleep(0 if end == "exit" else 60)
 """
 
 
-def test_a_save_in_flight_is_finished_at_exit_and_on_sigterm(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path)]
+def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(tmp_path: Path) -> None:
+    signalled = ("computing", "waiting", "ending", "saving", "starting")
+    command = [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path), "exit", *signalled]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for end, expected in (("exit", 0), ("sigterm", -signal.SIGTERM)):
+        for end in ("exit", *signalled):
             saving = int(process.stdout.readline())
             assert not (tmp_path / end).exists(), "it is still being written"
-            if end == "sigterm":
+            if end in signalled[:-1]:
+                time.sleep(0.05)
                 os.kill(saving, signal.SIGTERM)
-            assert int(process.stdout.readline()) == expected
+            assert int(process.stdout.readline()) == (0 if end == "exit" else -signal.SIGTERM), end
             assert LocalStore(tmp_path).complete(end)
         assert process.wait(timeout=60) == 0
 
