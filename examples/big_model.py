@@ -78,9 +78,8 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         for turn in range(3):
             begun = time.perf_counter()
             found = model(ids)
-            print(
-                f"forward {turn}: {time.perf_counter() - begun:.3f} s, equal to the whole model: {torch.allclose(found, wanted)}"
-            )
+            equal = torch.allclose(found, wanted, atol=1e-4)  # kernels of a GPU add in another order
+            print(f"forward {turn}: {time.perf_counter() - begun:.3f} s, equal to the whole model: {equal}")
 
 
 if __name__ == "__main__":

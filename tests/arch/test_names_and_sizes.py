@@ -42,7 +42,6 @@ SMALL: Final = MappingProxyType(
         "runtime/context.py": "ProcessContext, imported by forty modules",
         "survive/lighthouse.py": "the program of a separate process",
         "strategies/blocks.py": "imported by eight modules of strategies",
-        "strategies/compile_worker.py": "a script, started by name",
         "strategies/tensor/alone.py": "one transform, chosen by name",
         "strategies/whole.py": "shared by FSDP and tensor parallelism",
         "testing/plugin.py": "the entry point of the pytest plugin",

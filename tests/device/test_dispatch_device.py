@@ -59,6 +59,13 @@ def test_a_weight_shared_with_an_offloaded_part_stays_on_the_device(on_device: s
     detach(model)
 
 
+def test_a_map_to_one_device_takes_inputs_from_the_host() -> None:
+    reference, model = build().cuda(), dispatch_model(build(), {"": 0})
+    out = model(IDS)
+    assert out.device.type == "cpu"
+    assert torch.equal(out, reference(IDS.cuda()).cpu())
+
+
 def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_dropped() -> None:
     reference, model = build().cuda(), cpu_offload(build(), "cuda")
     given = [torch.ones(2, 16, device="cuda", requires_grad=True) for _ in range(2)]

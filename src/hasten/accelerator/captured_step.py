@@ -23,7 +23,6 @@ from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.logs import get_logger
-from hasten.strategies.compiling import is_settling
 from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch
 
@@ -180,8 +179,6 @@ class CapturedStep(Generic[P, R]):
             known = None
         if known is not None:
             return self._replay(known, inputs)
-        if any(is_settling(model) for model in self._prepared.models):  # the graph would hold other code
-            return self._warm_up(inputs)
         count = self._seen[key] = self._seen.get(key, 0) + 1
         if len(self._seen) > _STRANGE:
             self._refuse(f"its inputs came in {_STRANGE} different shapes or constants")

@@ -61,7 +61,7 @@ def dispatch_model(
 ) -> nn.Module:
     """Return the model with every module on its device in the map.
 
-    Modules on "cpu" (beside an accelerator) and "disk" are streamed to `main_device` while earlier modules compute;
+    Inputs are moved to the modules' devices, and outputs to the device of the inputs. Modules on "cpu" (beside an accelerator) and "disk" are streamed to `main_device` while earlier modules compute;
     up to `resident` bytes of them ("8GB") stay there permanently. Weights on the disk are read from `offload_index`, whose
     entries name safetensors files, or from files in `offload_dir`; weights found in neither are written there.
     Raises: PrepareError if weights are on the meta device and no source for them is given.
@@ -83,8 +83,8 @@ def dispatch_model(
         disk.update(DiskWeights.find(model, waiting, None, offload_index))
     _refuse_empty(model, streamed, disk)
     _place(model, device_map, away, main, offload_buffers)
-    places = {str(device_of(place)) for name, place in device_map.items() if name not in streamed}
-    if streamed or len(places) > 1 or force_hooks:
+    places = {device_of(place).type for name, place in device_map.items() if name not in streamed}
+    if streamed or force_hooks or places != {"cpu"}:
         _hook(model, device_map, streamed, main, skip)
     if streamed:
         _stream(

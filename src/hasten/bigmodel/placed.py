@@ -188,8 +188,8 @@ class Immovable:
         if not forwarding.is_dispatched(self.model):  # a copy of the model, or one that was dispatched again
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise DeviceError(
-            f"You can't move a model that has some modules offloaded to cpu or disk or on several devices (.{self.name}()); "
-            "they would no longer be where the model expects them. Take the hooks off first: remove_hook_from_submodules(model)."
+            f"You can't move a model that was dispatched by a device map (.{self.name}()); its inputs would still be moved to the devices "
+            "of the map. Take the hooks off first: remove_hook_from_submodules(model)."
         )
 
 

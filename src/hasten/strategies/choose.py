@@ -6,13 +6,13 @@ import logging
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import assert_never
+from typing import Final, assert_never
 
 import torch
 
 from hasten.config.base import given
 from hasten.config.root import Config
-from hasten.config.sections.loop import PerformanceSettings
+from hasten.config.sections.loop import PerformanceSettings, TorchDynamoPlugin
 from hasten.errors import ConfigError
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
@@ -26,6 +26,9 @@ from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, PlaceOnDevice
 
 log = logging.getLogger(__name__)
+
+BACKEND: Final = "inductor"
+"""Backend of the blocks that `performance="auto"` compiles."""
 
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
@@ -93,7 +96,7 @@ def chooses_speed(asked: PerformanceSettings) -> bool:
 
 
 def compiles(config: Config) -> bool:
-    """Return whether models are compiled, at once or in the background."""
+    """Return whether models are compiled."""
     return config.dynamo.backend != "no" or (chooses_speed(config.performance) and config.performance.compile)
 
 
@@ -118,8 +121,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
     if compiles(config) and config.dynamo.backend == "no":
-        ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
-        transforms.append(ahead.CompileAhead(in_background=config.mixed_precision != "fp8"))
+        transforms.append(_compiled_automatically())
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
     ddp = import_module("hasten.strategies.ddp.strategy")  # a single process needs none of it
@@ -163,7 +165,7 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
-    """Return the transform that compiles sharded blocks after two steps; empty, with the reason logged, where it has not been tested."""
+    """Return the transform that compiles sharded blocks; empty, with the reason logged, where it has not been tested."""
     untested = {
         "tensor parallelism": ctx.mesh.size(Axis.TP) > 1,
         "context parallelism": ctx.mesh.size(Axis.CP) > 1,
@@ -173,8 +175,15 @@ def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
     if found := [name for name, here in untested.items() if here]:
         log.info("performance: models are not compiled: it has not been tested with shards and %s", found[0])
         return []
-    ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
-    return [ahead.CompileAhead(in_background=False, recompute=False)]
+    return [_compiled_automatically()]
+
+
+def _compiled_automatically() -> Transform:
+    """Return the transform that compiles blocks for `performance="auto"`."""
+    compiling = import_module("hasten.strategies.compiling")  # only runs that compile models need it
+    settings = TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=True, compile_loss=True)
+    transform: Transform = compiling.CompileBlocks(settings, automatic=True)
+    return transform
 
 
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:

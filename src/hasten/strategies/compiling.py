@@ -1,27 +1,32 @@
-"""Transforms that compile a model: the whole model, or its repeated blocks, with or without the loss and the layers beside them."""
+"""Transforms that compile a model: the whole model, or its repeated blocks, with or without the loss and the norms beside them."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hasten.config.sections.loop import TorchDynamoPlugin
+from hasten.errors import ConfigError
+from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.progress.waiting import waiting_line
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import PrepareRequest, Stage
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
 
 log = logging.getLogger(__name__)
 
-SETTLING: Final = "_hasten_settling"
-"""Attribute of a block that holds the hook waiting for its compilation."""
+_ROUNDS: Final = 3
+"""Number of calls of each module after which a compilation without a graph is an error."""
 LOSSES: Final = frozenset({"ForCausalLMLoss", "ForMaskedLMLoss"})
 """Loss functions of transformers that are a cross entropy over a vocabulary, and compile as one graph."""
 
@@ -44,56 +49,120 @@ class CompileWhole:
 
 
 class CompileBlocks:
-    """Transform that compiles each repeated block in place; equal blocks share one compilation."""
+    """Transform that compiles each repeated block in place; equal blocks share one compilation.
+
+    With `automatic`, which `performance="auto"` sets, models that cannot be compiled run eagerly and the reason is logged.
+    """
 
     stage = Stage.COMPILE_BLOCKS
 
-    def __init__(self, config: TorchDynamoPlugin) -> None:
+    def __init__(self, config: TorchDynamoPlugin, automatic: bool = False) -> None:
         self._options = options(config)
         self._with_rest = config.compile_loss
+        self._automatic = automatic
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        name = type(model).__name__
         blocks = [block for _, block in repeated_blocks(model)]
+        if self._automatic:
+            if not request.train or not is_trainable(model):
+                return model
+            if reason := _refusal(blocks, ctx.device):
+                log.info("performance: %s is not compiled: %s", name, reason)
+                return model
         if self._with_rest and blocks and request.train:
             compile_rest(model, self._options)
         if not blocks:
-            log.info("%s has no repeated block to compile by region; compiling it whole", type(model).__name__)
+            log.info("%s has no repeated block to compile by region; compiling it whole", name)
             blocks = [model]
-        compile_modules(
-            [block for block in blocks if not is_compiled(block)], type(model).__name__, self._options, ctx.is_main
-        )
+        blocks = [block for block in blocks if not is_compiled(block)]
+        compile_modules(blocks, name, self._options, ctx.is_main, self._automatic)
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
         return all_uncompiled(model)
 
 
-class FirstCalls:
-    """First calls of compiled modules, in which torch compiles them: a line in the terminal meanwhile, and one in the log at the end."""
+def _refusal(blocks: Sequence[nn.Module], device: torch.device) -> str:
+    """Return the reason why blocks are not compiled automatically; empty if they are."""
+    if not blocks:
+        return "it has no repeated block"
+    if device.type == "cuda":
+        return "" if importlib.util.find_spec("triton") else "Triton, which generates its kernels, is not installed"
+    if device.type == "cpu":
+        return "" if shutil.which("g++") else "there is no g++ on this machine"
+    return f"automatic compilation has not been tested on {device.type}"
 
-    def __init__(self, modules: Sequence[nn.Module], name: str, is_main: bool) -> None:
+
+class FirstCalls:
+    """First calls of compiled modules, in which torch compiles them: a line in the terminal meanwhile, and one in the log at the end.
+
+    Graphs are counted: if the compiler skipped all modules, a setting that was given has no effect, which is an error.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], name: str, is_main: bool, automatic: bool) -> None:
+        self._modules = modules
+        self._title = name if len(modules) == 1 else f"the {len(modules)} blocks of {name}"
         self._name = name
-        self._number = len(modules)
         self._is_main = is_main
-        self._called = 0
+        self._automatic = automatic
+        self._num_rounds = 0
+        self._num_called = 0
+        self._num_graphs = 0
         self._spent_s = 0.0
-        for module in modules:
+        self._intercept()
+
+    def _intercept(self) -> None:
+        self._num_called = 0
+        self._num_rounds += 1
+        for module in self._modules:
             module._compiled_call_impl = _FirstCall(self, module)
 
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # Any: the module's
+    def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the module's
         """Call a module for the first time, and return its result."""
-        self._called += 1
-        begun = time.monotonic()
-        with waiting_line(self._text) if self._is_main else nullcontext():
-            result = call(*args, **kwargs)
-        self._spent_s += time.monotonic() - begun
-        if self._called == self._number and self._is_main:
-            what = self._name if self._number == 1 else f"the {self._number} blocks of {self._name}"
-            log.info("compiled %s in %.1f s", what, self._spent_s)
+        self._num_called += 1
+        started_s, num_graphs = time.monotonic(), count_graphs()
+        try:
+            with waiting_line(self._waiting_text) if self._is_main else nullcontext():
+                result = call(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if not self._automatic:
+                raise
+            self._run_eagerly(f"torch's compiler failed ({type(error).__name__}: {error})")
+            return module(*args, **kwargs)
+        self._spent_s += time.monotonic() - started_s
+        self._num_graphs += count_graphs() - num_graphs
+        if self._num_called == len(self._modules):
+            self._report()
         return result
 
-    def _text(self, seconds: float) -> str:
-        block = "" if self._number == 1 else f", block {self._called} of {self._number}"
+    def _report(self) -> None:
+        """Log what was compiled. Raises: ConfigError if nothing was."""
+        if not self._num_graphs and not any(_has_compiled_code(module) for module in self._modules):
+            self._explain_nothing()
+        elif self._is_main:
+            graphs = "1 graph" if self._num_graphs == 1 else f"{self._num_graphs} graphs"
+            log.info("compiled %s in %.1f s (%s)", self._title, self._spent_s, graphs)
+
+    def _explain_nothing(self) -> None:
+        if self._num_rounds < _ROUNDS:  # compilation may be suspended, such as while operations are counted
+            self._intercept()
+            return
+        reason = f"torch's compiler skipped its code in {_ROUNDS} calls"
+        if not self._automatic:
+            raise ConfigError(
+                f"nothing of {self._name} was compiled, because {reason}; the setting would have no effect. Remove torch.compiler.disable "
+                "from its forward, or remove dynamo_backend and dynamo_plugin."
+            )
+        self._run_eagerly(reason)
+
+    def _run_eagerly(self, reason: str) -> None:
+        for module in self._modules:
+            uncompiled(module)
+        log.warning("performance: %s is not compiled: %s", self._name, reason)
+
+    def _waiting_text(self, seconds: float) -> str:
+        block = "" if len(self._modules) == 1 else f", block {self._num_called} of {len(self._modules)}"
         return f"compiling {self._name}{block}, {self._spent_s + seconds:.0f} s"
 
 
@@ -107,15 +176,60 @@ class _FirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the module's
         self._module._compiled_call_impl = self._compiled
-        return self._calls.run(self._compiled, args, kwargs)
+        return self._calls.run(self._compiled, self._module, args, kwargs)
 
 
-def compile_modules(modules: Sequence[nn.Module], name: str, chosen: dict[str, Any], is_main: bool) -> None:
+def count_graphs() -> int:
+    """Return the number of graphs that torch has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _has_compiled_code(module: nn.Module) -> bool:
+    """Return whether the compiler holds code of the module's forward, perhaps from another model of the same class."""
+    forward = module.forward
+    code = getattr(forward, "__code__", None) or type(forward).__call__.__code__
+    return bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+class CompiledForward(forwarding.Forward):
+    """Forward of a class of torch, called from a frame that the compiler does not skip.
+
+    The compiler skips frames of torch's own files, so `module.compile()` alone has no effect on classes such as
+    `nn.TransformerEncoderLayer`. Hooks of the module run outside the compiled code, as they do for other classes.
+    """
+
+    tag = "compiled"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the module's
+        return self.inner(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Replace the subclass by this class when the module is copied or pickled."""
+        return CompiledForward, (), self.__getstate__()
+
+
+def _compiled_forward_class(name: str) -> type[CompiledForward]:
+    """Return a subclass with separate code, since the compiler limits and shares what it knows by code object."""
+    call = FunctionType(CompiledForward.__call__.__code__.replace(co_name=name), globals())
+    return type("CompiledForward", (CompiledForward,), {"__call__": call})
+
+
+def compile_modules(
+    modules: Sequence[nn.Module],
+    name: str,
+    chosen: dict[str, Any],  # Any: torch.compile's keywords
+    is_main: bool,
+    automatic: bool = False,
+) -> None:
     """Compile modules of the model `name` in place; the wait for their first calls is shown on the main process."""
+    num_parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    forward_class = _compiled_forward_class(f"{name}_{num_parameters}")
     for module in modules:
+        if _is_torchs(module):
+            forwarding.replace(module, forward_class())
         module.compile(**chosen)
-    if modules:
-        FirstCalls(modules, name, is_main)
+    if modules and not chosen.get("disable"):
+        FirstCalls(modules, name, is_main, automatic)
 
 
 class CompiledLoss:
@@ -143,7 +257,7 @@ def _the_same(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def compile_rest(model: nn.Module, chosen: dict[str, Any]) -> list[str]:  # Any: torch.compile's keywords
-    """Compile the embeddings and norms outside the repeated blocks, and transformers' loss function; return what was compiled."""
+    """Compile the norms outside the repeated blocks, and transformers' loss function; return what was compiled."""
     done = []
     for name, part in _beside_blocks(model):
         if not is_compiled(part):
@@ -157,15 +271,19 @@ def compile_rest(model: nn.Module, chosen: dict[str, Any]) -> list[str]:  # Any:
 
 
 def _beside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the embeddings, and the layers that have only vectors as parameters, outside the repeated blocks."""
-    inside = {id(part) for _, block in repeated_blocks(model) for part in block.modules()}
+    """Yield the layers outside the repeated blocks that have only vectors as parameters, but for torch's, which are one kernel already."""
+    in_blocks = {id(part) for _, block in repeated_blocks(model) for part in block.modules()}
     for name, part in model.named_modules():
-        own = list(part.parameters(recurse=False))
-        if id(part) in inside or not own or any(part.children()):
+        parameters = list(part.parameters(recurse=False))
+        if id(part) in in_blocks or not parameters or any(part.children()) or _is_torchs(part):
             continue
-        looks_up = type(part) is nn.Embedding and not part.sparse and part.max_norm is None
-        if looks_up or all(parameter.ndim == 1 for parameter in own):
+        if all(parameter.ndim == 1 for parameter in parameters):
             yield name, part
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Return whether the module's forward is in a file of torch, whose frames the compiler skips."""
+    return str(module.forward.__module__).partition(".")[0] == "torch"
 
 
 def _with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of transformers
@@ -204,13 +322,9 @@ def is_compiled(model: nn.Module) -> bool:
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
-def is_settling(model: nn.Module) -> bool:
-    """Return whether blocks of the model may still be compiled in the background (`strategies.compile_ahead`)."""
-    return any(getattr(vars(part).get(SETTLING), "waits", False) for part in model.modules())
-
-
 def uncompiled(model: nn.Module) -> nn.Module:
     """Remove the module's compiled function, so that calls run eagerly, and return the module."""
     if is_compiled(model):
         model._compiled_call_impl = None
+        forwarding.restore(model, CompiledForward.tag)
     return model

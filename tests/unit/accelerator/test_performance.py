@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hasten.config.resolve import resolve
 from hasten.config.sections.loop import PerformanceSettings
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim import fused
-from hasten.strategies import compile_ahead
 from hasten.strategies.choose import chooses_speed
 
 
@@ -81,18 +79,6 @@ def test_on_a_cpu_every_choice_says_why_it_is_not_made(caplog: pytest.LogCapture
     said = [record.getMessage() for record in caplog.records]
     assert len([text for text in said if "AdamW stays as it is" in text and "cpu" in text]) == 1
     assert len([text for text in said if "step() runs as it is" in text and "CUDA device" in text]) == 1
-
-
-def test_a_compiler_that_cannot_be_loaded_disturbs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a training ends within seconds, and takes parts of torch away from the thread that imports others."""
-
-    def ending(name: str) -> None:
-        raise AttributeError(f"{name} has no attribute 'inductor_random'")
-
-    monkeypatch.setattr(compile_ahead, "import_module", ending)
-    thread = threading.Thread(target=compile_ahead.load_compiler)
-    thread.start()
-    thread.join()  # an error in it would be pytest's
 
 
 def test_a_captured_step_keeps_its_name_and_returns_no_gradients() -> None:

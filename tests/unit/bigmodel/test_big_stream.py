@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.align import remove_hook_from_submodules
 from hasten.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
-from hasten.bigmodel.placed import detach, moved, streamers_of
+from hasten.bigmodel.placed import PlacedForward, detach, moved, streamers_of
 from hasten.errors import DeviceError, PrepareError
+from hasten.modules import forwarding
 
 
 class Block(nn.Module):
@@ -122,6 +123,15 @@ def test_outputs_equal_those_of_the_resident_model_in_any_order(
     assert model.head.weight is model.embed.weight
     detach(model)
     assert torch.equal(model(IDS), reference(IDS))
+
+
+def test_a_map_to_one_device_moves_the_inputs_too() -> None:
+    model = dispatch_model(nn.Identity(), {"": "meta"})
+    placed = forwarding.find(model, forwarding.PLACED)
+    assert isinstance(placed, PlacedForward)
+    assert placed.inputs((IDS,), {})[0][0].is_meta
+    on_host = dispatch_model(build(), {"": "cpu"})
+    assert forwarding.find(on_host, forwarding.PLACED) is None, "nothing can be elsewhere"
 
 
 @pytest.mark.parametrize("way", [on_cpu, on_disk])

@@ -1,4 +1,4 @@
-"""Compiling beside the blocks: the loss, embeddings and norms of a transformers model, blocks that recompute until they are compiled, the wait."""
+"""Compiling blocks of any class, the loss and norms of a transformers model beside them, and the wait."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from hasten import Accelerator
 from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.strategies import compiling
-from hasten.strategies.compile_ahead import UntilCompiled, recompute_until_compiled
-from hasten.strategies.compiling import CompiledLoss, all_uncompiled, compile_modules, compile_rest, is_compiled
+from hasten.strategies.compiling import (
+    CompiledForward,
+    CompiledLoss,
+    all_uncompiled,
+    compile_modules,
+    compile_rest,
+    count_graphs,
+    is_compiled,
+)
 from hasten.testing.toys import seeded
 
 EAGER = {"backend": "eager"}  # traced, and run as it was: no code is generated
@@ -50,12 +57,12 @@ def expected() -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
-def test_the_loss_the_embedding_and_the_norm_are_compiled_and_train_alike(
+def test_the_loss_and_the_norm_are_compiled_and_train_alike(
     expected: tuple[Tensor, list[Tensor]],
 ) -> None:
     model = llama()
     done = compile_rest(model, EAGER)
-    assert done == ["model.embed_tokens", "model.norm", "the loss of LlamaForCausalLM"]
+    assert done == ["model.norm", "the loss of LlamaForCausalLM"]
     assert isinstance(model.loss_function, CompiledLoss)
     assert compile_rest(model, EAGER) == [], "twice is once"
     torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-7)
@@ -72,20 +79,6 @@ def test_copies_and_pickles_hold_the_loss_function_itself(copied: Callable[[Any]
     plain = model.loss_function
     compile_rest(model, EAGER)
     assert copied(model).loss_function is plain
-
-
-def test_blocks_recompute_until_they_are_compiled_bit_for_bit(expected: tuple[Tensor, list[Tensor]]) -> None:
-    model = llama()
-    blocks = list(model.model.layers)
-    recompute_until_compiled(blocks)
-    assert all(forwarding.find(block, UntilCompiled.tag) for block in blocks)
-    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
-
-
-def test_blocks_that_count_something_in_buffers_are_not_run_twice() -> None:
-    blocks: list[nn.Module] = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
-    recompute_until_compiled(blocks)
-    assert not any(forwarding.find(block, UntilCompiled.tag) for block in blocks)
 
 
 def test_the_loss_is_compiled_with_blocks_only() -> None:
@@ -107,6 +100,7 @@ def test_the_first_calls_of_compiled_blocks_are_shown_and_logged_once(
         yield
 
     monkeypatch.setattr(compiling, "waiting_line", shown)
+    torch._dynamo.reset()
     blocks = [nn.Linear(2, 2) for _ in range(number)]
     plain = [block(torch.ones(2)) for block in blocks]
     with caplog.at_level(logging.INFO, logger="hasten"):
@@ -122,9 +116,98 @@ def test_the_first_calls_of_compiled_blocks_are_shown_and_logged_once(
     told = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
     what = "Net" if number == 1 else "the 3 blocks of Net"
     assert [line.rpartition(" in ")[0] for line in told] == ([f"compiled {what}"] if is_main else [])
+    assert all(line.endswith(" s (1 graph)") for line in told), "equal blocks share one"
     assert not any(isinstance(block._compiled_call_impl, compiling._FirstCall) for block in blocks), (
         "later calls cost nothing"
     )
+
+
+def encoder() -> nn.Module:
+    """A model whose blocks are a class of torch, which the compiler skips if it is given them as they are."""
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(4, 8),
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 3),
+            nn.Linear(8, 1),
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+@pytest.mark.parametrize("regional", [True, False])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_blocks_and_models_of_torchs_own_classes_are_compiled(
+    regional: bool, precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    inputs = torch.randn(2, 5, 4)
+    gradients: list[list[Tensor]] = []
+    for plugin in ({}, {"backend": "eager", "use_regional_compilation": regional}):
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=plugin)
+        model = accelerator.prepare(encoder())
+        with caplog.at_level(logging.INFO, logger="hasten"):
+            accelerator.backward(model(inputs).pow(2).sum())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert count_graphs() > 0
+    title = "the 3 blocks of Sequential" if regional else "Sequential"
+    (line,) = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    assert line.startswith(f"compiled {title} in ")
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+    assert not any(is_compiled(part) for part in bare.modules())
+    assert not any(forwarding.find(part, CompiledForward.tag) for part in bare.modules())
+
+
+def test_each_model_of_a_class_of_torch_has_code_to_itself() -> None:
+    """The compiler gives up on code that was compiled for eight different models."""
+    torch._dynamo.reset()
+    for width in range(2, 12):
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+        num_graphs = count_graphs()
+        compile_modules([model], "Sequential", EAGER, is_main=False)
+        for rows in (2, 3):
+            model(torch.ones(rows, width))
+        assert count_graphs() > num_graphs, width
+
+
+class Skipped(nn.Module):
+    """A model that torch's compiler skips."""
+
+    @torch.compiler.disable  # type: ignore[misc]  # torch leaves it untyped
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_a_setting_that_compiles_nothing_is_an_error_and_a_choice_of_ours_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked, chosen = Skipped(), Skipped()
+    compile_modules([asked], "Skipped", EAGER, is_main=True)
+    compile_modules([chosen], "Skipped", EAGER, is_main=True, automatic=True)
+    for _ in range(2):
+        asked(torch.ones(2))
+        chosen(torch.ones(2))
+    with pytest.raises(ConfigError, match=r"nothing of Skipped was compiled.*Remove torch\.compiler\.disable"):
+        asked(torch.ones(2))
+    assert not caplog.records
+    chosen(torch.ones(2))
+    assert "performance: Skipped is not compiled: torch's compiler skipped its code" in caplog.text
+    assert not is_compiled(chosen)
+
+
+def test_a_compiler_that_fails_ends_no_training_that_did_not_ask_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    torch._dynamo.reset()
+    blocks = [nn.Linear(2, 2) for _ in range(2)]
+    compile_modules(blocks, "Net", {"backend": failing}, is_main=True, automatic=True)
+    assert torch.equal(blocks[0](torch.ones(2)), blocks[0].forward(torch.ones(2)))
+    assert "Net is not compiled: torch's compiler failed" in caplog.text
+    assert not any(is_compiled(block) for block in blocks)
+    compile_modules(blocks, "Net", {"backend": failing}, is_main=True)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        blocks[0](torch.ones(2))
 
 
 def test_copies_and_pickles_of_a_block_that_was_not_called_yet_run_eagerly() -> None:

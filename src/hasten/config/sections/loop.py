@@ -106,7 +106,7 @@ class PerformanceSettings(Section):
     )
     fused: bool = setting(True, "fused optimizers on CUDA, where torch has them")
     buckets: bool = setting(True, "size of DDP's buckets by the size of the model")
-    compile: bool = setting(True, "compile repeated blocks, and transformers' losses, once two steps had equal shapes")
+    compile: bool = setting(True, "compile repeated blocks, and transformers' losses")
     step_graph: bool = setting(True, "run steps given to capture_step() as one CUDA graph")
 
 
@@ -214,7 +214,7 @@ class TorchDynamoPlugin(Section):
     use_regional_compilation: bool = setting(False, "compile the repeated block once instead of the whole model")
     compile_loss: bool = setting(
         False,
-        "with use_regional_compilation: also compile transformers' loss function, embeddings and norms outside blocks",
+        "with use_regional_compilation: also compile transformers' loss function, and norms outside blocks",
     )
 
     @property

@@ -22,7 +22,6 @@ from accelerate._impl.surface.shown import like
 from hasten.bigmodel import dispatch, hooked, meta
 from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.device_map import OFFLOAD, WAYS, owner_in
-from hasten.bigmodel.hooked import hooks_of_map, hooks_of_offloading
 from hasten.bigmodel.placed import Immovable, streamers_of
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
@@ -67,7 +66,7 @@ def _offloading(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         device = given["execution_device"] = _fresh(given["model"], given.get("execution_device"))
         model: nn.Module = getattr(_way(device), function.__name__)(**given)
         if is_dispatched(model):
-            show_plan([(model, {"io_same_device": True}), *hooks_of_offloading(model, device, given)])
+            show_plan([(model, {"io_same_device": True}), *hooked.hooks_of_offloading(model, device, given)])
         mirror(model)
         return model
 
@@ -111,11 +110,14 @@ def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, 
     away = [name for name, place in device_map.items() if str(place) == "disk"]
     if away and given.get("offload_dir") is None and index is None:
         raise ValueError(message("offload_needs_dir", ", ".join(away)))
-    if index is not None or _way(main) is dispatch or not {*map(str, places.values())} <= {*OFFLOAD, *_STILL}:
+    devices = {*map(str, places.values())}
+    is_spread = bool(away or given.get("force_hooks") or len(devices) > 1)
+    streams = _way(main) is dispatch or not devices <= {*OFFLOAD, *_STILL}
+    if index is not None or (streams and (is_spread or devices <= {*OFFLOAD})):
         dispatch.dispatch_model(**{**given, "device_map": places})
         if is_dispatched(model):
-            show_plan(hooks_of_map(model, device_map, main, given))
-    elif away or given.get("force_hooks") or len({*map(str, places.values())}) > 1:
+            show_plan(hooked.hooks_of_map(model, device_map, main, given))
+    elif is_spread:
         passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
         mirror(hooked.dispatch_model(**{name: given[name] for name in passed} | {"main_device": main}))
     else:
