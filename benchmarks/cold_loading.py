@@ -2,7 +2,8 @@
 
     python benchmarks/cold_loading.py --device cuda      # one GPU: 6.5 GB, at most 85 seconds
     python benchmarks/cold_loading.py --device cpu       # 1 GB into host memory
-    python benchmarks/cold_loading.py --reads            # hasten with plain and with direct reads throughout, instead of the peers
+    python benchmarks/cold_loading.py --starts           # the same files in three fresh processes, one after the other, by every contender
+    python benchmarks/cold_loading.py --reads            # hasten with several sizes of read-ahead, instead of the peers
     python benchmarks/cold_loading.py --ways             # the disk alone: plain and direct reads by threads and block size
 
 Every contender of every round loads files of its own, which are written, synced and dropped from the page cache before, since a disk (or
@@ -25,6 +26,7 @@ import os
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +47,7 @@ from torch import nn
 
 from hasten.bigmodel.load import load_checkpoint_in_model
 from hasten.checkpoint.export import save_model
-from hasten.checkpoint.store.cold_reads import ColdReads
+from hasten.checkpoint.store import disk
 
 GB = 1e9
 MIB = 2**20
@@ -160,19 +162,18 @@ def contenders(device: torch.device) -> dict[str, Load]:
 
 
 def forced(device: torch.device) -> dict[str, Load]:
-    """hasten as it is, and with one way of reading what the page cache does not hold."""
+    """hasten as it is, and with other numbers of bytes that are requested from the disk in one call."""
     load = contenders(device)["hasten"]
 
-    def by(way: Any) -> Load:
+    def reading_ahead(num_bytes: int) -> Load:
         def loaded(model: nn.Module, folder: Path) -> object:
-            reads = ColdReads()
-            reads.chosen = way
-            with mock.patch("hasten.bigmodel.load.ColdReads", return_value=reads):
+            with mock.patch.object(disk, "READ_AHEAD_BYTES", num_bytes):
                 return load(model, folder)
 
         return loaded
 
-    return {"hasten": load, "hasten, plain reads": by("plain"), "hasten, direct reads": by("direct")}
+    variants = {f"hasten, {kib} KiB a call": reading_ahead(kib * 1024) for kib in (128, 2048, 16384)}
+    return {"hasten": load, **variants, "hasten, no read-ahead": reading_ahead(1 << 60)}
 
 
 def timed(size: Sizes, load: Load, folder: Path, depth: int | None = None) -> tuple[float, float, nn.Module]:
@@ -257,6 +258,32 @@ def warm_up(size: Sizes, folder: Path) -> Iterator[Path]:
         yield small
     finally:
         shutil.rmtree(small)
+
+
+# -- fresh processes --------------------------------------------------------------------------------------------------
+def starts(size: Sizes, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
+    """The first load of three fresh processes, one after the other, from files that the page cache does not hold before the first."""
+    source, rows = size.filled(), list[dict[str, Any]]()
+    for name in contenders(size.device):
+        files = folder / "files"
+        save_model(source.state_dict(), files, max_shard_size="2GB")
+        left = drop(sorted(files.glob("*.safetensors")))
+        for start in range(3):
+            command = [sys.executable, __file__, *arguments, "--once", name, "--files", str(files)]
+            ended = subprocess.run(command, capture_output=True, text=True, check=True)
+            row = {"contender": name, "start": start + 1, "cached_before": round(left, 3)}
+            rows.append(row | json.loads(ended.stdout.strip().splitlines()[-1]))
+            print(json.dumps(rows[-1]), flush=True)
+        shutil.rmtree(files)
+    return rows
+
+
+def load_once(size: Sizes, name: str, files: Path) -> dict[str, Any]:
+    """Load in this process, whose device has been started before the clock."""
+    load = contenders(size.device)[name]
+    torch.zeros(1, device=size.device).item()
+    seconds, processor, _ = timed(size, load, files)
+    return {"seconds": round(seconds, 3), "processor_s": round(processor, 3)}
 
 
 # -- the disk alone ---------------------------------------------------------------------------------------------------
@@ -354,6 +381,16 @@ def page(found: dict[str, Any], known: dict[str, str]) -> str:
             faster = [row.get(f"{kind} × Accelerate") for kind in ("cold", "warm")]
             cells = [f"{row['cold_s']:.2f}", f"{row['warm_s']:.2f}", *("" if x is None else f"{x:.2f}" for x in faster)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
+    if found.get("starts"):
+        lines += [
+            f"{found['gigabytes']:.2f} GB to {found['device']}, the first load of three fresh processes one after the other (s):",
+            "",
+            "| | first start, cold | second | third |",
+            "|---|---|---|---|",
+        ]
+        for name in dict.fromkeys(row["contender"] for row in found["starts"]):
+            seconds = [f"{row['seconds']:.2f}" for row in found["starts"] if row["contender"] == name]
+            lines.append(f"| {name} | {' | '.join(seconds)} |")
     if found.get("ways"):
         lines += ["", "| reads of the disk alone, cold | threads | block (MiB) | GB/s |", "|---|---|---|---|"]
         lines += [f"| {row['reads']} | {row['threads']} | {row['block MiB']} | {row['all']} |" for row in found["ways"]]
@@ -369,19 +406,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=70, help="no new round that would end later")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure, instead of the temporary one")
-    parser.add_argument("--reads", action="store_true", help="hasten alone, by the way of its reads")
+    parser.add_argument("--starts", action="store_true", help="three fresh processes for each contender")
+    parser.add_argument("--once", help="load with this contender in this process, and print the seconds")
+    parser.add_argument("--files", type=Path, help="the files that --once loads")
+    parser.add_argument("--reads", action="store_true", help="hasten alone, by the size of its read-ahead")
     parser.add_argument("--ways", action="store_true", help="only the disk, without a model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     device = torch.device("cpu") if args.device == "cpu" else torch.device(args.device, 0)
+    size = sizes(device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5))
+    if args.once:
+        print(json.dumps(load_once(size, args.once, args.files)))
+        return
     folder = Path(tempfile.mkdtemp(prefix="hasten-loads-", dir=args.folder))
     found: dict[str, Any] = {"device": device.type}
     try:
         if args.ways:
             found["ways"] = ways(folder, args.gigabytes or 1.0, min(args.rounds, 2))
+        elif args.starts:
+            found["gigabytes"] = size.depth * 24 * size.width**2 / GB
+            arguments = ["--device", args.device, *(["--gigabytes", str(args.gigabytes)] if args.gigabytes else [])]
+            found["starts"] = starts(size, arguments, folder)
         else:
-            size = sizes(device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5))
             found["gigabytes"] = size.depth * 24 * size.width**2 / GB
             loads = forced(device) if args.reads else contenders(device)
             found["rows"] = rounds(size, loads, folder, args.seconds, args.rounds)
@@ -391,7 +438,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     known = versions(device.type)
     print(page(found, known))
-    setting = ", ".join([*(name for name in ("ways", "reads") if getattr(args, name)), device.type])
+    setting = ", ".join([*(name for name in ("ways", "reads", "starts") if getattr(args, name)), device.type])
     record("cold_loading", setting, found, page(found, known), known, args.out)
 
 

@@ -10,7 +10,6 @@ import torch
 from hasten.checkpoint import reshard
 from hasten.checkpoint.format.formats import encode_safetensors, read_safetensors
 from hasten.checkpoint.reshard import plan_copies, run_copies
-from hasten.checkpoint.store.cold_reads import ColdReads
 from hasten.checkpoint.store.disk import Disk, write_files
 
 pytestmark = pytest.mark.device
@@ -25,22 +24,19 @@ def started() -> None:
         torch.zeros(2, device="cuda").sum().item()
 
 
-@pytest.mark.parametrize("way", ["plain", "direct"])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_tensors_on_the_device_equal_the_file(tmp_path: Path, way: str, threads: int) -> None:
+def test_tensors_on_the_device_equal_the_file(tmp_path: Path, threads: int) -> None:
     made = torch.Generator().manual_seed(0)
     values = {f"{i}": torch.randint(0, 256, (size,), generator=made).to(torch.uint8) for i, size in enumerate(SIZES)}
     write_files(tmp_path, {"f.safetensors": encode_safetensors(values)}, Disk())
     pieces = read_safetensors(tmp_path / "f.safetensors").pieces
     device = torch.accelerator.current_accelerator()
     live = {name: torch.zeros_like(value, device=device) for name, value in values.items()}
-    cold = ColdReads()
-    cold.chosen = "plain" if way == "plain" else "direct"
     for turn in range(3):
         for tensor in live.values():
             tensor.zero_()
         copies = [copy for name in values for copy in plan_copies(name, live[name], [pieces[name]])]
-        run_copies(copies, threads=threads, cold=cold)
+        run_copies(copies, threads=threads)
         for name, value in values.items():
             assert torch.equal(live[name].cpu(), value), f"turn {turn}: {name} of {value.numel()} bytes"
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn
 from rich.progress import Progress as Bar
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from hasten.bigmodel.device_map import (
     WAYS,
@@ -35,10 +34,7 @@ from hasten.bigmodel.units import FoundBlocks, tensors_in
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import Piece, read_tensors
 from hasten.checkpoint.reshard import Copy, run_copies
-from hasten.checkpoint.store.cold_reads import ColdReads
-from hasten.errors import CheckpointError, ConfigError, TopologyError
-from hasten.runtime import env
-from hasten.runtime.topology import Topology
+from hasten.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes loaded so far and the total bytes."""
@@ -97,14 +93,16 @@ def load_checkpoint_in_model(
     """Fill the model from a file, a folder in the Hub layout or an index of shards.
 
     Weights are copied directly to their device in the map, and converted to `dtype` (except modules that stay in
-    fp32). Those on "disk" stay in the checkpoint's safetensors files; an index of them is written to
-    `offload_folder`. Host memory holds only a few more buffers. `progress=True` shows a bar with GB/s; a
+    fp32). Those of a model on the meta device that go to the CPU as they are become views of the mapped safetensors file, which is
+    read at their first use; writing to them changes only this process's memory. Those on "disk" stay in the checkpoint's safetensors
+    files; an index of them is written to `offload_folder`. Host memory holds only a few more buffers. `progress=True` shows a bar with GB/s; a
     function is called with the bytes loaded so far and the total bytes.
     Raises: CheckpointError for missing weights or other shapes; with `strict`, also for unexpected weights.
     """
     places = {"": "cpu"} if device_map is None else device_map
     keep_device = device_map is None
-    files = {path: read_tensors(path, allow_pickle) for path in weight_files(Path(checkpoint))}
+    with torch.inference_mode(False):  # weights may stay views of the files
+        files = {path: read_tensors(path, allow_pickle) for path in weight_files(Path(checkpoint))}
     pieces: dict[str, tuple[Path, str, Piece]] = {}
     for path, content in files.items():
         pieces.update({name: (path, name, piece) for name, piece in content.pieces.items()})
@@ -116,6 +114,7 @@ def load_checkpoint_in_model(
     report = _compare(model, groups, pieces, strict, checkpoint)
     index: dict[str, dict[str, Any]] = {}
     copies: list[Copy] = []
+    mapped_pieces: dict[int, Piece] = {}
     for group in groups:
         name = next((one.name for one in group if one.name in pieces), None)
         if name is None:
@@ -126,13 +125,16 @@ def load_checkpoint_in_model(
             info = {"safetensors_file": str(path.absolute()), "weight_name": stored, "dtype": _short(wanted)}
             index.update({one.name: dict(info) for one in group})
             _put(group, torch.empty(piece.data.shape, dtype=wanted, device="meta"))
+        elif plan.stays_mapped(group[0], piece) and id(piece) not in mapped_pieces:
+            _put(group, piece.data)
+            mapped_pieces[id(piece)] = piece  # another weight of these values gets memory of its own
         else:
             target = _target(plan, group, piece)
             if not target.is_meta:
                 copies.append(Copy(target.detach(), piece.data, piece.file))
     started = time.perf_counter()
     with reporting(progress) as report_bytes:
-        done = _run(copies, report_bytes)
+        done = _run(copies, sum(piece.data.nbytes for piece in mapped_pieces.values()), report_bytes)
     seconds = time.perf_counter() - started
     if index and offload_folder is not None and not _leave_for_streaming:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
@@ -160,6 +162,11 @@ class _Plan:
         place = str(self.places[owner_in(self.places, found.name) or ""])
         offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
         return offloads and (place == "disk" or (self.streams and place == "cpu" and as_it_is))
+
+    def stays_mapped(self, found: FoundBlocks, piece: Piece) -> bool:
+        """Return whether a weight without memory becomes a view of its file in host memory."""
+        as_stored = piece.file is not None and piece.data.dtype == self.dtype_of(found)
+        return as_stored and found.tensor.is_meta and self.device(found).type == "cpu"
 
     def device(self, found: FoundBlocks) -> torch.device:
         """Return the target device of a weight."""
@@ -235,8 +242,9 @@ def _put(group: Sequence[FoundBlocks], fresh: Tensor) -> Tensor:
     return fresh
 
 
-def _run(copies: Sequence[Copy], progress: Progress | None) -> int:
-    total = sum(copy.target.numel() * copy.target.element_size() for copy in copies)
+def _run(copies: Sequence[Copy], mapped_bytes: int, progress: Progress | None) -> int:
+    """Copy, and return the number of bytes together with those that are mapped."""
+    total = mapped_bytes + sum(copy.target.nbytes for copy in copies)
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -245,18 +253,9 @@ def _run(copies: Sequence[Copy], progress: Progress | None) -> int:
         if progress is not None:
             progress(min(done, total), total)
 
-    run_copies(copies, progress=advance, cold=ColdReads() if _reads_alone() else None)
+    advance(mapped_bytes)
+    run_copies(copies, progress=advance)
     return total
-
-
-def _reads_alone() -> bool:
-    """Return whether this is the only process of the job on its machine; others would read the same files from the page cache."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return False
-    try:
-        return Topology.from_env(env.snapshot()).local_world_size == 1
-    except TopologyError:  # a load does not need the job's topology; without it, other processes are assumed
-        return False
 
 
 def load_checkpoint_and_dispatch(

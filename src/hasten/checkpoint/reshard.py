@@ -16,7 +16,6 @@ from torch.autograd.graph import increment_version
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.format.formats import MappedFile, Piece
 from hasten.checkpoint.format.manifest import CHUNK_BYTES
-from hasten.checkpoint.store.cold_reads import ColdReads, read_directly, room_for
 from hasten.checkpoint.store.disk import (
     HostBuffer,
     as_bytes,
@@ -32,8 +31,8 @@ from hasten.checkpoint.store.disk import (
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 
-_READ_BYTES = 2 * CHUNK_BYTES - room_for(CHUNK_BYTES)
-"""Most bytes of a read: with room for alignment they fit a chunk, because torch page-locks memory in powers of two."""
+_READ_BYTES = CHUNK_BYTES
+"""Most bytes of a read; a power of two, as torch page-locks memory in these."""
 _GAP_BYTES = 65536  # a smaller gap between two tensors is read and discarded rather than skipped
 _MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
 
@@ -190,11 +189,10 @@ def run_copies(
     copies: Sequence[Copy],
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-    cold: ColdReads | None = None,
 ) -> None:
     """Fill live tensors on any device with several threads, about one chunk at a time.
 
-    `progress` is called with the number of bytes of every finished job; `cold` chooses how blocks are read that are not in the page cache.
+    `progress` is called with the number of bytes of every finished job.
 
     Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
     caller must undo.
@@ -207,7 +205,7 @@ def run_copies(
     groups, ranges = _grouped(copies)
     buffer, files = HostBuffer(bool(devices)), _OpenFiles(ranges)
     jobs: list[Callable[[], int]] = [partial(_copy, group, buffer) for group in groups]
-    jobs += [partial(_fill, one, buffer, files, cold) for one in ranges]
+    jobs += [partial(_fill, one, buffer, files) for one in ranges]
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
@@ -299,38 +297,16 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
         copy_bytes(target[low : low + part.numel()], staged)
 
 
-def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, cold: ColdReads | None) -> int:
-    size = wanted.stop - wanted.start
-    way = None if cold is None else cold.way(wanted.file, wanted.start, wanted.stop)
+def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
     try:
-        if cold is None or way is None:
-            return _fill_plainly(wanted, buffer, files)
-        with cold.timed(way, size):
-            if way == "direct" and _fill_directly(wanted, buffer):
-                return size
-            if way == "direct":
-                cold.refuse()
-            return _fill_plainly(wanted, buffer, files)
+        return _read_range(wanted, buffer, files.take(wanted.file))
     finally:
         files.finish(wanted.file)
 
 
-def _fill_directly(wanted: _FileRange, buffer: HostBuffer) -> bool:
-    """Read a range past the page cache and copy it to its tensors; returns False where this is not supported."""
-    staged = read_directly(wanted.file, wanted.start, wanted.stop, buffer.take(room_for(wanted.stop - wanted.start)))
-    if staged is None:
-        return False
-    if wanted.devices:
-        wanted.copy_from(staged)
-        return True
-    for at, target, low, high in wanted.targets:
-        copy_bytes(as_bytes(target)[low:high], staged[at - wanted.start :][: high - low])
-    return True
-
-
-def _fill_plainly(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
+def _read_range(wanted: _FileRange, buffer: HostBuffer, fd: int | None) -> int:
+    """Read a range and copy it to its tensors; without a descriptor, from the mapping."""
     size = wanted.stop - wanted.start
-    fd = files.take(wanted.file)
     if fd is None:
         for at, target, low, high in wanted.targets:
             as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])

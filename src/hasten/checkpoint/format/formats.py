@@ -69,10 +69,10 @@ class MappedFile:
         start = part.data_ptr() - self.data.data_ptr()
         return start if 0 <= start < self.data.numel() else None
 
-    def open(self, flags: int = 0) -> int | None:
-        """Return a descriptor of the same file; None when the file is no longer there under its name, or refuses the flags."""
+    def open(self) -> int | None:
+        """Return a descriptor of the same file; None when the file is no longer there under its name."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | flags)
+            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError:  # the mapping stays valid, and reports a broken disk itself
             return None
         found = os.fstat(fd)
