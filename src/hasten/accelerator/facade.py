@@ -1126,13 +1126,6 @@ class Accelerator:
         """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""
         self._saving.wait_for_saves()
 
-    def reserve_memory_for_saves(self) -> None:
-        """Allocate the host memory of background saves while training continues, so that the first one is fast too. Ranks: any.
-
-        Call it when the optimizers have their state: after the first step.
-        """
-        self._saving.reserve()
-
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
         """Include these objects in `save_state` and `load_state`."""
         self._saving.register_for_checkpointing(*objects)

@@ -3,194 +3,150 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import CHUNK_BYTES
-from hasten.checkpoint.store.disk import as_bytes, copy_bytes, default_threads, devices_of, is_plain, worker_pool
+from hasten.checkpoint.store.disk import (
+    HostBuffer,
+    copy_bytes,
+    default_threads,
+    devices_of,
+    host_views,
+    is_plain,
+    segment_starts,
+    worker_pool,
+)
 from hasten.checkpoint.writer import SaveOutcome
 from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
-from hasten.runtime.streams import on_stream
 
-Memory = tuple[torch.device, int, int]
-BLOCK_BYTES = 1024**3
-"""Size of the host memory blocks: page-locked allocations are rounded up to a power of two."""
+log = logging.getLogger(__name__)
+
+Address = tuple[torch.device, int, int]
+"""Device, address and size of a tensor's memory."""
 
 
 class HostStaging:
-    """Blocks of host memory, page-locked when the tensors come from a device, reused from save to save.
+    """Host memory that holds the tensors of a background save while it is written, reused from save to save.
 
+    It is not page-locked, which would take seconds: each thread copies from a device through a small page-locked buffer.
     `begin` starts the copies, so that the file layout is computed meanwhile; `end` waits for the copies.
     """
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
-        self._block_bytes = block_bytes
-        self._blocks: list[Tensor] = []
-        self._pinned = False
-        self._allocator = _BlockAllocator([])
-        self._copied: dict[Memory, list[Tensor]] = {}
-        self._copies: AsyncCopies | None = None
+    def __init__(self) -> None:
+        self._memories: list[Tensor] = []
+        self._batches: list[_CopyBatch] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory allocated."""
-        return sum(block.numel() for block in self._blocks)
+        return sum(memory.numel() for memory in self._memories)
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Start copying tensors to the host; the tensors must not change before `end` returns."""
         self.discard()
-        dense = [tensor for tensor in tensors if is_plain(tensor)]
-        devices = devices_of(dense)
-        self.reserve(sum(t.numel() * t.element_size() for t in dense), devices[0] if devices else None)
-        self._allocator = _BlockAllocator(self._blocks)
-        self._copies = AsyncCopies(devices)
-        with self._copies.running():
-            for tensor in dense:
-                self._pieces(tensor)
+        self._start(tensors)
 
     def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
         """Return the files with a host copy in place of every tensor; the original tensors may change afterwards."""
-        if self._copies is None:
-            self.begin([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
-        assert self._copies is not None, "copies were started"
+        self._start([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
+        copies: dict[Address, Tensor] = {}
+        for batch in self._batches:
+            copies |= batch.finish()
         staged = {}
-        with self._copies.running():
-            for name, blob in blobs.items():
-                segments: list[bytes | Tensor] = []
-                for segment in blob.segments:
-                    segments += [segment] if isinstance(segment, bytes) else self._pieces(segment)
-                staged[name] = Blob(segments, blob.size)
-        self.discard()
+        for name, blob in blobs.items():
+            segments: list[bytes | Tensor] = []
+            for segment in blob.segments:
+                segments.append(segment if isinstance(segment, bytes) else copies[_address(segment)])
+            staged[name] = Blob(segments, blob.size)
+        self._batches = []
         return staged
+
+    def _start(self, tensors: Sequence[Tensor]) -> None:
+        """Start copying those tensors whose memory is not being copied yet."""
+        known = {address for batch in self._batches for address in batch.addresses}
+        sources = {_address(tensor): tensor for tensor in tensors if is_plain(tensor)}
+        batch = _CopyBatch({address: tensor for address, tensor in sources.items() if address not in known})
+        number = len(self._batches)
+        if number == len(self._memories):
+            self._memories.append(torch.empty(0, dtype=torch.uint8))
+        if self._memories[number].numel() < batch.num_bytes:
+            self._memories[number] = _allocate(batch.num_bytes)
+        self._batches.append(batch)
+        batch.start(self._memories[number])
 
     def discard(self) -> None:
         """Wait for the copies in flight, then discard the record of them."""
-        copies, self._copies = self._copies, None
-        self._copied = {}
-        if copies is not None:
-            copies.wait()
-
-    def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        """Return the host copy of a tensor, which may still be in flight; tensors that share memory share one copy."""
-        assert self._copies is not None, "copies were started"
-        memory = (tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        if (known := self._copied.get(memory)) is not None:
-            return known
-        pieces = self._copied[memory] = []
-        for source in chunks(as_bytes(tensor)):
-            for target, part in self._allocator.fit(source, self._grow):
-                pieces.append(target)
-                self._copies.copy(target, part)
-        return pieces
-
-    def _grow(self, num_bytes: int) -> None:
-        """Allocate memory for bytes that `begin` did not count, such as a tensor that had to be made contiguous."""
-        self._take(self.num_bytes + num_bytes)
-
-    def reserve(self, num_bytes: int, device: torch.device | None) -> None:
-        """Allocate at least this much memory; it is reused by later saves, because page-locking is slow."""
-        if self._pinned != (device is not None):
-            self._blocks, self._pinned = [], device is not None
-        self._take(num_bytes)
-
-    def _take(self, num_bytes: int) -> None:
-        missing = num_bytes - self.num_bytes
-        sizes = []
-        while missing > 0:
-            size = self._block_bytes if self._pinned or missing > self._block_bytes else missing
-            sizes.append(size)
-            missing -= size
-        if sizes:
-            with worker_pool(min(default_threads(), len(sizes)), [], "hasten-reserve") as pool:
-                make = partial(torch.empty, dtype=torch.uint8, pin_memory=self._pinned)
-                self._blocks += list(pool.map(make, sizes))
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            batch.finish()
 
     def release(self) -> None:
         """Free the memory."""
-        self._blocks = []
+        self._memories = []
 
 
-class _BlockAllocator:
-    """Allocator of consecutive slices of the blocks."""
+class _CopyBatch:
+    """Tensors that are copied one behind the other into host memory, by threads."""
 
-    def __init__(self, blocks: list[Tensor]) -> None:
-        self._blocks = blocks
-        self._index = 0
-        self._used = 0
-
-    def fit(self, source: Tensor, grow: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a free slice and the source bytes to copy there; `grow` adds blocks when all are full."""
-        pairs = []
-        while source.numel():
-            if self._index == len(self._blocks):
-                grow(source.numel())
-            block = self._blocks[self._index]
-            free = block.numel() - self._used
-            if free == 0:
-                self._index, self._used = self._index + 1, 0
-                continue
-            part, source = source[:free], source[free:]
-            pairs.append((block[self._used : self._used + part.numel()], part))
-            self._used += part.numel()
-        return pairs
-
-
-class AsyncCopies:
-    """Asynchronous copies: on a separate stream for the first device, on threads within the host."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        device = devices[0] if devices else None
-        self._others = devices[1:]
-        self._stream: torch.Stream | None = None
+    def __init__(self, sources: Mapping[Address, Tensor]) -> None:
+        self.addresses = list(sources)
+        sizes = [size for _, _, size in self.addresses]
+        self.num_bytes = sum(sizes)
+        self._blob = Blob(list(sources.values()), self.num_bytes)
+        self._starts = segment_starts(self._blob)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
-        if device is None:
-            # more threads would wait for the interpreter lock between copies, and for each other
-            self._pool = ThreadPoolExecutor(min(default_threads(), 4), thread_name_prefix="hasten-stage")
-        else:
-            self._stream = torch.Stream(device)
-            self._stream.wait_stream(torch.accelerator.current_stream(device))
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start one copy; call within `running`."""
-        if self._pool is not None:
-            self._waiting.append(self._pool.submit(copy_bytes, target, source))
-        else:
-            target.copy_(source, non_blocking=True)
+    def start(self, memory: Tensor) -> None:
+        """Start the copies."""
+        self._memory = memory
+        devices = devices_of(segment for segment in self._blob.segments if isinstance(segment, Tensor))
+        buffer = HostBuffer(bool(devices))
+        # on the host, more threads would wait for the interpreter lock between copies, and for each other
+        threads = default_threads() if devices else min(default_threads(), 4)
+        self._pool = worker_pool(threads, devices, "hasten-stage")
+        for start in range(0, self.num_bytes, CHUNK_BYTES):
+            self._waiting.append(self._pool.submit(self._copy, start, buffer))
 
-    def wait(self) -> None:
-        """Block until all copies are done."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            for one in self._waiting:
-                one.result()
-        if self._stream is not None:
-            self._stream.synchronize()
-        for device in self._others:  # their copies ran on the device's current stream
-            torch.accelerator.synchronize(device)
+    def _copy(self, start: int, buffer: HostBuffer) -> None:
+        stop = min(start + CHUNK_BYTES, self.num_bytes)
+        for view in host_views(self._blob, start, stop, self._starts, buffer):
+            copy_bytes(self._memory[start : start + len(view)], torch.frombuffer(view, dtype=torch.uint8))
+            start += len(view)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context manager that makes the copy stream current, if there is one."""
-        with nullcontext() if self._stream is None else on_stream(self._stream):
-            yield
+    def finish(self) -> dict[Address, Tensor]:
+        """Wait for the copies and return them."""
+        assert self._pool is not None, "the copies were started"
+        self._pool.shutdown()
+        for copy in self._waiting:
+            copy.result()
+        copies = {}
+        for (device, pointer, size), start in zip(self.addresses, self._starts, strict=True):
+            copies[device, pointer, size] = self._memory[start : start + size]
+        return copies
 
 
-def chunks(flat: Tensor) -> list[Tensor]:
-    """Return views of a flat tensor, one per chunk."""
-    return [flat[start : start + CHUNK_BYTES] for start in range(0, flat.numel(), CHUNK_BYTES)]
+def _address(tensor: Tensor) -> Address:
+    return tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
-log = logging.getLogger(__name__)
+def _allocate(num_bytes: int) -> Tensor:
+    """Return host memory in large pages where the system has them, which are ready for use sooner."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class AsyncWriter:
@@ -208,24 +164,10 @@ class AsyncWriter:
         self._go: threading.Event | None = None
         self._cancelled = False
         self._registered = False
-        self._reserving: threading.Thread | None = None
         self.staging = HostStaging()
-
-    def reserve(self, num_bytes: int, device: torch.device | None) -> None:
-        """Allocate the memory for the first save in the background, because page-locking is slow."""
-        self.wait_for_memory()
-        self._reserving = threading.Thread(target=self.staging.reserve, args=(num_bytes, device), name="hasten-reserve")
-        self._reserving.start()
-
-    def wait_for_memory(self) -> None:
-        """Block until the allocation started by `reserve` is complete."""
-        thread, self._reserving = self._reserving, None
-        if thread is not None:
-            thread.join()
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Start copying the tensors to be written to the host."""
-        self.wait_for_memory()
         self.staging.begin(tensors)
 
     def stage(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
@@ -305,5 +247,4 @@ class AsyncWriter:
         try:
             self.wait()
         finally:
-            self.wait_for_memory()
             self.staging.release()

@@ -53,7 +53,6 @@ from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst, Preemption
@@ -167,25 +166,11 @@ class Saving:
         """Leave out the number of the next automatic checkpoint, because another process writes to its folder."""
         self.iteration = next_number(open_store(automatic_root(self.project)).names(), self.iteration) + 1
 
-    def reserve(self) -> None:
-        """Allocate the host memory for background saves now, during training, so that the first save is fast too.
-
-        Call it when the optimizers have their state: after the first step.
-        """
-        state = collect(self._parts, "safetensors", [None] * len(self._parts.objects.models))
-        size = sum(component.num_bytes for component in state.components.values())
-        device = self._ctx.device
-        self._writer().reserve(size, None if device.type == "cpu" or kind_of(device).lazy else device)
-
     def _writer(self) -> AsyncWriter:
         """Return the writer of background saves, created when it is first needed."""
         if self._background is None:
             self._background = AsyncWriter()
         return self._background
-
-    def wait_for_memory(self) -> None:
-        """Block until the memory that `reserve` requested is allocated."""
-        self._writer().wait_for_memory()
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
         """Save and load these objects too, in this order. Ranks: every rank, with the same objects."""

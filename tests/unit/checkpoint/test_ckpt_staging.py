@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from hasten.checkpoint import async_writer
 from hasten.checkpoint.async_writer import HostStaging
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.store.disk import as_bytes
@@ -19,11 +21,12 @@ def blob_of(*segments: bytes | Tensor) -> Blob:
     return Blob(segments, sum(sizes))
 
 
-def test_copies_do_not_follow_the_originals() -> None:
-    """Announced, not announced, or only some; blocks smaller than a tensor; again with the same memory."""
+def test_copies_do_not_follow_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announced, not announced, or only some; chunks smaller than a tensor; again with the same memory."""
     torch.manual_seed(0)
-    for block_bytes in (64, 1000, 1 << 20):
-        staging = HostStaging(block_bytes)
+    for chunk_bytes in (64, 1000, 1 << 20):
+        monkeypatch.setattr(async_writer, "CHUNK_BYTES", chunk_bytes)
+        staging = HostStaging()
         for announced in (0, 1, 2, 3):
             tensors = [torch.randn(37), torch.arange(5), torch.randn(8, 3).t().contiguous(), torch.zeros(0)]
             blobs = {"a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]), "b": blob_of(tensors[2])}
