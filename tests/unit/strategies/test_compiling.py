@@ -173,7 +173,7 @@ def test_each_model_of_a_class_of_torch_has_code_to_itself() -> None:
 class Skipped(nn.Module):
     """A model that torch's compiler skips."""
 
-    @torch.compiler.disable  # type: ignore[misc]  # torch leaves it untyped
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
 
