@@ -101,12 +101,7 @@ def load_checkpoint_in_model(
     """
     places = {"": "cpu"} if device_map is None else device_map
     keep_device = device_map is None
-    with torch.inference_mode(False):  # weights may stay views of the files
-        files = {path: read_tensors(path, allow_pickle) for path in weight_files(Path(checkpoint))}
-    pieces: dict[str, tuple[Path, str, Piece]] = {}
-    for path, content in files.items():
-        pieces.update({name: (path, name, piece) for name, piece in content.pieces.items()})
-        pieces.update({alias: (path, name, content.pieces[name]) for alias, name in content.aliases.items()})
+    pieces = _stored_pieces(checkpoint, allow_pickle)
     plan = _Plan(
         as_dtype(dtype), tuple(keep_in_fp32_modules or ()), places, keep_device, offload_buffers, _leave_for_streaming
     )
@@ -142,6 +137,17 @@ def load_checkpoint_in_model(
     if done:
         log.info("loaded %s in %.2f s (%.2f GB/s)", readable(done), seconds, done / 1e9 / max(seconds, 1e-9))
     return Loaded(report[0], report[1], done, seconds, index)
+
+
+def _stored_pieces(checkpoint: str | Path, allow_pickle: bool) -> dict[str, tuple[Path, str, Piece]]:
+    """Return the file, the name in it and the mapped values of every weight of a checkpoint."""
+    pieces: dict[str, tuple[Path, str, Piece]] = {}
+    for path in weight_files(Path(checkpoint)):
+        with torch.inference_mode(False):  # weights may stay views of the file
+            content = read_tensors(path, allow_pickle)
+        pieces.update({name: (path, name, piece) for name, piece in content.pieces.items()})
+        pieces.update({alias: (path, name, content.pieces[name]) for alias, name in content.aliases.items()})
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
