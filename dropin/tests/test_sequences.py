@@ -17,11 +17,11 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate._impl.commands import launch
 from accelerate._impl.commands.launch_variables import variables_for
+from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.sharding.sequences import SpannedAttention
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, patch_environment
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available
-from hasten.strategies.context.sequence_parts import SequenceSplitter
 
 HERE = Path(__file__).parent
 LOOP, TRAINER = str(HERE / "scripts" / "sequence_loop.py"), str(HERE / "scripts" / "sequence_trainer.py")

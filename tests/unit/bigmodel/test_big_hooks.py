@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import bigmodel
-from hasten.bigmodel import hooked
 from hasten.bigmodel.dispatch import CpuOffload
-from hasten.bigmodel.hooked import hooks_of_map, hooks_of_offloading
 from hasten.errors import PrepareError
 from hasten.modules.hooks import hook_of
 
@@ -154,29 +152,3 @@ def test_single_tensors_are_set() -> None:
     assert isinstance(model.first.weight, nn.Parameter)
     bigmodel.set_module_tensor_to_device(model, "norm.running_mean", "cpu", torch.ones(6))
     assert "running_mean" in model.norm._buffers
-
-
-@pytest.mark.parametrize("whole", [[], ["Sequential"]])
-@pytest.mark.parametrize("buffers", [False, True])
-def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(whole: list[str], buffers: bool) -> None:
-    def model() -> nn.Module:
-        inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
-        return nn.ModuleDict({"first": nn.Linear(2, 2), "inner": inner, "empty": nn.ReLU(), "last": nn.Linear(2, 2)})
-
-    places: dict[str, int | str | torch.device] = {"first": "meta", "inner": "cpu", "empty": "cpu", "last": "cpu"}
-    options = {"offload_buffers": buffers, "preload_module_classes": whole, "skip_keys": ["kept"]}
-    offloaded = model()
-    hooked.dispatch_model(offloaded, places, "meta", **options)  # type: ignore[arg-type]
-    flags = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
-    attached = {}
-    for name, part in offloaded.named_modules():
-        if (hook := hook_of(part)) is not None:
-            attached[name] = {flag: getattr(hook, flag) for flag in flags}
-    plain = model()
-    names = {part: name for name, part in plain.named_modules()}
-    planned: dict[str, Any] = {}
-    for part, arguments in hooks_of_map(plain, places, "meta", options):
-        planned.setdefault(names[part], dict.fromkeys(flags, False) | arguments)
-    assert planned == attached
-    planned = {names[part]: arguments for part, arguments in hooks_of_offloading(plain, "meta", options)}
-    assert set(planned) == {"first", "last", *(["inner"] if whole else ["inner.0", "inner.1"])}

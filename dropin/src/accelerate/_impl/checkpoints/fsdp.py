@@ -23,7 +23,7 @@ from hasten.accelerator.components import components
 from hasten.modules.names import plain_name
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.
-object_files = Deferred("hasten.checkpoint.object_files")
+object_files = Deferred("accelerate._impl.checkpoints.object_files")
 export = Deferred("hasten.checkpoint.export")
 dcp = Deferred("torch.distributed.checkpoint.state_dict")
 _POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")

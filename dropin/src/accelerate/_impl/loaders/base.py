@@ -32,9 +32,9 @@ from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH
 
 if TYPE_CHECKING:
-    from hasten.strategies.context.sequence_parts import SequenceSplitter
+    from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 
-sequence_parts = Deferred("hasten.strategies.context.sequence_parts")
+sequence_parts = Deferred("accelerate._impl.loaders.sequence_parts")
 # Any in this file: batches, datasets and samplers are the user's own.
 POSITION = "_position"
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from accelerate._impl.environment.variables import parse_flag_from_env
+from accelerate._impl.models import hooked
 from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show_plan
 from accelerate._impl.models.modeling import fill_model, has_offloaded_params, load_checkpoint_in_model
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import dispatch, hooked, meta
+from hasten.bigmodel import dispatch, meta
 from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.device_map import OFFLOAD, WAYS, owner_in
 from hasten.bigmodel.placed import Immovable, streamers_of

@@ -11,6 +11,7 @@ from torch.nn import functional
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
+from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
@@ -22,7 +23,6 @@ from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import SPANNING_ATTENTION
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.sdpa import SequenceAttention
-from hasten.strategies.context.sequence_parts import SequenceSplitter
 from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.deepspeed.engine import name_sequence_group
 

@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
-from hasten.checkpoint import object_files
+from accelerate._impl.checkpoints import object_files
+from accelerate._impl.checkpoints.object_files import ObjectFiles
 from hasten.checkpoint.format.torch_folder import whole_tensors
 from hasten.checkpoint.inspect import merge
-from hasten.checkpoint.object_files import ObjectFiles
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 
