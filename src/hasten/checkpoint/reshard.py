@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +27,10 @@ from hasten.checkpoint.store.disk import (
     finish_copies,
     host_memory,
     is_plain,
+    read_ahead,
     read_all,
+    read_cached,
+    skip,
     worker_pool,
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
@@ -137,6 +141,8 @@ class _FileRange:
     devices: list[torch.device] = field(default_factory=list)
     parts: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """Bytes from..to of the range, and the part of a target to copy them to, if a target is on a device."""
+    following: _FileRange | None = None
+    """The range that a thread reads after this one, requested from the disk beforehand."""
 
     def complete(self) -> None:
         """Compute what depends on all targets."""
@@ -162,6 +168,8 @@ class _OpenFiles:
         self._lock = threading.Lock()
         self._left = Counter(id(one.file) for one in ranges)
         self._opened: dict[int, int | None] = {}
+        self.are_on_disk = False
+        """True once a range was not in the page cache, so that the following ranges are worth requesting."""
 
     def take(self, file: MappedFile) -> int | None:
         """Return a descriptor of the file; None when it is no longer there under its name."""
@@ -204,10 +212,13 @@ def run_copies(
     devices = devices_of([*targets, *sources])
     groups, ranges = _grouped(copies)
     buffer, files = HostBuffer(bool(devices)), _OpenFiles(ranges)
+    num_threads = threads or default_threads()
+    for file_range, following in zip(ranges, ranges[num_threads:], strict=False):
+        file_range.following = following
     jobs: list[Callable[[], int]] = [partial(_copy, group, buffer) for group in groups]
-    jobs += [partial(_fill, one, buffer, files) for one in ranges]
+    jobs += [partial(_fill, file_range, buffer, files) for file_range in ranges]
     try:
-        with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
+        with worker_pool(num_threads, devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
                 if isinstance(done, CheckpointError):
                     raise done
@@ -299,14 +310,24 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
 
 def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
     try:
-        return _read_range(wanted, buffer, files.take(wanted.file))
+        return _read_range(wanted, buffer, files)
     finally:
         files.finish(wanted.file)
 
 
-def _read_range(wanted: _FileRange, buffer: HostBuffer, fd: int | None) -> int:
-    """Read a range and copy it to its tensors; without a descriptor, from the mapping."""
-    size = wanted.stop - wanted.start
+def _request_following(file_range: _FileRange, files: _OpenFiles) -> None:
+    following = file_range.following
+    if following is None or not files.are_on_disk:
+        return
+    fd = files.take(following.file)
+    if fd is not None:
+        with suppress(OSError):  # another thread may have read the range, and closed the file after its last one
+            read_ahead(fd, following.start, following.stop)
+
+
+def _read_range(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
+    """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
+    fd, size = files.take(wanted.file), wanted.stop - wanted.start
     if fd is None:
         for at, target, low, high in wanted.targets:
             as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])
@@ -315,7 +336,12 @@ def _read_range(wanted: _FileRange, buffer: HostBuffer, fd: int | None) -> int:
     staged = buffer.take(size) if wanted.devices else None
     views = _memory_of(wanted, buffer) if staged is None else [byte_view(staged)]
     try:
-        count = read_all(fd, views, wanted.start)
+        count = read_cached(fd, views, wanted.start)
+        if count < size:
+            files.are_on_disk = True
+            read_ahead(fd, wanted.start + count, wanted.stop)
+        _request_following(wanted, files)
+        count += read_all(fd, skip(views, count), wanted.start + count)
     except OSError as error:
         raise CheckpointError(
             f"{wanted.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."

@@ -361,15 +361,9 @@ def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
 
 
 def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill the views one after another and return the number of bytes read, fewer only at the end of the file.
-
-    Bytes that are not in the page cache are requested all at once, so that the disk reads them in parallel.
-    """
+    """Fill the views one after another and return the number of bytes read, fewer only at the end of the file."""
     size = sum(map(len, views))
-    done = _read_cached(fd, views, offset)
-    if done < size:
-        views = skip(views, done)
-        _read_ahead(fd, offset + done, offset + size)
+    done = 0
     while done < size:
         count = os.preadv(fd, views, offset + done)
         if not count:
@@ -379,7 +373,7 @@ def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
     return done
 
 
-def _read_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
+def read_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
     """Read from the page cache alone; return the number of bytes up to the first that it does not hold."""
     try:
         return os.preadv(fd, views, offset, os.RWF_NOWAIT)
@@ -387,8 +381,8 @@ def _read_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
         return 0
 
 
-def _read_ahead(fd: int, start: int, stop: int) -> None:
-    """Ask the system to read a range into the page cache."""
+def read_ahead(fd: int, start: int, stop: int) -> None:
+    """Ask the system to read a range into the page cache, all at once, so that the disk reads in parallel."""
     if hasattr(os, "posix_fadvise"):
         for at in range(start, stop, READ_AHEAD_BYTES):
             os.posix_fadvise(fd, at, min(READ_AHEAD_BYTES, stop - at), os.POSIX_FADV_WILLNEED)
