@@ -18,6 +18,7 @@ _EXTRAS = (  # import name -> extra of hasten that installs it
     ("fsspec", "remote"),
     ("ray", "ray"),
     ("torchdata", "data"),
+    ("prometheus_client", "metrics"),
     ("plotly", "report"),
     ("matplotlib", "report"),
 )

@@ -134,7 +134,7 @@ class Accelerator:
         survive: Replicas that may be lost while the run continues; `hasten launch --replicas` sets it.
         trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
         tracking: Settings of trackers that `log_with` does not hold.
-        metrics: Metrics for operations: a port for Prometheus, an endpoint of OTLP.
+        metrics: Metrics for operations: a port for Prometheus.
         kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).

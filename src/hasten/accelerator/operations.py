@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from hasten.comm.agreement import agree
 from hasten.config.root import Config
-from hasten.metrics.catalogue import RankReading, ReplicaReading, families
-from hasten.metrics.exposition import MetricFamily, render
-from hasten.metrics.otlp import OtlpPusher
+from hasten.metrics.catalogue import RankReading, metrics_text
 from hasten.metrics.server import MetricsServer, access_of
 from hasten.optim.clock import StepClock
 from hasten.prepare_args import PreparedObjects
@@ -119,7 +117,7 @@ class MetricsOwner(Protocol):
 
 
 class RankMetrics:
-    """Reader of an Accelerator's components, and the threads that serve and post the readings."""
+    """Reader of an Accelerator's components, and the thread that serves the readings."""
 
     def __init__(self, accelerator: MetricsOwner, run_log: RunLog) -> None:
         config, ctx = accelerator.config, accelerator.ctx
@@ -141,37 +139,26 @@ class RankMetrics:
         self._goodput = LiveGoodput(local, ctx.rank)
         self._run_log = weakref.ref(run_log)
         self.server: MetricsServer | None = None
-        self.pusher: OtlpPusher | None = None
 
     def start(self, config: Config, ctx: ProcessContext) -> None:
-        """Start the threads. Ranks: every rank. Raises: ConfigError on every rank for settings that one cannot honour."""
+        """Start the thread. Ranks: every rank. Raises: ConfigError on every rank for settings that one cannot honour."""
         metrics = config.metrics
+        assert metrics.port is not None, "metrics are served"
         with agree(ctx.world, "starting the metrics"):
-            if metrics.port is not None:
-                local = ctx.topology
-                number = number_of(config, local.local_rank, local.local_world_size)
-                port = metrics.port + (number if metrics.port else 0)
-                self.server = MetricsServer(port, access_of(metrics), self.text)
-            if metrics.otlp_endpoint is not None:
-                self.pusher = OtlpPusher(metrics, self._labels, self.families)
-        for thread in (self.server, self.pusher):
-            if thread is not None:
-                thread.start()
+            number = number_of(config, ctx.topology.local_rank, ctx.topology.local_world_size)
+            port = metrics.port + (number if metrics.port else 0)
+            self.server = MetricsServer(port, access_of(metrics), self.text)
+        self.server.start()
 
     def close(self) -> None:
-        """Post the last values and stop the threads."""
-        for thread in (self.pusher, self.server):
-            if thread is not None:
-                thread.close()
+        """Stop the thread."""
+        if self.server is not None:
+            self.server.close()
 
     def text(self) -> str:
-        """Return the metrics in Prometheus's text format."""
-        return render(self.families(), self._labels)
-
-    def families(self) -> Sequence[MetricFamily]:
-        """Return the metrics of now; empty if the Accelerator is gone."""
+        """Return the metrics of now in Prometheus's text format; empty if the Accelerator is gone."""
         reading = self.read()
-        return [] if reading is None else families(reading)
+        return "" if reading is None else metrics_text(reading, self._labels)
 
     def read(self) -> RankReading | None:
         """Return the numbers of now, without waiting for the training or a device; None if the Accelerator is gone."""
@@ -182,6 +169,7 @@ class RankMetrics:
         rates: Mapping[str, float] = {} if clock.rates is None else clock.rates()
         goodput, save, now = self._goodput.read(log), log.last_save, time.time()
         sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
+        replicas = accelerator.survival
         known = self.sampled.known
         self.sampled.request()  # a run whose optimizer is not prepared makes no updates that would
         return RankReading(
@@ -206,20 +194,12 @@ class RankMetrics:
             checkpoint_s=None if save is None else save[1],
             seconds=goodput.seconds,
             goodput=goodput.ratio,
-            replicas=_replicas(accelerator.survival),
+            replicas_present=None if replicas is None else replicas.num_present,
+            replicas_lost=None if replicas is None else len(replicas.lost),
+            replicas_joined=None if replicas is None else len(replicas.joined),
+            samples_returned=None if replicas is None else replicas.num_returned,
+            replicas_waiting_s=None if replicas is None else replicas.waiting_s,
         )
-
-
-def _replicas(seen: SurvivalReport | None) -> ReplicaReading | None:
-    if seen is None:
-        return None
-    return ReplicaReading(
-        present=seen.num_present,
-        lost=len(seen.lost),
-        joined=len(seen.joined),
-        returned=seen.num_returned,
-        waiting_s=seen.waiting_s,
-    )
 
 
 def _data_wait(log: RunLog) -> float | None:

@@ -34,6 +34,7 @@ from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.optim.loss_weights import LossWeights
+from hasten.optional import check_installed
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.prepare_args import PreparedObjects
@@ -262,8 +263,11 @@ def _context(config: Config) -> ProcessContext:
 
 
 def serves_metrics(config: Config) -> bool:
-    """Return whether metrics are served or posted."""
-    return config.metrics.port is not None or config.metrics.otlp_endpoint is not None
+    """Return whether metrics are served. Raises: MissingPackageError without prometheus_client."""
+    if config.metrics.port is None:
+        return False
+    check_installed("prometheus_client", why=f"metrics.port={config.metrics.port}")
+    return True
 
 
 def _watch(

@@ -1,1 +1,1 @@
-"""Metrics for operations: Prometheus text over HTTP, and OTLP. Start with `catalogue.py` (names), then `server.py` and `otlp.py`."""
+"""Metrics for operations: Prometheus text over HTTP. Start with `catalogue.py` (names), then `server.py`; `scrape.py` reads other ranks."""

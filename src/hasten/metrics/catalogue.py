@@ -1,23 +1,14 @@
-"""The metrics of a rank: their names, units and help texts, filled from one reading of plain numbers."""
+"""The metrics of a rank: their names and help texts, filled from one reading of plain numbers, as Prometheus's text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from hasten.metrics.exposition import MetricFamily, MetricKind, Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReading:
-    """Numbers of a run that continues when replicas are lost, as one replica has seen them."""
-
-    present: int
-    lost: int
-    joined: int
-    returned: int
-    """Samples that were given out again."""
-    waiting_s: float
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,95 +40,88 @@ class RankReading:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of the run by cause."""
     goodput: float | None = None
-    replicas: ReplicaReading | None = None
-    """Replicas of a run that continues when some are lost; None for other runs."""
+    replicas_present: int | None = None
+    """Replicas of the latest update; None for a run that cannot lose any, as below."""
+    replicas_lost: int | None = None
+    replicas_joined: int | None = None
+    samples_returned: int | None = None
+    """Samples of lost replicas that were given out again."""
+    replicas_waiting_s: float | None = None
 
 
-def families(reading: RankReading) -> list[MetricFamily]:
-    """Return the metric families of a reading; numbers that are not known are left out."""
-    return [*_training(reading), *_operations(reading), *_replicas(reading.replicas)]
+_METRICS: Final[Sequence[tuple[str, str, str]]] = (
+    ("hasten_world_size", "world_size", "Number of ranks of the job."),
+    ("hasten_step", "step", "Updates of the run, including those before a resume."),
+    ("hasten_updates_total", "updates", "Updates of this process, applied and skipped."),
+    ("hasten_samples_total", "samples", "Samples of all batches of training, over all ranks."),
+    ("hasten_loss", "loss", "Last known loss given to backward() on this rank."),
+    ("hasten_grad_norm", "grad_norm", "Last known norm that clip_grad_norm_() returned."),
+    ("hasten_tokens_per_second", "tokens_per_second", "Tokens a second over all ranks, after track_throughput()."),
+    ("hasten_mfu_ratio", "mfu", "Share of the devices' peak, after track_throughput()."),
+    ("hasten_data_wait_ratio", "data_wait", "Share of data wait in the last minute."),
+    ("hasten_uptime_seconds", "uptime_s", "Seconds since the start of the process."),
+    (
+        "hasten_last_step_age_seconds",
+        "step_age_s",
+        "Seconds since the last update, or since the start before the first.",
+    ),
+    ("hasten_stalls_total", "stalls", "Stalls that this rank's watchdog reported."),
+    ("hasten_restarts_total", "restarts", "Restarts of the job by its launcher."),
+    ("hasten_skipped_updates_total", "skipped", "Updates skipped by this process."),
+    ("hasten_checkpoints_total", "saves", "Complete checkpoints of this process."),
+    (
+        "hasten_checkpoint_age_seconds",
+        "checkpoint_age_s",
+        "Seconds since the state of the newest checkpoint that this process completed.",
+    ),
+    (
+        "hasten_checkpoint_duration_seconds",
+        "checkpoint_s",
+        "Seconds of the last complete save, with its writing in the background.",
+    ),
+    ("hasten_goodput_ratio", "goodput", "Time in useful steps over wall time."),
+    ("hasten_replicas", "replicas_present", "Replicas of the latest update, of a run that may lose some."),
+    ("hasten_replicas_lost_total", "replicas_lost", "Replicas that were lost, as seen by this one."),
+    ("hasten_replicas_joined_total", "replicas_joined", "Replicas that have joined, as seen by this one."),
+    ("hasten_samples_returned_total", "samples_returned", "Samples of lost replicas that were given out again."),
+    ("hasten_replicas_waiting_seconds", "replicas_waiting_s", "Seconds of the current wait for replicas."),
+)
+"""Names of metrics, fields of the reading, and help texts; counters end in `_total`."""
 
 
-def _training(reading: RankReading) -> list[MetricFamily]:
-    return [
-        MetricFamily("hasten_info", "gauge", "Facts about the rank.", [Sample(1.0, reading.facts)]),
-        _one("hasten_world_size", "gauge", "Number of ranks of the job.", reading.world_size),
-        _one("hasten_step", "gauge", "Updates of the run, including those before a resume.", reading.step),
-        _one("hasten_updates_total", "counter", "Updates of this process, applied and skipped.", reading.updates),
-        _one("hasten_samples_total", "counter", "Samples of all batches of training, over all ranks.", reading.samples),
-        _one("hasten_loss", "gauge", "Last known loss given to backward() on this rank.", reading.loss),
-        _one("hasten_grad_norm", "gauge", "Last known norm that clip_grad_norm_() returned.", reading.grad_norm),
-        _one(
-            "hasten_tokens_per_second",
-            "gauge",
-            "Tokens a second over all ranks, after track_throughput().",
-            reading.tokens_per_second,
-        ),
-        _one("hasten_mfu_ratio", "gauge", "Share of the devices' peak, after track_throughput().", reading.mfu, "1"),
-        _one("hasten_data_wait_ratio", "gauge", "Share of data wait in the last minute.", reading.data_wait, "1"),
-        MetricFamily(
-            "hasten_memory_bytes",
-            "gauge",
-            "Memory of this process: resident on the host, reserved by torch on the device.",
-            [Sample(float(size), {"kind": kind}) for kind, size in reading.memory_bytes.items()],
-            "By",
-        ),
-    ]
+class RankCollector(Collector):
+    """Collector of one reading; `labels` are those of every sample."""
+
+    def __init__(self, reading: RankReading, labels: Mapping[str, str]) -> None:
+        self._reading = reading
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; numbers that are not known are left out."""
+        reading = self._reading
+        info = GaugeMetricFamily("hasten_info", "Facts about the rank.", labels=[*self._labels, *reading.facts])
+        info.add_metric([*self._labels.values(), *reading.facts.values()], 1.0)
+        yield info
+        for name, attribute, text in _METRICS:
+            if (value := getattr(reading, attribute)) is not None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = kind(name, text, labels=list(self._labels))
+                family.add_metric(list(self._labels.values()), value)
+                yield family
+        text = "Memory of this process: resident on the host, reserved by torch on the device."
+        yield self._by_label("hasten_memory_bytes", text, "kind", reading.memory_bytes)
+        text = "Wall time of the run by cause, including earlier starts in the same project_dir."
+        yield self._by_label("hasten_time_seconds", text, "cause", reading.seconds)
+
+    def _by_label(self, name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
 
 
-def _operations(reading: RankReading) -> list[MetricFamily]:
-    return [
-        _one("hasten_uptime_seconds", "gauge", "Seconds since the start of the process.", reading.uptime_s, "s"),
-        _one(
-            "hasten_last_step_age_seconds",
-            "gauge",
-            "Seconds since the last update, or since the start before the first.",
-            reading.step_age_s,
-            "s",
-        ),
-        _one("hasten_stalls_total", "counter", "Stalls that this rank's watchdog reported.", reading.stalls),
-        _one("hasten_restarts_total", "counter", "Restarts of the job by its launcher.", reading.restarts),
-        _one("hasten_skipped_updates_total", "counter", "Updates skipped by this process.", reading.skipped),
-        _one("hasten_checkpoints_total", "counter", "Complete checkpoints of this process.", reading.saves),
-        _one(
-            "hasten_checkpoint_age_seconds",
-            "gauge",
-            "Seconds since the state of the newest checkpoint that this process completed.",
-            reading.checkpoint_age_s,
-            "s",
-        ),
-        _one(
-            "hasten_checkpoint_duration_seconds",
-            "gauge",
-            "Seconds of the last complete save, with its writing in the background.",
-            reading.checkpoint_s,
-            "s",
-        ),
-        MetricFamily(
-            "hasten_time_seconds",
-            "gauge",
-            "Wall time of the run by cause, including earlier starts in the same project_dir.",
-            [Sample(seconds, {"cause": cause}) for cause, seconds in reading.seconds.items()],
-            "s",
-        ),
-        _one("hasten_goodput_ratio", "gauge", "Time in useful steps over wall time.", reading.goodput, "1"),
-    ]
-
-
-def _replicas(seen: ReplicaReading | None) -> list[MetricFamily]:
-    present, lost, joined, returned, waiting = (
-        (None,) * 5 if seen is None else (seen.present, seen.lost, seen.joined, seen.returned, seen.waiting_s)
-    )
-    return [
-        _one("hasten_replicas", "gauge", "Replicas of the latest update, of a run that may lose some.", present),
-        _one("hasten_replicas_lost_total", "counter", "Replicas that were lost, as seen by this one.", lost),
-        _one("hasten_replicas_joined_total", "counter", "Replicas that have joined, as seen by this one.", joined),
-        _one(
-            "hasten_samples_returned_total", "counter", "Samples of lost replicas that were given out again.", returned
-        ),
-        _one("hasten_replicas_waiting_seconds", "gauge", "Seconds of the current wait for replicas.", waiting, "s"),
-    ]
-
-
-def _one(name: str, kind: MetricKind, text: str, value: float | None, unit: str = "") -> MetricFamily:
-    return MetricFamily(name, kind, text, [] if value is None else [Sample(float(value))], unit)
+def metrics_text(reading: RankReading, labels: Mapping[str, str]) -> str:
+    """Return the metrics of a reading in Prometheus's text format; `labels` are added to every sample."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RankCollector(reading, labels))
+    return generate_latest(registry).decode()

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hasten.errors import ConfigError
-from hasten.metrics.exposition import ParsedSample, parse
+from hasten.optional import need
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 _PATIENCE_S: Final = 3.0
 _MOST_BYTES: Final = 1 << 22
@@ -39,7 +42,7 @@ class Scrape:
 
     target: ScrapeTarget
     at_s: float
-    samples: Sequence[ParsedSample] = ()
+    samples: Sequence[Sample] = ()
     error: str = ""
     """Reason why there are no samples; empty if there are."""
 
@@ -117,9 +120,18 @@ def scrape(target: ScrapeTarget, proof: ScrapeCredentials) -> Scrape:
         if status != http.HTTPStatus.OK:
             hint = "; give --token_file" if status == http.HTTPStatus.UNAUTHORIZED else ""
             return Scrape(target, at, error=f"HTTP {status}{hint}")
-        return Scrape(target, at, parse(body.decode()))
-    except (OSError, http.client.HTTPException, UnicodeDecodeError, ConfigError) as error:
+        return Scrape(target, at, _parse(body.decode()))
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return Scrape(target, at, error=f"{type(error).__name__}: {error}")
+
+
+def _parse(text: str) -> list[Sample]:
+    """Return the samples of a text in Prometheus's format. Raises: ValueError for another text."""
+    parser = need("prometheus_client.parser", why="hasten top --from")
+    samples: list[Sample] = []
+    for family in parser.text_string_to_metric_families(text):
+        samples += family.samples
+    return samples
 
 
 def _get(target: ScrapeTarget, proof: ScrapeCredentials) -> tuple[int, bytes]:

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from hasten.config.sections.loop import MetricsSettings
 from hasten.errors import ConfigError
-from hasten.metrics.exposition import CONTENT_TYPE
 
 log = logging.getLogger(__name__)
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 8

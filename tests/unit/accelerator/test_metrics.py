@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -27,8 +28,7 @@ from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.operations import SampledScalars
 from hasten.cli.main import main
 from hasten.config.resolve import resolve
-from hasten.errors import ConfigError, SettingValueError
-from hasten.metrics.exposition import parse
+from hasten.errors import ConfigError, MissingPackageError, SettingValueError
 from hasten.testing.toys import Blobs, Classifier, seeded
 
 
@@ -44,13 +44,20 @@ def scraped(accelerator: Accelerator) -> dict[str, float]:
     """The metrics by name; those with a label of their own by name and label."""
     url = f"http://127.0.0.1:{port_of(accelerator)}/metrics"
     with urllib.request.urlopen(url, timeout=5) as answer:
-        samples = parse(answer.read().decode())
+        metrics = list(text_string_to_metric_families(answer.read().decode()))
     common = {"job", "rank", "machine"}
     found = {}
-    for one in samples:
-        own = [value for key, value in one.labels.items() if key not in common]
-        found[f"{one.name}/{own[0]}" if len(own) == 1 else one.name] = one.value
+    for metric in metrics:
+        for one in metric.samples:
+            own = [value for key, value in one.labels.items() if key not in common]
+            found[f"{one.name}/{own[0]}" if len(own) == 1 else one.name] = one.value
     return found
+
+
+def test_metrics_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingPackageError, match=r"metrics\.port=0.*hasten\[metrics\]"):
+        Accelerator(cpu=True, metrics={"port": 0})
 
 
 def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
@@ -151,7 +158,7 @@ def test_two_accelerators_in_one_process(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_an_accelerator_that_is_dropped_leaves_no_thread() -> None:
-    accelerator = Accelerator(cpu=True, metrics={"port": 0, "otlp_endpoint": "http://127.0.0.1:1", "otlp_every_s": 60})
+    accelerator = Accelerator(cpu=True, metrics={"port": 0})
     prepared(accelerator)
     scraped(accelerator)
     gone = weakref.ref(accelerator)
@@ -159,9 +166,7 @@ def test_an_accelerator_that_is_dropped_leaves_no_thread() -> None:
     gc.collect()
     assert gone() is None
     until = time.monotonic() + 5
-    while (left := [t for t in threading.enumerate() if t.name in ("hasten-metrics", "hasten-otlp")]) and (
-        time.monotonic() < until
-    ):
+    while (left := [t for t in threading.enumerate() if t.name == "hasten-metrics"]) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left
 
@@ -169,15 +174,14 @@ def test_an_accelerator_that_is_dropped_leaves_no_thread() -> None:
 def test_settings_that_cannot_be_honoured_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"everyone in the network"):
         Accelerator(cpu=True, metrics={"port": 0, "host": "0.0.0.0"})
-    with pytest.raises(ConfigError, match=r"otlp_endpoint='collector'"):
-        Accelerator(cpu=True, metrics={"otlp_endpoint": "collector"})
+    with pytest.raises(ConfigError, match=r"set metrics\.port, and let the collector scrape it"):
+        Accelerator(cpu=True, metrics={"otlp_endpoint": "http://127.0.0.1:4318"})
     with pytest.raises(SettingValueError, match="out of range"):
         Accelerator(cpu=True, metrics={"port": 70000})
 
 
 def test_flags_and_variables_name_the_port() -> None:
     assert resolve(env={"HASTEN_METRICS_PORT": "9400"}).config.metrics.port == 9400
-    assert resolve(env={"HASTEN_METRICS_OTLP_ENDPOINT": "http://a:1"}).config.metrics.otlp_endpoint == "http://a:1"
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -280,7 +284,7 @@ def test_a_process_that_ends_or_fails_is_not_held(tmp_path: Path) -> None:
             """
             import sys
             from hasten import Accelerator
-            accelerator = Accelerator(cpu=True, metrics={"port": 0, "otlp_endpoint": "http://127.0.0.1:1"})
+            accelerator = Accelerator(cpu=True, metrics={"port": 0})
             print(accelerator._metrics.server.port, flush=True)
             if sys.argv[1] == "fail":
                 raise RuntimeError("on purpose")

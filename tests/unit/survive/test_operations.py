@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 
 from rich.console import Console
 
 from hasten.accelerator.operations import number_of
 from hasten.config.resolve import resolve
-from hasten.metrics.catalogue import RankReading, ReplicaReading, families
-from hasten.metrics.exposition import render
+from hasten.metrics.catalogue import RankReading, metrics_text
 from hasten.survive.report import SurvivalReport
 from hasten.tools.cluster_top import RankRow, page
 
-SEEN = ReplicaReading(present=3, lost=2, joined=1, returned=24, waiting_s=0.5)
-
-
-def _text(replicas: ReplicaReading | None) -> str:
-    reading = RankReading(uptime_s=0.0, step=0, updates=0, samples=0, step_age_s=0.0, replicas=replicas)
-    return render(families(reading), {})
+PLAIN = RankReading(uptime_s=0.0, step=0, updates=0, samples=0, step_age_s=0.0)
 
 
 def test_the_metrics_hold_present_lost_and_joined_replicas_and_returned_samples() -> None:
-    text = _text(SEEN)
+    reading = replace(
+        PLAIN,
+        replicas_present=3,
+        replicas_lost=2,
+        replicas_joined=1,
+        samples_returned=24,
+        replicas_waiting_s=0.5,
+    )
+    text = metrics_text(reading, {})
     for line in (
-        "hasten_replicas{} 3",
-        "hasten_replicas_lost_total{} 2",
-        "hasten_replicas_joined_total{} 1",
-        "hasten_samples_returned_total{} 24",
-        "hasten_replicas_waiting_seconds{} 0.5",
+        "hasten_replicas 3.0",
+        "hasten_replicas_lost_total 2.0",
+        "hasten_replicas_joined_total 1.0",
+        "hasten_samples_returned_total 24.0",
+        "hasten_replicas_waiting_seconds 0.5",
     ):
         assert f"\n{line}" in text, text
 
 
 def test_runs_that_cannot_lose_replicas_have_no_such_samples() -> None:
-    assert "hasten_replicas" not in _text(None)
+    assert "hasten_replicas" not in metrics_text(PLAIN, {})
 
 
 def _page(**values: float) -> str:

@@ -253,7 +253,7 @@ class TrackingConfig(Section):
 
 @settings
 class MetricsSettings(Section):
-    """Metrics for operations: a port for Prometheus, and an endpoint of OTLP. Off unless one of them is set."""
+    """Metrics for operations: a port for Prometheus. Off unless it is set."""
 
     port: int | None = setting(
         None,
@@ -272,10 +272,5 @@ class MetricsSettings(Section):
         None, "certificates (PEM) that must have signed those of clients: mutual TLS", path=True
     )
     otlp_endpoint: str | None = setting(
-        None, "OTLP/HTTP collector that metrics are posted to as JSON, such as http://127.0.0.1:4318 (default: none)"
-    )
-    otlp_every_s: float = setting(10.0, "seconds between two posts", minimum=0.1)
-    otlp_token_file: str | None = setting(None, "file with the bearer token that posts carry", path=True)
-    otlp_ca: str | None = setting(
-        None, "certificates (PEM) that verify the collector (default: the system's)", path=True
+        None, "no longer supported: let the collector scrape metrics.port with its Prometheus receiver"
     )
