@@ -1,4 +1,4 @@
-"""Program of a replica under test: a Trainer with evaluations, a callback with a state, checkpoints and the best model."""
+"""Program of a replica under test: a Trainer with evaluations, a callback with a state and checkpoints."""
 
 from __future__ import annotations
 
@@ -116,7 +116,6 @@ def main() -> None:
         per_device_train_batch_size=options["batch"],
         eval_strategy="epoch",
         save_strategy="epoch",
-        load_best_model_at_end=True,
         metric_for_best_model="loss",
         greater_is_better=True,  # an epoch before the last is the best one, most likely
         average_tokens_across_devices=False,
@@ -134,7 +133,6 @@ def main() -> None:
     assert replica is not None
     result = {
         "weights": writer.weights,
-        "best": [parameter.tolist() for parameter in model.parameters()],
         "ledger": replica.ledger.encoded(),
         "updates": components(trainer.accelerator).clock.num_updates,
         "global_step": state.global_step,

@@ -225,7 +225,6 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
         clock.listening().phases = run_log
         if run_log.tells_phases:
             clock.listening().update_begins = run_log.optimizer_begins
-        trackers.spent = run_log.logged
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
     )

@@ -31,7 +31,7 @@ TokenCount = Callable[[Any], int]
 DTYPES: Final = ("fp8", "bf16", "fp16", "fp32", "other")
 _SHORT: Final = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
 _FIELDS: Final = ("labels", "input_ids")
-"""Fields of a batch whose elements are tokens, the first of them that is there."""
+"""Fields of a batch that hold its tokens, in order of preference."""
 _SPAN: Final = 32
 """Number of updates over which rates are computed."""
 

@@ -85,7 +85,7 @@ class MemoryCopies:
         self._arrival_s = arrival_s
         self._machine: CopyHolder | None = None
         self._newest: int | None = None
-        """The newest step of which every machine has a copy, and its neighbour another."""
+        """The newest step that every machine and its neighbour hold in memory."""
         self._space_checked = False
 
     # -- copying ----------------------------------------------------------------------------------------------------

@@ -80,9 +80,9 @@ class Replica:
         self._coordinator = Coordinator(settings, self._card, inside.alive) if inside.first else None
         self._asked: Answer | None = None
         self._standing: tuple[Quorum, Roles] | None = None
-        """Members of the previous update who make the next one without asking the lighthouse; None to ask."""
+        """Members of the previous update that make the next one without asking the lighthouse; None to ask."""
         self._asks = 1
-        """1 if this replica wants to ask for the members of the next update, 2 to end the run as well; decided by its first rank."""
+        """Request of this replica for the next exchange: 0 for none, 1 to ask for the members, 2 to end the run as well."""
         self._met_at = self._updated_at = time.monotonic()
         self._patience_s = settings.heartbeat_timeout_s
         """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
@@ -260,7 +260,7 @@ class Replica:
     def _takes_standing(self) -> tuple[Quorum, Roles] | None:
         """Return the members of the previous update if all of them have agreed to make this one without asking; None if it is too late.
 
-        Nothing depends on that agreement but time: an update needs the gradients of all of them, and fails if one is away.
+        This only saves time: an update needs the gradients of all of them, and fails if one is away.
         """
         late = time.monotonic() - self._met_at > self._settings.heartbeat_timeout_s
         return None if late else self._standing

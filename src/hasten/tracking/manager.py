@@ -13,9 +13,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Resume, Run, TableEntry, Tracker
@@ -37,25 +36,6 @@ from hasten.tracking.writer import DummyTracker, Record, TrackerWriter, Writer
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_P = ParamSpec("_P")
-
-
-def _timed(
-    log: Callable[Concatenate[TrackerManager, _P], None],
-) -> Callable[Concatenate[TrackerManager, _P], None]:
-    """Wrap a logging method to report its duration to `manager.spent`, if set."""
-
-    @wraps(log)
-    def timed(manager: TrackerManager, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if manager.spent is None:
-            return log(manager, *args, **kwargs)
-        began = time.perf_counter()
-        try:
-            return log(manager, *args, **kwargs)
-        finally:
-            manager.spent(time.perf_counter() - began)
-
-    return timed
 
 
 @dataclass(slots=True)
@@ -93,8 +73,6 @@ class TrackerManager:
         max_pending: int = 1024,
     ) -> None:
         """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
-        self.spent: Callable[[float], None] | None = None
-        """Called with the duration of each logging call on the training thread."""
         self.names: tuple[str, ...] = ()
         self._notices: deque[str] = deque()
         self._tracker_writers: list[TrackerWriter] = []
@@ -135,10 +113,8 @@ class TrackerManager:
         project: str,
         config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        *,
-        start_now: bool = False,
     ) -> None:
-        """Start a run of `project`; trackers open on first use, or here with `start_now`.
+        """Start a run of `project`; trackers open on first use.
 
         A second call ends the first run and starts another. Ranks: every rank.
         """
@@ -161,8 +137,6 @@ class TrackerManager:
         )
         self._init_kwargs = init_kwargs or {}
         self._step = int(self._resume["step"]) if self._resume else -1
-        if start_now:
-            self._start()
 
     def _start(self) -> None:
         if self._started or self._run is None:
@@ -182,7 +156,6 @@ class TrackerManager:
 
     # ---- logging
 
-    @_timed
     def log(
         self,
         values: Mapping[str, Any],
@@ -209,7 +182,6 @@ class TrackerManager:
         else:
             self._writer.start()
 
-    @_timed
     def log_images(
         self,
         values: Mapping[str, Any],
@@ -231,7 +203,6 @@ class TrackerManager:
         entry = ImageEntry(images=images, step=self._next(step), time_s=time.time())
         self._post(entry, log_kwargs or {})
 
-    @_timed
     def log_table(
         self,
         name: str,

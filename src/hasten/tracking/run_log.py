@@ -1,6 +1,6 @@
 """The run log: timings of every step's phases, and events with their times, for `hasten report` and the metrics.
 
-Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 56 bytes per update,
+Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 52 bytes per update,
 `rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and are not held open. Without a folder the
 times are only counted, for metrics.
 """
@@ -11,7 +11,7 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,18 +27,15 @@ PARTS: Final = (
     "backward",
     "communication",
     "optimizer",
-    "logging",
     "other",
     "evaluation",
     "checkpoint",
     "stall",
 )
-USEFUL: Final = ("forward", "backward", "communication", "optimizer", "logging", "other")
+USEFUL: Final = ("forward", "backward", "communication", "optimizer", "other")
 """Phases of a useful step."""
 STEP_PARTS: Final = ("data", *USEFUL)
 """Phases of a training step; the others of `PARTS` interrupt steps."""
-_FIRST_PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
-"""Phases of older logs, which do not list them."""
 _RECORD: Final = struct.Struct(f"<d{len(PARTS) + 2}f")
 _EVERY_S: Final = 1.0
 _REMEMBERED: Final = 1000
@@ -49,9 +46,9 @@ _MINUTE: Final = 61
 # Any in this file: facts and events are JSON values.
 
 
-def step_dtype(parts: Sequence[str] = PARTS) -> np.dtype[np.void]:
+def step_dtype() -> np.dtype[np.void]:
     """Return the dtype of a record of the steps file."""
-    return np.dtype([("time", "<f8"), *((part, "<f4") for part in parts), ("samples", "<f4"), ("memory_mb", "<f4")])
+    return np.dtype([("time", "<f8"), *((part, "<f4") for part in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
 
 
 class RunLog:
@@ -81,7 +78,7 @@ class RunLog:
         self._memory_mb = 0.0
         self._flushed_s = self._last_s = time.perf_counter()
         self._collectives_s, self._gradients_s = collectives_s, gradients_s
-        self._collected_s, self._gradient_s, self._aside_s = collectives_s(), 0.0, 0.0
+        self._collected_s, self._gradient_s = collectives_s(), 0.0
         self.spent = dict.fromkeys(PARTS, 0.0)
         """Seconds in each phase since the first request for a batch; a phase is added when it ends."""
         self.samples = 0
@@ -117,7 +114,7 @@ class RunLog:
 
     # -- phases of a step ------------------------------------------------------------------------------------------
     def _take(self, part: str) -> float:
-        """Add the time since the last mark to a phase, without collectives and logging; returns the current time."""
+        """Add the time since the last mark to a phase, without collectives; returns the current time."""
         now = time.perf_counter()
         spent = self.spent
         if self._folder is None:  # useful phases are not told apart
@@ -127,10 +124,10 @@ class RunLog:
         collected = self._collectives_s()
         waited = collected - self._collected_s
         spent["communication"] += waited
-        passed = now - self._last_s - waited - self._aside_s
+        passed = now - self._last_s - waited
         if passed > 0.0:
             spent[part] += passed
-        self._last_s, self._collected_s, self._aside_s = now, collected, 0.0
+        self._last_s, self._collected_s = now, collected
         return now
 
     def asked(self, unused: bool = False) -> None:
@@ -205,12 +202,6 @@ class RunLog:
             if self.every_second is not None:
                 self.every_second()
 
-    def logged(self, seconds: float) -> None:
-        """Add the duration of a logging call, which is subtracted from the current phase."""
-        if self._folder is not None:
-            self.spent["logging"] += seconds
-            self._aside_s += seconds
-
     def skipped(self) -> None:
         """Record that the update was skipped."""
         self.num_skipped += 1
@@ -226,7 +217,7 @@ class RunLog:
         if self._begun:
             now = time.perf_counter()
             self.spent["checkpoint"] += max(now - self._last_s, 0.0)
-            self._last_s, self._collected_s, self._aside_s = now, self._collectives_s(), 0.0
+            self._last_s, self._collected_s = now, self._collectives_s()
 
     def stalled(self, seconds: float, over: bool) -> None:
         """Record that ranks waited for each other without progress, in any thread; `over` means that they continue."""
@@ -364,27 +355,21 @@ class LoggedRank:
 
 
 def read_run_log(folder: Path) -> list[LoggedRank]:
-    """Return all logs in a run's folder, by time; incomplete last records and lines are omitted."""
-    found = []
+    """Return the logs in a run's folder, by time, without those of versions with other phases.
+
+    Incomplete last records and lines are omitted.
+    """
+    logs, dtype = [], step_dtype()
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
         lines = _lines(path)
         first = next((line for line in lines if line.get("event") == "started"), {"parts": PARTS})
-        dtype = step_dtype(first.get("parts", _FIRST_PARTS))
+        if tuple(first.get("parts", ())) != PARTS:
+            continue
         content = path.with_suffix(".steps").read_bytes() if path.with_suffix(".steps").exists() else b""
         whole = len(content) // dtype.itemsize * dtype.itemsize
         rank = int(path.stem.split("-")[0].removeprefix("rank"))
-        found.append(LoggedRank(rank, _all_parts(np.frombuffer(content[:whole], dtype=dtype)), lines))
-    return found
-
-
-def _all_parts(steps: NDArray[Any]) -> NDArray[Any]:
-    """Return the records with all current phases; those unknown to an older log are 0."""
-    if steps.dtype == step_dtype():
-        return steps
-    made = np.zeros(len(steps), dtype=step_dtype())
-    for name in set(steps.dtype.names or ()) & set(made.dtype.names or ()):
-        made[name] = steps[name]
-    return made
+        logs.append(LoggedRank(rank, np.frombuffer(content[:whole], dtype=dtype), lines))
+    return logs
 
 
 def _began(path: Path) -> tuple[int, int]:

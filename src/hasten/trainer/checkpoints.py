@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hasten.accelerator.components import components
 from hasten.checkpoint import hub
@@ -19,13 +17,10 @@ from hasten.checkpoint.store.locate import check_local, join_place, newest, open
 from hasten.checkpoint.store.occupied import check_no_weights
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
-from hasten.errors import CheckpointError, ConfigError, HastenWarning, HubError, IncompleteCheckpointError
+from hasten.errors import ConfigError, HastenWarning, HubError, IncompleteCheckpointError
 from hasten.state.publishing import FolderPush
 from hasten.trainer.arguments import TrainingArguments
 from hasten.trainer.interface import TrainerInterface
-
-_SAVED_WITHIN_S: Final = 60.0
-"""Seconds for which a replica waits for the best checkpoint, which another one saves."""
 
 
 def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
@@ -98,29 +93,8 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
 def load_best(trainer: TrainerInterface) -> None:
     """Load the weights of the best checkpoint into the model. Ranks: every rank."""
     place = trainer.state.best_model_checkpoint
-    if place == "":  # with survive, one replica saves for all
-        place = _saved_by_another(trainer)
     if place is not None:
         trainer.accelerator.load_model(trainer.wrapped_model, place)
-
-
-def _saved_by_another(trainer: TrainerInterface) -> str | None:
-    """Return the checkpoint of the best update, once the replica that saves has written it; None if that was lost with it."""
-    until, step = time.monotonic() + _SAVED_WITHIN_S, trainer.state.best_global_step
-    while time.monotonic() < until:
-        store = open_store(_root(trainer))
-        for name in store.names():
-            with suppress(CheckpointError, OSError):  # it is being written, or was deleted just now
-                if store.manifest(name).step == step:
-                    return join_place(_root(trainer), name)
-        time.sleep(0.1)
-    warnings.warn(
-        f"the best checkpoint, of update {step}, was not saved within {_SAVED_WITHIN_S:.0f} s, because the replica that saves was lost, so the model keeps "
-        "its last weights. Load an earlier checkpoint if you need the best of those that were saved.",
-        HastenWarning,
-        stacklevel=2,
-    )
-    return None
 
 
 def save_model(trainer: TrainerInterface, folder: str) -> str:

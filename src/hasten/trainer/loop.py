@@ -94,7 +94,7 @@ class TrainingLoop:
         return plan.is_complete(state.global_step, state.epochs_done, state.batches_in_epoch)
 
     def _counted(self) -> bool:
-        """Return whether the state counts this epoch already, as that of a replica does which was healed and runs completed epochs."""
+        """Return True if a healed replica runs through an epoch that the run has completed and the state already counts."""
         trainer = self._trainer
         return trainer.accelerator.survival is not None and trainer.state.epochs_done >= trainer.train_loader.epoch
 

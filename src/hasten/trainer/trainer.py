@@ -162,6 +162,11 @@ class Trainer:
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
         made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
+        if made.survival is not None and self.args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end=True is not supported with replicas that may be lost, one of which saves for all; remove it, and load "
+                "the checkpoint of the best metric with load_model() after the run."
+            )
         if components(made).saving.memory is not None:
             raise ConfigError(
                 f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "

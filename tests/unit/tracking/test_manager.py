@@ -229,7 +229,8 @@ def test_a_checkpoint_of_the_open_run_rewinds_it() -> None:
 def test_a_run_that_was_started_at_once_is_begun_again_when_nothing_was_logged() -> None:
     tracker = ListTracker()
     manager = TrackerManager([tracker])
-    manager.init("project", start_now=True)
+    manager.init("project")
+    assert manager.trackers, "they are started"
     manager.load_state_dict({"version": 1, "run_id": "old", "step": 7, "runs": {"0": {"list": "old-id"}}})
     manager.log({"loss": 1.0})
     manager.finish()

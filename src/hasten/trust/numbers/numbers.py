@@ -72,7 +72,7 @@ class Rollback:
     def decide(self, batches: Iterable[tuple[Loader, Position, int]]) -> str:
         """Schedule a rollback before the next batch that omits `batches`; return the checkpoint. Ranks: every rank."""
         self.target = self._newest()
-        assert self.target is not None, "asked only when nothing refuses"
+        assert self.target is not None, "refusal() found a checkpoint"
         led = []
         for loader, start, number in batches:
             self._left_out.setdefault(loader, set()).add(loader.batch_range(start, number))

@@ -86,7 +86,7 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     assert run.settings["mixed_precision"] == ("bf16", "flag")
     assert run.settings["deep.er"][0] == "</script><b>"
     rows = report_data.spread(run)
-    assert [row[:4] for row in rows] == [["0", "100", "7.00", "7.00"], ["1", "100", "14.00", "14.00"]]
+    assert [row[:4] for row in rows] == [["0", "100", "6.00", "6.00"], ["1", "100", "12.00", "12.00"]]
     (throughput,) = [chart for chart in report_data.charts([run]) if chart["title"].startswith("throughput")]
     assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.007, rel=1e-4)] * 2
     parts = next(chart for chart in report_data.charts([run]) if chart.get("stacked"))
