@@ -18,6 +18,17 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, ParallelismConfig, set_seed
 
 
+PLAN = {
+    "blocks.*.query": "colwise",
+    "blocks.*.key": "colwise",
+    "blocks.*.value": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
+"""Layers that are split by their outputs, each followed by a layer that is split by its inputs."""
+
+
 class Writer(nn.Module):
     """A character model of such blocks."""
 
@@ -44,7 +55,7 @@ def main() -> None:
     parser.add_argument("--tp_size", type=int, default=-1, help="processes that share a layer (-1: all)")
     args = parser.parse_args()
     set_seed(0)
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=args.tp_size))
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=args.tp_size, tp_plan=PLAN))
 
     model = Writer(args.width, args.depth, args.context)
     whole = sum(parameter.numel() for parameter in model.parameters())

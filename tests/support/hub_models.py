@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,32 @@ from hasten import Accelerator
 from hasten.optional import need
 
 # Any in this file: classes and configurations of transformers, which is an optional package.
+
+BERT_PLAN: Final = MappingProxyType(
+    {
+        "*.self.query": "colwise",
+        "*.self.key": "colwise",
+        "*.self.value": "colwise",
+        "*.output.dense": "rowwise",
+        "*.intermediate.dense": "colwise",
+    }
+)
+GPT2_PLAN: Final = MappingProxyType(
+    {"*.c_attn": "colwise_thirds", "*.attn.c_proj": "rowwise", "*.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}
+)
+GPT_NEO_PLAN: Final = MappingProxyType(
+    {"*.[qkv]_proj": "colwise", "*.out_proj": "rowwise", "*.c_fc": "colwise", "*.c_proj": "rowwise"}
+)
+T5_PLAN: Final = MappingProxyType(
+    {
+        "*.[qkv]": "colwise",
+        "*.o": "rowwise",
+        "*.wi*": "colwise",
+        "*.wo": "rowwise",
+        "*.relative_attention_bias": "embedding_colwise",
+    }
+)
+"""Tensor-parallel plans of models that carry none."""
 
 _SIZES: Final = (
     ("hidden_size", 8),

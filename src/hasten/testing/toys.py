@@ -134,8 +134,22 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
+_BLOCK_PLAN: Final = (
+    ("blocks.*.[qkv]", "colwise"),
+    ("blocks.*.o", "rowwise"),
+    ("blocks.*.up", "colwise"),
+    ("blocks.*.down", "rowwise"),
+)
+TINY_LM_PLAN: Final = MappingProxyType(
+    {"embed": "embedding_rowwise", **dict(_BLOCK_PLAN), "head": "colwise_gather_output"}
+)
+"""Tensor-parallel plan that splits every layer of a TinyLM."""
+
+
 class TinyLM(nn.Module):
     """Language model of transformer blocks; with `tied`, its head is its embedding."""
+
+    tp_plan: Final = MappingProxyType(dict(_BLOCK_PLAN))
 
     def __init__(
         self, vocab: int = 32, width: int = 16, heads: int = 4, depth: int = 2, context: int = 32, tied: bool = False
@@ -157,19 +171,6 @@ class TinyLM(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-
-TINY_LM_PLAN: Final = MappingProxyType(
-    {
-        "embed": "embedding_rowwise",
-        "blocks.*.[qkv]": "colwise",
-        "blocks.*.o": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
-        "head": "colwise_gather_output",
-    }
-)
-"""Tensor-parallel plan that splits every layer of a TinyLM."""
 
 
 class Sequences(Dataset[dict[str, Tensor]]):

@@ -43,7 +43,7 @@ class TorchContextParallelConfig(Section):
     """Options of context parallelism (one long sequence over several processes)."""
 
     cp_comm_strategy: Literal["allgather", "alltoall", "ring", "ulysses"] = setting(
-        "allgather", "how attention spans ranks: keys gathered, around a ring (also: alltoall), or heads exchanged"
+        "allgather", "how attention spans ranks: keys gathered, or heads exchanged (ulysses)"
     )
     load_balance: bool = setting(
         True, "give every rank an equal share of a causal mask's work", flag="parallelism_config_cp_load_balance"
@@ -120,7 +120,7 @@ class ParallelismConfig(Section):
     )
     tp_plan: Literal["auto"] | Mapping[str, str] = setting(
         "auto",
-        "how layers are split, by patterns of module names (auto: the model's own plan, else attention and MLPs)",
+        "how layers are split, by patterns of module names (auto: the model's own plan)",
     )
     tp_divide: tuple[str, ...] = setting(
         (), "attributes that count what is split, such as num_heads: divided by tp_size"

@@ -81,7 +81,7 @@ Role = Literal["query", "key"]
 
 @dataclass(slots=True)
 class LayerSplit:
-    """Tensor-parallel plan of one model: the split layers by name, and the layers that an automatic plan left whole."""
+    """Tensor-parallel plan of one model: the split layers by name, and the layers that its own plan left whole."""
 
     source: str
     styles: dict[str, TensorStyle] = field(default_factory=dict)
@@ -93,15 +93,10 @@ class LayerSplit:
     """Per-rank values of attributes that count split things, such as heads, by module name."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Number of heads of layers whose heads several ranks share, and of experts in modules of experts, by name."""
-    roles: dict[str, Role] = field(default_factory=dict)
-    """Roles of projections (queries, or keys and values), by name."""
     dropouts: dict[str, bool] = field(default_factory=dict)
     """Dropouts of adapters inside split regions, by name, and whether each rank sees a shard of their input."""
-    automatic: bool = False
-    """The plan was found in the model's structure, so that head counts are divided even if `tp_divide` does not name them."""
 
     def drop(self, name: str, why: str) -> None:
         """Leave a layer whole and record the reason."""
         self.styles.pop(name, None)
-        self.roles.pop(name, None)
         self.left[name] = why

@@ -1,4 +1,4 @@
-"""Choice of the layers to split over tensor-parallel ranks, and of their styles: given, from the model, or found."""
+"""Layers to split over tensor-parallel ranks, and their styles: by the user's plan, the model's, or that of torch's layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.experts.plan import why_not
-from hasten.strategies.tensor import find as tensor_found
 from hasten.strategies.tensor import heads as tensor_heads
 from hasten.strategies.tensor.layers import BLOCKS, LayerSplit, base_of, linear_layers, matrix_of
 
@@ -84,6 +83,8 @@ def _uses_weight(module: nn.Module) -> bool:
 
 
 STYLES: Final = get_args(TensorStyle)
+_PLAN_OF_TORCH: Final = (("linear1", "colwise"), ("linear2", "rowwise"))
+"""Plan of torch's transformer layers, whose attention uses the weights of its layers without calling the layers."""
 _ALIASES: Final = (
     ("colwise_rep", "colwise_gather_output"),
     ("rowwise_rep", "rowwise_split_input"),
@@ -99,14 +100,14 @@ def decide(
     """Return the layers to split, checked against their sizes; the model is not changed.
 
     `experts=False` leaves modules of stacked experts to expert parallelism.
-    Raises: ConfigError for a plan that names layers that do not exist or cannot be split; PrepareError if an automatic plan
-    finds nothing.
+    Raises: ConfigError for a plan that names layers that do not exist or cannot be split; PrepareError for a model without a
+    plan.
     """
-    split = _automatic(model, ranks, experts) if isinstance(plan, str) else _matched(model, plan, "tp_plan", ranks)
+    split = _carried(model, ranks, experts) if isinstance(plan, str) else _matched(model, plan, "tp_plan", ranks)
     if not split.styles:
         raise PrepareError(
-            f"no layer of {type(model).__name__} can be split automatically over {ranks} ranks"
-            f"{_reasons(split.left)}; so every rank would compute the same. {_advice(model, ranks)}"
+            f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {ranks} ranks{_reasons(split.left)}, so every "
+            f"rank would compute the same. {_advice(model, ranks)}"
         )
     tensor_heads.share(model, split, ranks)
     for name, style in split.styles.items():
@@ -118,41 +119,39 @@ def decide(
     return split
 
 
-def _automatic(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
-    """Return the plans of the model and its submodules, and the layers found in blocks outside of those."""
-    carriers = dict(_carriers(model))
-    split = LayerSplit("automatic plan")
-    for prefix, (carrier, plan) in carriers.items():
-        source = f"the plan of {type(carrier).__name__}"
-        found = _matched(model, plan, source, ranks, prefix)
-        split.styles |= found.styles
-        split.left |= found.left
-        split.summed += found.summed
-        split.source = source
-    if carriers and not experts:
+def _carried(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
+    """Return the layers of the plans that the model and its submodules carry."""
+    split = LayerSplit("no plan")
+    for prefix, carrier, plan in _carriers(model):
+        split.source = f"the plan of {type(carrier).__name__}"
+        submodule_split = _matched(model, plan, split.source, ranks, prefix)
+        split.styles |= submodule_split.styles
+        split.left |= submodule_split.left
+        split.summed += submodule_split.summed
+    if not experts:
         for name in [name for name, style in split.styles.items() if style == "experts"]:
             split.drop(name, "its experts are split over ep")
-
-    def inside(name: str) -> bool:
-        return any(not prefix or name.startswith(f"{prefix}.") for prefix in carriers)
-
-    if not any(prefix == "" for prefix in carriers):
-        tensor_found.find(model, split, inside)
-    split.automatic = not carriers
-    if experts:
-        tensor_found.find_experts(model, split, ranks)
     return split
 
 
-def _carriers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, str]]]]:
-    """Yield the outermost modules with a `tp_plan`; a wrapper may expose that of the model inside it."""
-    found: list[str] = []
+def _carriers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
+    """Yield the outermost modules with a `tp_plan`, and torch's layers; a wrapper may expose that of the model inside it."""
+    prefixes: list[str] = []
     for name, module in model.named_modules():
-        own = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
-        plan: Any = getattr(module, "tp_plan", None) if own else None  # Any: an attribute of other code
-        if isinstance(plan, Mapping) and plan and not any(not f or name.startswith(f"{f}.") for f in found):
-            found.append(name)
-            yield name, (module, plan)
+        if any(not prefix or name.startswith(f"{prefix}.") for prefix in prefixes):
+            continue
+        plan = _plan_of(module)
+        if plan:
+            prefixes.append(name)
+            yield name, module, plan
+
+
+def _plan_of(module: nn.Module) -> Mapping[str, str]:
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return dict(_PLAN_OF_TORCH)
+    carries = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
+    plan: Any = getattr(module, "tp_plan", None) if carries else None  # Any: an attribute of other code
+    return plan if isinstance(plan, Mapping) else {}
 
 
 def _reasons(left: Mapping[str, str]) -> str:
@@ -165,7 +164,8 @@ def _advice(model: nn.Module, ranks: int) -> str:
     if not plan:
         return f"None of its linear layers has a number of outputs that is divisible by {ranks}: set tp_size=1."
     return (
-        f"Name the layers with ParallelismConfig(tp_plan={plan!r}), which splits layers separately, or set tp_size=1."
+        f"Name the layers with ParallelismConfig(tp_plan={plan!r}), which splits layers separately; 'colwise' for layers that widen "
+        "and 'rowwise' for those that follow them saves the exchange in between (see docs/parallel.md). Or set tp_size=1."
     )
 
 

@@ -66,6 +66,11 @@ class SplitLayers:
         carry_hooks(model, hooks)
         for parent, values in found.attributes.items():
             vars(model.get_submodule(parent)).update(values)
+        for layer in model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                layer.activation_relu_or_gelu = (
+                    0  # otherwise its inference reads whole weights without calling the layers
+                )
         if ctx.is_main:
             log.info(_account(model, found, ranks, sum(len(stack) for stack in stacks), self._handler.loss_parallel))
         return model

@@ -17,7 +17,7 @@ from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.plan import working_plan
 from hasten.testing.pool import ranks
-from tests.support.hub_models import gpt2, largest_difference, llama, share_of, t5, train
+from tests.support.hub_models import GPT2_PLAN, T5_PLAN, gpt2, largest_difference, llama, share_of, t5, train
 
 PRELOAD: Final = ("peft",)
 
@@ -32,6 +32,10 @@ def with_lora(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
     return get_peft_model(base, LoraConfig(r=2, init_lora_weights=False, **options))
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "gpt2": {"tp_plan": GPT2_PLAN, "tp_divide": ("num_heads", "split_size")},
+    "t5": {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")},
+}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "llama": (lambda: llama(2), {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
@@ -44,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 def check_like_plain(name: str, ranks: int) -> None:
     build, options = CASES[name]
     plain, expected = train(with_lora(build, **options))
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=ranks))
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=ranks, **PLANS.get(name, {})))
     net, losses = train(with_lora(build, **options), accelerator)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert share_of(net) < 0.4 + 0.5 / ranks

@@ -19,6 +19,7 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
+from tests.support.hub_models import BERT_PLAN, T5_PLAN
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 
@@ -81,13 +82,6 @@ def t5() -> nn.Module:
     return made
 
 
-T5_PLAN = {
-    "*.[qkv]": "colwise",
-    "*.o": "rowwise",
-    "*.wi": "colwise",
-    "*.wo": "rowwise",
-    "*.relative_attention_bias": "embedding_colwise",
-}
 LLAMA_PLAN = {
     "*.embed_tokens": "embedding_rowwise",
     "*.[qkv]_proj": "colwise",
@@ -99,7 +93,7 @@ LLAMA_PLAN = {
 }
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (llama, {}),
-    "bert": (bert, {}),
+    "bert": (bert, {"tp_plan": BERT_PLAN}),
     "t5": (t5, {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")}),
 }
 
@@ -250,5 +244,39 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessCon
         prepare(TinyLM(), tp_divide=("n_heads",))
     with pytest.raises(ConfigError, match=r"tp_handler.enable_async_tp=.*cannot be honoured"):
         prepare(net(), tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
-    with pytest.raises(PrepareError, match=r"no layer of Linear can be split automatically"):
-        prepare(nn.Linear(4, 4))
+    stack = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(
+        PrepareError, match=r"Sequential has no tensor-parallel plan .*tp_plan=\{'\*': 'colwise_gather_output'\}"
+    ):
+        prepare(stack)
+    assert prepare(stack, tp_plan={"*": "colwise_gather_output"})(torch.ones(1, 4)).shape == (1, 4)
+
+
+@ranks(2)
+def test_layers_of_torch_are_split_by_a_plan_of_hasten(ctx: ProcessContext) -> None:
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def run(accelerator: Accelerator | None) -> tuple[list[float], Tensor]:
+        model: Any = seeded(build)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            assert isinstance(model.layers[1].linear2.weight, DTensor)
+        inputs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+        losses = []
+        for _ in range(3):
+            loss = model(inputs).pow(3).mean()
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        model.eval()
+        with torch.no_grad():
+            return losses, model(inputs)
+
+    losses, outputs = run(Accelerator(parallelism_config=ParallelismConfig(tp_size=2)))
+    expected_losses, expected_outputs = run(None)
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    torch.testing.assert_close(outputs, expected_outputs, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The automatic tensor-parallel plan on models of transformers: T5, GPT-2, mixtures of experts, few heads of keys.
+"""Tensor parallelism of models of transformers, by their own plan or a given one: T5, GPT-2, mixtures of experts, few heads of keys.
 
 Each trains like one plain process: AdamW over some steps, float32, 1e-5 on losses of about 3. Weights differ by the order of sums only;
 Adam divides by the size of a gradient, so that weights whose gradient is zero but for rounding (biases of keys, which
@@ -21,6 +21,9 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import seeded
 from tests.support.hub_models import (
+    GPT2_PLAN,
+    GPT_NEO_PLAN,
+    T5_PLAN,
     gated_t5,
     gemma,
     gpt2,
@@ -46,6 +49,13 @@ MODELS: dict[str, Any] = {
     "scaled embedding": gemma,
     "counted heads": gpt_neo,
 }
+PLANS: dict[str, dict[str, Any]] = {
+    "t5": {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")},
+    "gated t5": {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")},
+    "gpt2": {"tp_plan": GPT2_PLAN, "tp_divide": ("num_heads", "split_size")},
+    "counted heads": {"tp_plan": GPT_NEO_PLAN, "tp_divide": ("num_heads",)},
+}
+"""Plans of the models that carry none."""
 LARGEST_SHARE = {
     "t5": (0.60, 0.40),
     "gated t5": (0.60, 0.40),
@@ -58,9 +68,10 @@ LARGEST_SHARE = {
 """Of the model's bytes, on one of two and one of four ranks: norms, small tables and shared heads of keys are whole."""
 
 
-def check_like_plain(build: Any, sizes: dict[str, Any], largest: float) -> None:
+def check_like_plain(name: str, sizes: dict[str, Any], largest: float) -> None:
+    build = MODELS[name]
     plain, expected = train(seeded(build))
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes))
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes, **PLANS.get(name, {})))
     net, losses = train(seeded(build), accelerator)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert share_of(net) < largest
@@ -74,26 +85,26 @@ def check_like_plain(build: Any, sizes: dict[str, Any], largest: float) -> None:
 @pytest.mark.timeout(300)  # the first of these tests imports transformers
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_train_like_plain_torch(ctx: ProcessContext, name: str) -> None:
-    check_like_plain(MODELS[name], {"tp_size": 2}, LARGEST_SHARE[name][0])
+    check_like_plain(name, {"tp_size": 2}, LARGEST_SHARE[name][0])
 
 
 @ranks(4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if "keys" in n else pytest.mark.exhaustive) for n in MODELS])
 def test_four_ranks_train_like_plain_torch(ctx: ProcessContext, name: str) -> None:
-    check_like_plain(MODELS[name], {"tp_size": 4}, LARGEST_SHARE[name][1])
+    check_like_plain(name, {"tp_size": 4}, LARGEST_SHARE[name][1])
 
 
 @ranks(4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_shards_of_split_layers_train_like_plain_torch(ctx: ProcessContext, name: str) -> None:
-    check_like_plain(MODELS[name], {"tp_size": 2, "dp_shard_size": 2}, LARGEST_SHARE[name][0] / 1.5)
+    check_like_plain(name, {"tp_size": 2, "dp_shard_size": 2}, LARGEST_SHARE[name][0] / 1.5)
 
 
 def begin(layout: str, seed: int) -> Run:
     name, _, size = layout.partition(" on ")
-    config = ParallelismConfig(tp_size=int(size))
+    config = ParallelismConfig(tp_size=int(size), **PLANS.get(name, {}))
     accelerator = Accelerator(parallelism_config=config) if size != "1" else Accelerator()
     net: nn.Module = seeded(MODELS[name], seed)
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05))
