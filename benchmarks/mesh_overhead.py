@@ -47,7 +47,7 @@ PLAN = {
     "blocks.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
-WAYS = ("allgather", "ring", "ulysses")
+WAYS = ("allgather", "ulysses")
 
 
 # -- the contenders ---------------------------------------------------------------------------------------------------

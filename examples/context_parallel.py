@@ -1,7 +1,7 @@
 """Split long sequences over processes: each holds a part of every sequence, and attention spans the parts.
 
 hasten launch --num_processes 2 examples/context_parallel.py --context 8192
-hasten launch --cpu --num_processes 4 examples/context_parallel.py --cp_size 2 --steps 20 --width 64 --way ring
+hasten launch --cpu --num_processes 4 examples/context_parallel.py --cp_size 2 --steps 20 --width 64 --way ulysses
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--cp_size", type=int, default=-1, help="processes that share a sequence (-1: all)")
-    parser.add_argument("--way", choices=("allgather", "ring", "ulysses"), default="allgather")
+    parser.add_argument("--way", choices=("allgather", "ulysses"), default="allgather")
     args = parser.parse_args()
     set_seed(0)
     handler = TorchContextParallelConfig(cp_comm_strategy=args.way)

@@ -65,7 +65,7 @@ _EXACT: Final = "degrades: resumes on more than two ranks agree to rounding, not
 _HOLDS: Final = "degrades: no save inside a window with shards and replicas; logged once"
 _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
-_RING: Final = "causal context parallelism by allgather or ring fails"
+_BLOCKWISE: Final = "causal context parallelism by allgather fails"
 _MEAN: Final = "several XLA hosts cannot average gradients"
 _AGAIN: Final = "run_step() fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
@@ -287,11 +287,11 @@ NAMES: Final = (
         ("dropin/src/accelerate/_impl/settings/parallelism.py",),
         "the drop-in's device meshes have no joint axes",
     ),
-    # fused attention that returns its log-sum-exp: the ring of context parallelism
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention", (_PIECES,), _RING),
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _RING),
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _RING),
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu_backward", (_PIECES,), _RING),
+    # fused attention that returns its log-sum-exp: context parallelism by allgather
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention", (_PIECES,), _BLOCKWISE),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _BLOCKWISE),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _BLOCKWISE),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu_backward", (_PIECES,), _BLOCKWISE),
     Name(
         "torch",
         "_C",

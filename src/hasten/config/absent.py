@@ -120,6 +120,12 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "leave it out to split layers without it",
     ),
     Absent(
+        "parallelism.cp_handler.cp_comm_strategy",
+        "attention around a ring of ranks",
+        "use allgather, or ulysses where cp_size divides the heads",
+        values=("ring", "alltoall"),
+    ),
+    Absent(
         "parallelism.sp_handler",
         "choosing lengths or attention kernels for sequence parallelism",
         "sequences may have any length that sp_size divides, and the kernel is that of scaled_dot_product_attention; leave it out",

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from hasten.runtime.mesh_plan import EXPERTS, LOSS, SHARD, Axis, MeshSpec
 
-ContextWay = Literal["allgather", "ring", "ulysses"]
+ContextWay = Literal["allgather", "ulysses"]
 Traffic = dict[str, float]
 """Bytes each rank sends, by axis."""
 _BILLION: Final = 10**9
@@ -125,15 +125,13 @@ def context_traffic(
 ) -> Traffic:
     """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
 
-    `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather and ring send keys and
-    values to every rank, again in the backward (except allgather without a causal mask, which retains them), and return their
+    `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather sends keys and
+    values to every rank, again in the backward (except without a causal mask, where they are retained), and returns their
     gradients, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
     """
     ranks, once = mesh.cp, tokens * keys
     if way == "ulysses":
         sent = 2 * exchanged(2 * tokens * (queries + keys) * item, ranks)
-    elif way == "ring":
-        sent = 4 * (ranks - 1) * once * item + 2 * ranks * once * 4
     elif causal:
         sent = 4 * (ranks - 1) * once * item + 2 * (ranks - 1) * once * 4
     else:

@@ -99,7 +99,7 @@ ON_TWO: Final = MappingProxyType[str, Sizes](
     {
         "tp": {"tp_size": 2},
         "tp, sequence parallel": {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(sequence_parallel=True)},
-        "cp ring": {"cp_size": 2, **along("ring")},
+        "cp allgather": {"cp_size": 2, **along("allgather")},
         "cp ulysses": {"cp_size": 2, **along("ulysses")},
         **{f"pp {schedule}": staged(schedule) for schedule in get_args(PipelineSchedule)},
         "ep": {"ep_size": 2},
@@ -110,7 +110,7 @@ ON_FOUR: Final = MappingProxyType[str, Sizes](
     {
         "tp in copies": {"tp_size": 2, "dp_replicate_size": 2},
         "tp in shards": {"tp_size": 2, "dp_shard_size": 2},
-        "cp in shards": {"cp_size": 2, "dp_shard_size": 2, **along("ring")},
+        "cp in shards": {"cp_size": 2, "dp_shard_size": 2, **along("allgather")},
         "pp in shards": {"dp_shard_size": 2, **staged("1f1b")},
         "pp of tp": {"tp_size": 2, **staged("1f1b")},
     }

@@ -1,16 +1,16 @@
-"""Attention over a sequence sharded over ranks: keys gathered, keys rotated around a ring, or heads exchanged."""
+"""Attention over a sequence sharded over ranks, one block of queries and keys at a time, with the keys of all ranks gathered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.strategies.context.ops import Rotation, all_parts, summed_part
+from hasten.strategies.context.ops import all_parts, summed_part
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 _TILE: Final = 512
@@ -139,16 +139,12 @@ def _plain_backward(block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tenso
         return torch.cat(dqs, -2), dk, dv
 
 
-Exchange = Literal["gather", "ring"]
-
-
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """Process group that shares a sequence, with the sequence's layout and the exchange of keys and values."""
+    """Process group that shares a sequence, with the sequence's layout."""
 
     group: dist.ProcessGroup
     layout: SequenceLayout
-    exchange: Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +190,7 @@ class _Blockwise(torch.autograd.Function):
         rank, layout = sharing.group.rank(), sharing.layout
         chunks = layout.chunks_per_rank if manner.causal else 1
         dq = _Chunks(query, chunks)
-        home = _Returning(sharing)
+        contributions: dict[int, tuple[Tensor, Tensor]] = {}
         for other, keys, values in _visits(key, value, sharing):
             dk, dv = _Chunks(keys, chunks), _Chunks(values, chunks)
             for place in _places(layout, rank, other, manner.causal, query, keys):
@@ -204,8 +200,11 @@ class _Blockwise(torch.autograd.Function):
                 dq.add(place.row, more_q)
                 dk.add(place.column, _fold_heads(more_k, key.shape[-3]))
                 dv.add(place.column, _fold_heads(more_v, key.shape[-3]))
-            home.add(other, dk.joined(), dv.joined())
-        own_k, own_v = home.result()
+            # ranks add up different numbers of chunks, but must send one dtype
+            contributions[other] = dk.joined().float(), dv.joined().float()
+        by_rank = [contributions[other] for other in range(sharing.group.size())]
+        own_k = summed_part([more_k for more_k, _ in by_rank], sharing.group)
+        own_v = summed_part([more_v for _, more_v in by_rank], sharing.group)
         return dq.joined().to(query.dtype), own_k.to(key.dtype), own_v.to(value.dtype), None, None
 
 
@@ -278,45 +277,7 @@ def _fold_heads(grad: Tensor, heads: int) -> Tensor:
 def _visits(key: Tensor, value: Tensor, sharing: SequenceGroup) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the keys and values of every rank, this rank's first, then those of the ranks before it."""
     group = sharing.group
-    rank, size = group.rank(), group.size()
-    if sharing.exchange == "gather" or size == 1:
-        keys, values = all_parts(key, group), all_parts(value, group)
-        for step in range(size):
-            other = (rank - step) % size
-            yield other, keys[other], values[other]
-        return
-    for step in range(size):
-        moving = Rotation([key, value], group, tag=0) if step < size - 1 else None
-        yield (rank - step) % size, key, value
-        if moving is not None:
-            key, value = moving.arrived()
-
-
-class _Returning:
-    """Gradients of keys and values that are sent back to the ranks that hold them."""
-
-    def __init__(self, sharing: SequenceGroup) -> None:
-        self._sharing = sharing
-        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._moving: Rotation | None = None
-
-    def add(self, other: int, dk: Tensor, dv: Tensor) -> None:
-        """Add this rank's contribution to the gradients of rank `other`'s keys and values."""
-        if self._sharing.group.size() > 1:
-            dk, dv = dk.float(), dv.float()  # ranks add up different numbers of chunks, but must send one dtype
-        if self._sharing.exchange == "gather" or self._sharing.group.size() == 1:
-            self._parts[other] = (dk, dv)
-            return
-        if self._moving is not None:
-            so_far = self._moving.arrived()
-            dk, dv = dk + so_far[0], dv + so_far[1]
-        self._moving = Rotation([dk, dv], self._sharing.group, tag=1)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's keys and values."""
-        if self._moving is not None:
-            dk, dv = self._moving.arrived()
-            return dk, dv
-        parts = [self._parts[rank] for rank in range(self._sharing.group.size())]
-        group = self._sharing.group
-        return summed_part([dk for dk, _ in parts], group), summed_part([dv for _, dv in parts], group)
+    keys, values = all_parts(key, group), all_parts(value, group)
+    for step in range(group.size()):
+        other = (group.rank() - step) % group.size()
+        yield other, keys[other], values[other]

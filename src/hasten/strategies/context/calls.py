@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -12,13 +13,15 @@ from torch.nn import functional as F
 
 from hasten.errors import StepError
 from hasten.strategies.context.masks import IGNORED
-from hasten.strategies.context.probe import OpenBlock, check_labels, check_positions
+from hasten.strategies.context.ops import held_part
+from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.sequence_plan import SequenceLayout
 
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 SPANNING_ATTENTION: Final = "sdpa_over_sequence_parts"
 """Name of an attention function of transformers that spans the shards of all ranks itself, outside a block too."""
-_LABELS: Final = ("labels", "targets", "target", "y")
+_LABELS: Final = ("labels", "targets")
 """Arguments from which a user's model may compute its loss."""
 _SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
 """Arguments of transformers' models with one entry per token."""
@@ -26,6 +29,29 @@ _WRITE: Final = (
     "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
     "with every tensor that has a sequence dimension"
 )
+
+
+@dataclass(slots=True)
+class OpenBlock:
+    """State of a running `context_parallel()` block: the buffers before sharding, and the attention inside the block."""
+
+    layout: SequenceLayout
+    rank: int
+    buffers: list[tuple[Tensor, Tensor, int]]
+    """Each buffer, its whole tensor, and its sequence dimension."""
+    attention: SequenceAttention
+    counting: Callable[[], tuple[bool, ...]]
+    """Returns for each buffer whether it holds the positions 0, 1, 2, … of the sequence."""
+    weigh: Callable[[Tensor, Tensor], None]
+    """Weighs this rank's loss by its labels, given this rank's labels and the labels of the whole sequence."""
+
+    def whole(self, value: object) -> tuple[Tensor, int] | None:
+        """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
+        return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of a tensor."""
+        return held_part(whole, dim, self.layout, self.rank)
 
 
 class CallHook:
@@ -62,10 +88,10 @@ class CallHook:
         changed = self._completed(block, given)
         if not self._checked:
             self._checked = True
-            if "position_ids" not in changed and not self._told(block, given):
-                check_positions(model, self._inner, args, kwargs, block)
+            if "position_ids" not in changed and not self._has_positions(block, given):
+                self._refuse_unknown_positions()
             if not hasattr(self._base, "loss_function"):
-                self._check_labels(model, block, given)
+                self._refuse_labels(block, given)
         if not changed:
             return None
         for name, value in changed.items():
@@ -75,11 +101,23 @@ class CallHook:
                 bound.arguments.setdefault(more or name, {})[name] = value
         return bound.args, bound.kwargs
 
-    def _check_labels(self, model: nn.Module, block: OpenBlock, given: dict[str, Any]) -> None:
-        parameters = self._signature.parameters.values()
-        if all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
-            for name in _LABELS:
-                check_labels(model, self._inner, (), given, block, name)
+    def _refuse_unknown_positions(self) -> None:
+        raise StepError(
+            f"{type(self._inner).__name__} was called with tokens and without positions in a context-parallel block, where it sees parts of "
+            "sequences and cannot count positions itself. Pass the positions to the model and to the block as a buffer: "
+            "context_parallel([tokens, labels, positions], [1, 1, 1]) with positions = torch.arange(length).expand(batch, -1), or set "
+            "cp_size=1."
+        )
+
+    def _refuse_labels(self, block: OpenBlock, given: dict[str, Any]) -> None:
+        for name in _LABELS:
+            labels = block.whole(given.get(name))
+            if labels is not None and not labels[0].is_floating_point():
+                raise StepError(
+                    f"{type(self._inner).__name__} was called with {name!r} in a context-parallel block. A model that shifts its labels "
+                    "would lose the tokens at the ends of parts, so labels are not passed to it: shift them before the block, and compute "
+                    "the loss from the logits, with torch.nn.functional.cross_entropy()."
+                )
 
     def _refuse_outside(self, model: nn.Module) -> None:
         spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == SPANNING_ATTENTION
@@ -90,15 +128,21 @@ class CallHook:
                 f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
             )
 
-    def _told(self, block: OpenBlock, given: Mapping[str, Any]) -> bool:
-        """Return whether an argument holds the positions of the sequence, or is not one of the buffers.
+    def _has_positions(self, block: OpenBlock, given: Mapping[str, Any]) -> bool:
+        """Return whether an argument holds the positions of the sequence, or no argument holds tokens of the block.
 
         An argument that is no buffer may be positions that the caller computed inside the block.
         """
-        tensors = [value for value in given.values() if isinstance(value, Tensor)]
-        places = {id(tensor): n for n, (tensor, _, _) in enumerate(block.buffers)}
-        known = [places.get(id(tensor)) for tensor in tensors]
-        return None in known or any(block.counting()[number] for number in known if number is not None)
+        counting = block.counting()
+        has_tokens = False
+        for argument in given.values():
+            if not isinstance(argument, Tensor):
+                continue
+            index = next((n for n, (tensor, _, _) in enumerate(block.buffers) if tensor is argument), None)
+            if index is None or counting[index]:
+                return True
+            has_tokens = has_tokens or argument.dtype in (torch.int64, torch.int32)
+        return not has_tokens
 
     def _completed(self, block: OpenBlock, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments to change, with their new values."""
@@ -199,7 +243,7 @@ class CallHook:
         if labels is not None:
             unused = (real | (labels == IGNORED)).all()  # no label is predicted from padding
         right, unused_padding = torch.stack([(real[:, :-1] | ~real[:, 1:]).all(), unused]).tolist()
-        if not right or (block.attention.way == "ring" and not (labels is not None and unused_padding)):
+        if not right:
             return  # attention raises an error with advice
         block.attention.start()
         block.attention.padded = False

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that share a sequence: all-to-all of sequences and heads, gathers, and a ring of keys."""
+"""Exchanges between the ranks that share a sequence: all-to-all of sequences and heads, and gathers."""
 
 from __future__ import annotations
 
@@ -81,31 +81,6 @@ def _swapped(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tens
     received = torch.empty_like(given)
     dist.all_to_all_single(received, given, group=group)
     return torch.cat(received.unbind(0), join)
-
-
-class Rotation:
-    """Transfer of tensors to the next rank of the ring, while those of the previous rank arrive."""
-
-    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, tag: int) -> None:
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._received = torch.empty_like(self._sent)
-        rank, size = group.rank(), group.size()
-        after = dist.get_global_rank(group, (rank + 1) % size)
-        before = dist.get_global_rank(group, (rank - 1) % size)
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, after, group, tag),
-                dist.P2POp(dist.irecv, self._received, before, group, tag),
-            ]
-        )
-
-    def arrived(self) -> list[Tensor]:
-        """Return the tensors from the previous rank, in the shapes of those that were sent."""
-        for work in self._works:
-            work.wait()
-        flat = torch.split(self._received, [shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(flat, self._shapes, strict=True)]
 
 
 def held_part(whole: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:

@@ -61,7 +61,7 @@ class AttentionPatch:
         return self._places
 
 
-Way = Literal["allgather", "ring", "ulysses"]
+Way = Literal["allgather", "ulysses"]
 _HEADS: Final = -3
 _LENGTH: Final = -2
 
@@ -70,8 +70,7 @@ _LENGTH: Final = -2
 class SequenceAttention:
     """Attention over whole sequences, from this rank's shards of queries, keys and values.
 
-    allgather: each rank gets all keys and values. ring: keys and values rotate from rank to rank. ulysses: each rank gets
-    whole sequences for a subset of the heads.
+    allgather: each rank gets all keys and values. ulysses: each rank gets whole sequences for a subset of the heads.
     """
 
     original: Attention
@@ -87,8 +86,6 @@ class SequenceAttention:
     packed: PackedSamples | None = None
     packed_causal: bool | None = None
     """Whether attention within packed samples is causal; None until the ranks have agreed."""
-    lenient: bool = False
-    """Ignore masks, for a check of something other than attention."""
     hidden: Tensor | None = None
     """This rank's shard of the padding mask that was removed from a causal model's arguments (batch, 1, 1, length)."""
     calls: int = 0
@@ -121,19 +118,12 @@ class SequenceAttention:
             key, value = (t.expand(*query.shape[: t.ndim - 2], *t.shape[-2:]) for t in (key, value))
         query, key, value = _autocast(query, key, value)
         manner = AttentionCall(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
-        match self.way:
-            case _ if self.sharing.group.size() == 1:  # this rank has all heads and the whole sequence
-                return self._by_heads(query, key, value, hidden, dropout_p, manner)
-            case "ulysses":
-                return self._by_heads(query, key, value, hidden, dropout_p, manner)
-            case "ring" if hidden is not None or dropout_p > 0 or self.packed is not None:
-                what = "a mask of keys" if hidden is not None else f"dropout (dropout_p={dropout_p})"
-                raise ConfigError(
-                    f"cp_comm_strategy='ring' does not support {'packed samples' if self.packed is not None else what} inside attention: "
-                    "its blocks of keys have no mask. Use cp_comm_strategy='allgather' or 'ulysses'."
-                )
-            case "allgather" if hidden is not None or dropout_p > 0 or not is_causal or self.packed is not None:
-                return self._with_all_keys(query, key, value, hidden, dropout_p, manner)
+        if (
+            self.way == "ulysses" or self.sharing.group.size() == 1
+        ):  # a single rank has all heads and the whole sequence
+            return self._by_heads(query, key, value, hidden, dropout_p, manner)
+        if hidden is not None or dropout_p > 0 or not is_causal or self.packed is not None:
+            return self._with_all_keys(query, key, value, hidden, dropout_p, manner)
         shape = query.shape
         query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
         return blockwise(query, key, value, self.sharing, manner).reshape(*shape[:-1], value.shape[-1])
@@ -175,8 +165,6 @@ class SequenceAttention:
         """Return this rank's shard of a mask of keys, if any rank has one, and whether attention is causal."""
         problem: StepError | None = None
         meaning: Tensor | Literal["causal"] | None = None
-        if self.lenient:
-            return None, causal
         if mask is not None:
             try:
                 meaning = self.masks.read(mask, query.shape[_LENGTH], key.shape[_LENGTH])
@@ -256,7 +244,7 @@ class SequenceAttention:
             raise ConfigError(
                 f"cp_size={ranks} does not divide the {heads} heads of this attention, and cp_comm_strategy='ulysses' "
                 f"splits the heads over the ranks. Set cp_size to one of {divisors(heads)}, or use "
-                "cp_comm_strategy='ring' or 'allgather'."
+                "cp_comm_strategy='allgather'."
             )
         if key.shape[_HEADS] % ranks:
             repeats = heads // key.shape[_HEADS]

@@ -18,10 +18,9 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import SequenceGroup
-from hasten.strategies.context.calls import CallHook
+from hasten.strategies.context.calls import CallHook, OpenBlock
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, PackedSamples, look
 from hasten.strategies.context.ops import collect, held_part
-from hasten.strategies.context.probe import OpenBlock
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
@@ -66,8 +65,8 @@ class ContextParallel:
     ) -> None:
         ranks = ctx.mesh.size(Axis.CP)
         handler = config.cp_handler
-        strategy = "ulysses" if config.sp_size > 1 else handler.cp_comm_strategy
-        self._way: Way = "ring" if strategy == "alltoall" else strategy
+        by_heads = config.sp_size > 1 or handler.cp_comm_strategy == "ulysses"
+        self._way: Way = "ulysses" if by_heads else "allgather"
         self._clock = clock
         self._models = models
         self._layout = SequenceLayout(ranks, handler.load_balance and self._way != "ulysses")
@@ -118,7 +117,7 @@ class ContextParallel:
                 tensor.data = held_part(tensor.data, dim, self._layout, self._rank)
             attention = SequenceAttention(
                 self._patch.original(),
-                SequenceGroup(group, self._layout, "ring" if self._way == "ring" else "gather"),
+                SequenceGroup(group, self._layout),
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in chosen),
                 MaskReader(self._layout),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 from typing import Any, Final, Literal
 
 import pytest
@@ -24,8 +23,8 @@ from hasten.testing.toys import seeded
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 
-Way = Literal["allgather", "ring", "ulysses"]
-WAYS: tuple[Way, ...] = ("allgather", "ring", "ulysses")
+Way = Literal["allgather", "ulysses"]
+WAYS: tuple[Way, ...] = ("allgather", "ulysses")
 VOCAB = 16
 LENGTH = 16
 
@@ -114,7 +113,7 @@ def same(accelerator: Accelerator, name: str, kind: str) -> None:
     ("name", "way", "kind"),
     [
         ("gpt2", "allgather", "full"),
-        ("llama", "ring", "padded"),
+        ("llama", "ulysses", "padded"),
         ("gpt2", "ulysses", "counted"),
         ("llama", "allgather", "counted"),
     ],
@@ -129,7 +128,7 @@ def test_a_model_of_transformers_is_called_as_in_a_plain_loop(
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_on_four_ranks_too(ctx: ProcessContext) -> None:
-    same(spread("ring", 4), "gpt2", "padded")
+    same(spread("allgather", 4), "gpt2", "padded")
     same(spread("allgather", 2, strategy="fsdp"), "llama", "full")
 
 
@@ -150,7 +149,7 @@ def test_logits_without_positions_are_those_of_the_whole(ctx: ProcessContext) ->
         net: Any = seeded(build)
         tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
         expected = net(input_ids=tokens).logits.detach()
-        accelerator = spread("ring")
+        accelerator = spread("allgather")
         net = accelerator.prepare(net)
         with accelerator.context_parallel([tokens], [1]) as shards:
             got = shards.gather(net(tokens).logits).detach()
@@ -158,50 +157,25 @@ def test_logits_without_positions_are_those_of_the_whole(ctx: ProcessContext) ->
 
 
 class Speller(nn.Module):
-    """A language model as people write them; `places` says where it takes positions from."""
+    """A language model as people write them, with positions that it is given."""
 
-    def __init__(self, places: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed, self.qkv, self.head, self.places = (
-            nn.Embedding(VOCAB, 8),
-            nn.Linear(8, 24),
-            nn.Linear(8, VOCAB),
-            places,
-        )
-        if places in ("arange", "slice", "given"):
-            self.learned = nn.Embedding(LENGTH, 8)
-        elif places == "convolution":
-            self.mix = nn.Conv1d(8, 8, 3, padding=2)
+        self.embed, self.learned = nn.Embedding(VOCAB, 8), nn.Embedding(LENGTH, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, VOCAB)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        x: Tensor = self.embed(tokens)
-        length = tokens.shape[1]
-        if self.places == "arange":
-            x = x + self.learned(torch.arange(length, device=tokens.device))
-        elif self.places == "slice":
-            x = x + self.learned.weight[:length]
-        elif self.places == "given":
-            x = x + self.learned(positions)
-        elif self.places == "convolution":
-            x = self.mix(x.transpose(1, 2))[..., :length].transpose(1, 2)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens) + self.learned(positions)
         q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        if self.places == "rotary":
-            angles = torch.arange(length, device=tokens.device)[:, None] * torch.tensor([1.0, 0.1])
-            q, k = (_rotated(t, angles) for t in (q, k))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a Linear
 
 
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
 @ranks(2, 4)
-@pytest.mark.parametrize("places", ["none", "given"])
-def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext, places: str) -> None:
-    plain = seeded(lambda: Speller(places))
+def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext) -> None:
+    plain = seeded(Speller)
     accelerator = spread("allgather", ctx.world.size)
     net = copy.deepcopy(plain)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -212,77 +186,52 @@ def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext, places: str
         F.cross_entropy(plain(inputs, positions).flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
         theirs.step()
         theirs.zero_grad()
-        given = (inputs, positions) if places == "given" else (inputs,)
         with accelerator.context_parallel([inputs, labels, positions], [1, 1, 0]):
-            accelerator.backward(F.cross_entropy(net(*given).flatten(0, 1), labels.flatten()))
+            accelerator.backward(F.cross_entropy(net(inputs, positions).flatten(0, 1), labels.flatten()))
         optimizer.step()
         optimizer.zero_grad()
     for a, b in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-@ranks(2, exhaustive=(4,))
-@pytest.mark.parametrize(
-    ("way", "precision", "strategy"),
-    [
-        ("allgather", "no", "auto"),
-        ("ring", "bf16", "fsdp"),
-        pytest.param("ulysses", "no", "auto", marks=pytest.mark.exhaustive),
-        pytest.param("ring", "bf16", "auto", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_module_that_makes_its_own_positions_is_refused(
-    ctx: ProcessContext, way: Way, precision: str, strategy: str
-) -> None:
-    for places in ("arange", "slice", "rotary", "convolution"):
-        size = 2 if way == "ulysses" else ctx.world.size  # of two heads
-        accelerator = spread(way, size, mixed_precision=precision, strategy=strategy)
-        net = accelerator.prepare(seeded(partial(Speller, places)))
-        tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-        block = accelerator.context_parallel([tokens], [1])
-        with pytest.raises(StepError, match=r"\(by \d+%.*Pass the positions to the model"), block:
-            net(tokens)
-        assert net.training
+@ranks(2)
+def test_tokens_without_positions_are_refused(ctx: ProcessContext) -> None:
+    accelerator = spread("allgather")
+    net = accelerator.prepare(seeded(Speller))
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    with (
+        pytest.raises(StepError, match=r"without positions.*Pass the positions"),
+        accelerator.context_parallel([tokens], [1]),
+    ):
+        net(tokens)
 
 
 class WithLoss(nn.Module):
-    """A model that computes its loss, from labels that it shifts by itself or gets shifted."""
+    """A model that computes its loss."""
 
-    def __init__(self, shifts: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.shifts = Speller("none"), shifts
+        self.net = Speller()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits = self.net(tokens)
-        if targets is None:
-            return logits, None
-        if self.shifts:
-            return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(tokens, positions)[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
 
 
-@ranks(2, exhaustive=(4,))
-def test_a_module_that_shifts_its_labels_is_refused(ctx: ProcessContext) -> None:
-    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    labels[0, 3:] = -100
-    accelerator = spread("ring", ctx.world.size)
-    net = accelerator.prepare(seeded(partial(WithLoss, True)))
-    block = accelerator.context_parallel([inputs, labels], [1, 1])
-    with pytest.raises(StepError, match="shifts labels in its forward"), block:
-        net(inputs, labels)
-    plain, net = seeded(partial(WithLoss, False)), accelerator.prepare(seeded(partial(WithLoss, False)))
-    plain(inputs, labels)[1].backward()
-    with accelerator.context_parallel([inputs, labels], [1, 1]):
-        accelerator.backward(net(inputs, targets=labels)[1])
-    for a, b in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+@ranks(2)
+def test_labels_of_a_plain_module_are_refused(ctx: ProcessContext) -> None:
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels, positions = tokens.clone(), torch.arange(LENGTH).repeat(2, 1)
+    accelerator = spread("allgather")
+    net = accelerator.prepare(seeded(WithLoss))
+    block = accelerator.context_parallel([tokens, labels, positions], [1, 1, 1])
+    with pytest.raises(StepError, match=r"called with 'targets'.*compute the loss from the logits"), block:
+        net(tokens, positions, labels)
 
 
 @ranks(2)
 def test_training_without_the_block_says_what_to_write(ctx: ProcessContext) -> None:
-    accelerator = spread("ring")
-    net = accelerator.prepare(seeded(lambda: Speller("arange")))
+    accelerator = spread("allgather")
+    net = accelerator.prepare(seeded(Speller))
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     with pytest.raises(StepError, match=r"outside accelerator.context_parallel\(\).*cp_size=2.*with accelerator"):
         net(tokens)

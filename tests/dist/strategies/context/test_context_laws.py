@@ -27,9 +27,9 @@ FEW_OR_ALL = [8, pytest.param(STEPS, marks=pytest.mark.exhaustive)]
 VOCAB = 16
 LENGTH = 16
 PHASES = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
-WAYS = ("allgather", "ring", "ulysses")
-RING_OR_ALL = [pytest.param(way, marks=() if way == "ring" else pytest.mark.exhaustive) for way in WAYS]
-Way = Literal["allgather", "ring", "ulysses"]
+WAYS = ("allgather", "ulysses")
+ALLGATHER_OR_ALL = [pytest.param(way, marks=() if way == "allgather" else pytest.mark.exhaustive) for way in WAYS]
+Way = Literal["allgather", "ulysses"]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -122,7 +122,7 @@ def made_for(sizes: dict[str, Any], way: Way, precision: str) -> Accelerator:
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", RING_OR_ALL)
+@pytest.mark.parametrize("way", ALLGATHER_OR_ALL)
 @pytest.mark.parametrize("steps", FEW_OR_ALL)
 def test_context_parallel_trains_like_plain_torch(ctx: ProcessContext, way: Way, steps: int) -> None:
     for sizes in layouts(2):
@@ -150,7 +150,7 @@ def test_under_deepspeed_it_trains_like_plain_torch(ctx: ProcessContext, stage: 
     "case", [pytest.param(case, marks=() if case == 3 else pytest.mark.exhaustive) for case in range(5)]
 )
 def test_with_other_axes_it_trains_like_plain_torch(ctx: ProcessContext, case: int) -> None:
-    sizes, way = layouts(4)[case], ("ring", "allgather", "ring", "ulysses", "allgather")[case]
+    sizes, way = layouts(4)[case], ("ulysses", "allgather", "allgather", "ulysses", "allgather")[case]
     accelerator = made_for(sizes, way, "no")  # type: ignore[arg-type]  # one of the literals
     steps = 8  # two in each phase: four processes take their time
     got = hasten_losses(accelerator, steps, counts_tokens=False)
@@ -174,7 +174,7 @@ def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(ctx: ProcessC
     """With weight=, one window is the mean over all its tokens, however they lie on ranks and in micro-steps."""
     grads = []
     for every in (1, 2):
-        accelerator = made_for({"cp_size": 2}, "ring", "no")
+        accelerator = made_for({"cp_size": 2}, "allgather", "no")
         net = accelerator.prepare(model())
         accelerator.gradient_accumulation_steps = every
         optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=1.0))

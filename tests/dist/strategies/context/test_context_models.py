@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, FullyShardedDataParallelPlugin, TorchContextParallelConfig
 from hasten.config.sections.parallel import ParallelismConfig
-from hasten.errors import ConfigError, StepError
+from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 
-Way = Literal["allgather", "ring", "ulysses"]
+Way = Literal["allgather", "ulysses"]
 SIZES: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 16,
@@ -96,7 +96,7 @@ def losses(build: Any, batch_of: Any, accelerator: Accelerator | None, cache: bo
 @ranks(2)
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("llama", "allgather"), ("llama", "ring"), ("llama", "ulysses"), ("bert", "allgather"), ("bert", "ulysses")],
+    [("llama", "allgather"), ("llama", "ulysses"), ("bert", "allgather"), ("bert", "ulysses")],
 )
 def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str, way: Way) -> None:
     build, batch_of = {"llama": (llama, llama_batch), "bert": (bert, bert_batch)}[name]
@@ -106,12 +106,9 @@ def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str, 
 
 
 @ranks(2)
-def test_packed_sequences_around_a_ring_and_hidden_padding_are_refused(ctx: ProcessContext) -> None:
+def test_hidden_padding_is_refused(ctx: ProcessContext) -> None:
     net = llama()
-    tokens, positions = torch.ones(1, 8, dtype=torch.long), torch.arange(8).view(1, 8) % 3
-    block = spread("ring").context_parallel([tokens, positions], [1, 1])
-    with pytest.raises(ConfigError, match="does not support packed samples"), block:
-        net(input_ids=tokens, position_ids=positions, use_cache=False)
+    tokens = torch.ones(1, 8, dtype=torch.long)
     keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])  # the first rank has no padding, and must not wait for the other
     positions = torch.arange(8).view(1, 8)
     block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
@@ -132,7 +129,7 @@ def test_ranks_of_one_sequence_read_the_same_samples_and_count_them_once(ctx: Pr
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["ring", "ulysses"])
+@pytest.mark.parametrize("way", ["allgather", "ulysses"])
 def test_recomputed_activations_attend_over_ranks_too(ctx: ProcessContext, way: Way) -> None:
     fsdp = FullyShardedDataParallelPlugin(activation_checkpointing=True)
     grads = []
@@ -157,7 +154,7 @@ def test_a_loss_over_the_gathered_sequence_has_the_gradient_of_one_process(ctx: 
     tokens, positions = torch.arange(16).view(2, 8), torch.arange(8)
     loss = plain(tokens, positions).logsumexp((1, 2)).mean()
     loss.backward()
-    accelerator = spread("ring")
+    accelerator = spread("allgather")
     net = accelerator.prepare(seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8)))
     with accelerator.context_parallel([tokens, positions], [1, 0]) as shards:
         mine = shards.gather(net(tokens, positions)).logsumexp((1, 2)).mean()

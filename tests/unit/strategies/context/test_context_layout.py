@@ -38,7 +38,7 @@ def test_pairs_of_chunks_make_up_the_causal_mask(layout: SequenceLayout) -> None
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))
-def test_balanced_ranks_have_equal_work_in_every_step_of_the_ring(ranks: int) -> None:
+def test_balanced_ranks_have_equal_work_with_the_keys_of_each_rank(ranks: int) -> None:
     layout = SequenceLayout(ranks, balanced=True)
     for step in range(ranks):
         work = {len(layout.pairs(rank, (rank - step) % ranks, causal=True)) for rank in range(ranks)}
