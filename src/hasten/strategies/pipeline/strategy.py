@@ -31,7 +31,7 @@ from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Retry, Stage, Weigh
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
-from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
+from hasten.strategies.pipeline.labels import WeightOf, refuse_unweighted, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
 from hasten.strategies.pipeline.passes import BlockChain, SeenCall, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
@@ -157,7 +157,7 @@ class Pipeline:
         self._shared = WeakKeyDictionary[nn.Module, SharedWeights]()
         self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()  # Any: torch's process groups
         self._learner = Learner(comm, self._place, ctx.device)
-        self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, tuple[Stepper, Counted | None]]]()
+        self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, Stepper]]()
         self._copies = WeakValueDictionary[int, nn.Parameter]()
         self._quiet = False
 
@@ -231,14 +231,17 @@ class Pipeline:
         rows = check_rows(trees.batch_size(batch), count)
         total = rows * count
         micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
-        stepper, counted = self._stepper(model, line, micros[0], loss_of, weight is None)
+        kind = ("train", model.training, weight is None, *signature(micros[0]))
+        stepper = self._steppers.setdefault(model, {}).get(kind)
+        if stepper is None:
+            if weight is None and count > 1:
+                refuse_unweighted(batch)
+            stepper = self._steppers[model][kind] = self._new_stepper(model, line, kind, micros[0], loss_of)
         parts: Sequence[Tensor | float] = [1 / count] * count
         amount: Number | None = None
         if weight is not None:
             amounts = [checked_weight(weight(micro)) for micro in micros]
             amount, parts = sum(amounts), shares(amounts, device)
-        elif counted is not None:
-            parts = shares([counted.of(micro) for micro in micros], device)
         factor = weigh(torch.ones((), device=device), amount)
         weights = self._shared[model]
         weights.set_aside()
@@ -249,27 +252,18 @@ class Pipeline:
         mine = torch.zeros((), device=device) if loss is None else loss
         return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
 
-    def _stepper(
-        self, model: nn.Module, line: BlockChain, micro: Tree, loss_of: LossOf, counts: bool
-    ) -> tuple[Stepper, Counted | None]:
-        """Return the schedule for this kind of micro-batch, and the labels that its loss averages over."""
-        kind = ("train", model.training, counts, *signature(micro))
-        found: list[Counted | None] = [None]
+    def _new_stepper(
+        self, model: nn.Module, line: BlockChain, kind: Signature, micro: Tree, loss_of: LossOf
+    ) -> Stepper:
+        """Return the schedule for a kind of micro-batch, whose shapes are inferred. Ranks: the whole pipeline."""
 
         def first() -> Tensor:
             if self._count > 1:
                 _refuse_batch_norm(model, self._count)
-            with WatchLosses() as watch:
-                loss = checked_loss(loss_of(model, micro))
-            found[0] = watch.counted(loss, micro) if counts else None
-            return loss
+            return checked_loss(loss_of(model, micro))
 
-        known = self._steppers.setdefault(model, {})
-        if kind not in known:
-            learnt = self._learner.learn(model, line, kind, first)
-            stepper = Stepper(model, line, learnt, self._count, self._config.schedule, self._comm)
-            known[kind] = stepper, found[0]
-        return known[kind]
+        learnt = self._learner.learn(model, line, kind, first)
+        return Stepper(model, line, learnt, self._count, self._config.schedule, self._comm)
 
     @property
     def _spreads_itself(self) -> bool:
