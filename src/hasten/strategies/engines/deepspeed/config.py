@@ -10,15 +10,12 @@ from typing import Any, Final
 
 from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
-from hasten.strategies.engines.deepspeed import keys as deepspeed_keys
 
 # Any in this file: DeepSpeed's keys and values.
-_KEPT_WHOLE: Final = 2**18 - 1
-"""Largest parameter whose shard is smaller than 1 MiB in any precision."""
 
 
-def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> None:
-    """Check offload to NVMe; with the optimizer's state on NVMe, put each parameter into a separate sub-group.
+def _check_nvme(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> None:
+    """Check offload to NVMe, and put each parameter into a separate sub-group.
 
     DeepSpeed 0.19 reads gradients into one buffer for all parameters of a sub-group. A read to an address that is not a multiple
     of the drive's blocks of 512 bytes fails without an error, and the update uses the buffer's previous content.
@@ -31,14 +28,15 @@ def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> No
             "zero_optimization.stage to 3, or use device='cpu'."
         )
     section = zero[f"offload_{part}"]
-    if not section.get("nvme_path"):
-        what = "the optimizer's state would have" if part == "optimizer" else "parameters have"
-        raise ConfigError(
-            f"{name}.device='nvme' has no nvme_path, so {what} no place. Add nvme_path, a folder on the drive."
-        )
     if part == "param":
-        _parameters(config, section, notes)
-        return
+        raise ConfigError(
+            f"{name}.device='nvme' is not supported: DeepSpeed 0.19 trains with outdated weights of layers that it has read ahead. Use "
+            "device='cpu'; the optimizer's state may be on NVMe."
+        )
+    if not section.get("nvme_path"):
+        raise ConfigError(
+            f"{name}.device='nvme' has no nvme_path, so the optimizer's state would have no place. Add nvme_path, a folder on the drive."
+        )
     for key in ("pipeline_read", "pipeline_write"):
         if section.get(key) is True:
             raise ConfigError(
@@ -51,38 +49,6 @@ def check(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> No
             "zero_optimization.sub_group_size: 1 (with several parameters in a sub-group DeepSpeed 0.19 loses gradients on NVMe)"
         )
         zero["sub_group_size"] = 1
-
-
-def _parameters(config: dict[str, Any], section: dict[str, Any], notes: list[str]) -> None:
-    """Check the options of parameters on NVMe, whose files hasten reads and writes itself."""
-    zero = config["zero_optimization"]
-    name = "zero_optimization.offload_param"
-    if (zero.get("offload_optimizer") or {}).get("fast_init"):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.fast_init=True is not supported with parameters on NVMe: DeepSpeed would initialize "
-            "the master weights from its files, but hasten stores parameters in different files. Remove fast_init."
-        )
-    if section.pop("buffer_size", None) is not None:
-        notes.append(f"{name}.buffer_size: not used (memory for a part is as large as the part)")
-    if "aio" in config:
-        notes.append("aio: only for the optimizer's state (parameters are read and written by hasten)")
-    if "max_in_cpu" not in section:
-        section["max_in_cpu"] = 0
-        notes.append(f"{name}.max_in_cpu: 0 (DeepSpeed would keep the first 1e9 elements in host memory)")
-
-
-def keep_small_whole(config: dict[str, Any], notes: list[str]) -> None:
-    """Lower the persistence threshold so that no parameter with its shard on NVMe stays whole.
-
-    DeepSpeed cannot write into such a parameter.
-    """
-    zero = config["zero_optimization"]
-    kept = zero.get("stage3_param_persistence_threshold", 0)
-    if kept > _KEPT_WHOLE:
-        zero["stage3_param_persistence_threshold"] = _KEPT_WHOLE
-        notes.append(
-            f"zero_optimization.stage3_param_persistence_threshold: {_KEPT_WHOLE} (parts of larger parameters may be on NVMe)"
-        )
 
 
 AUTO: Final = "auto"
@@ -195,8 +161,6 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
     _optimizer(filling, facts)
     _scheduler(filling, facts)
     _hidden_size(filling, facts)
-    if _offload(filling.section("zero_optimization"), "param") == "nvme":
-        keep_small_whole(filling.config, filling.notes)
     _refuse_autos(filling.config)
     return EngineConfig(filling.config, stage, clipping, tuple(filling.notes))
 
@@ -224,8 +188,6 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  
     config = {name: filling.config[name] for name in parts if name in filling.config}
     zero = config["zero_optimization"]
     zero["memory_efficient_linear"] = False  # torch's linear function stays until an engine computes
-    if _offload(zero, "param") == "nvme":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": False}  # an engine moves them to the drive
     _refuse_autos(config)
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
@@ -235,8 +197,6 @@ def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     if plugin.hf_ds_config is None:
         _from_options(config, plugin)
         return config
-    named = f"={plugin.hf_ds_config!r}" if isinstance(plugin.hf_ds_config, str) else ""
-    deepspeed_keys.check(config, f"deepspeed.hf_ds_config{named}")
     return config
 
 
@@ -272,7 +232,7 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     for part in ("optimizer", "param"):
         device = _offload(zero, part)
         if device == "nvme":
-            check(filling.config, part, int(stage), filling.notes)
+            _check_nvme(filling.config, part, int(stage), filling.notes)
         if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
             needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
             raise ConfigError(

@@ -28,8 +28,6 @@ from hasten.optional import available, need
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import stop
-from hasten.strategies.engines.deepspeed import files as deepspeed_files
-from hasten.strategies.engines.deepspeed import keys as deepspeed_keys
 from hasten.strategies.engines.deepspeed import nvme as deepspeed_nvme
 from hasten.strategies.engines.deepspeed.config import EngineConfig
 
@@ -109,14 +107,11 @@ def start(
         for name, value in _place(ctx).items():
             env.put_default(name, value)
         zero = made.config["zero_optimization"]
-        with agree(ctx.world, "folders on NVMe"):
+        with agree(ctx.world, "a folder on NVMe"):
             deepspeed_nvme.load_library(zero)
-            state, weights = deepspeed_nvme.own_folder(zero, "optimizer"), deepspeed_nvme.own_folder(zero, "param")
+            state = deepspeed_nvme.own_folder(zero)
         with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
-            if weights is not None:
-                deepspeed_files.place(model, deepspeed.zero.Init, made.config, weights, ctx)
-            with deepspeed_keys.refused_values():
-                engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+            engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
     if state is not None:
         deepspeed_nvme.remove_with(engine, state)
     engine._support_torch_style_backward = True  # stage 0 reduces at the window's end, so any backward works

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -22,8 +21,6 @@ from hasten.optional import need
 log = logging.getLogger(__name__)
 
 INSTALL: Final = "apt-get install libaio-dev g++ ninja-build"
-PLACED: Final = MappingProxyType({"optimizer": "the optimizer's state", "param": "the model"})
-"""Offloaded objects by section, for messages."""
 
 
 def build_library() -> None:
@@ -41,12 +38,12 @@ def build_library() -> None:
         ) from error
 
 
-def own_folder(zero: dict[str, Any], part: Literal["optimizer", "param"]) -> Path | None:
+def own_folder(zero: dict[str, Any]) -> Path | None:
     """Create a folder in `nvme_path` for one engine of this process and set it in `zero`; None without offload to NVMe.
 
     DeepSpeed names its files by parameter, so two engines in one folder would overwrite each other's files.
     """
-    section = zero.get(f"offload_{part}") or {}
+    section = zero.get("offload_optimizer") or {}
     if section.get("device") != "nvme":
         return None
     given = str(section["nvme_path"])
@@ -55,8 +52,8 @@ def own_folder(zero: dict[str, Any], part: Literal["optimizer", "param"]) -> Pat
         folder = tempfile.mkdtemp(prefix="deepspeed-", dir=given)
     except OSError as error:
         raise PrepareError(
-            f"zero_optimization.offload_{part}.nvme_path={given!r} cannot be written ({error}), so {PLACED[part]} cannot be stored. "
-            "Give a folder on the NVMe drive that this process may write to."
+            f"zero_optimization.offload_optimizer.nvme_path={given!r} cannot be written ({error}), so the optimizer's state cannot be "
+            "stored. Give a folder on the NVMe drive that this process may write to."
         ) from error
     section["nvme_path"] = folder
     return Path(folder)

@@ -18,7 +18,6 @@ from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.engines.deepspeed.config import EngineConfig
-from hasten.strategies.engines.deepspeed.files import ParameterFiles
 from hasten.strategies.engines.deepspeed.nvme import SwappedState
 from hasten.strategies.engines.deepspeed.shards import (
     MASTER,
@@ -71,8 +70,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """DeepSpeed's own norm; None if its step does not compute one that the loop can use."""
         self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
         """Access to master weights and moments on NVMe; None if they are in memory."""
-        self._files: ParameterFiles | None = getattr(groups[0]["params"][0], "nvme_swapper", None)
-        """Files of parameters on NVMe; None if they are in memory."""
         self._count_passes()
 
     def __repr__(self) -> str:
@@ -141,8 +138,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         before = self.loss_scale
         if self._swapped is not None:
             self._swapped.move_gradients()
-        if self._files is not None:
-            self._files.settle()
         self.engine.step()
         self._opt_called = True  # set for torch's schedulers
         applied = bool(self.engine.was_step_applied())
@@ -269,8 +264,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
     # -- state ----------------------------------------------------------------------------------------------------
     @property
     def on_nvme(self) -> bool:
-        """True if parameters, or master weights and moments, are on NVMe between steps."""
-        return self._swapped is not None or self._files is not None
+        """True if master weights and moments are on NVMe between steps."""
+        return self._swapped is not None
 
     def _shards(self) -> dict[int, ZeroShard]:
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
@@ -366,8 +361,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def refresh(self) -> None:
         """Copy loaded weights to the parameters that ZeRO-3 holds whole or has not yet released. Ranks: every rank."""
-        if self._files is not None:
-            self._files.settle()
         if not self.stale:
             return
         self.stale = False

@@ -91,6 +91,6 @@ def _scheduled(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
 def _refuse_nvme(optimizer: DeepSpeedOptimizer, call: str) -> None:
     if optimizer.on_nvme:
         raise CheckpointError(
-            f"{call}() of a DeepSpeed engine was called while parameters or optimizer state are on NVMe, in files that DeepSpeed's "
+            f"{call}() of a DeepSpeed engine was called while the optimizer's state is on NVMe, in files that DeepSpeed's "
             "checkpoints do not include; a resumed run would be wrong. Use accelerator.save_state() and load_state()."
         )

@@ -115,21 +115,14 @@ def own_range(parameter: Any) -> tuple[int, int]:
 def weight_slice(parameter: Any) -> Slice:
     """Return this rank's slice of a ZeRO-3 parameter's weights, which checkpoints read and write."""
     offset, size = own_range(parameter)
-    files = _files_of(parameter)
-    part: Tensor = parameter.ds_tensor if files is None else files.shown(parameter)
+    part: Tensor = parameter.ds_tensor
     return Slice(part.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
 
 
 def own_weights(parameter: Any) -> Tensor:
     """Return this rank's slice of a ZeRO-3 parameter's weights, without padding, for reading."""
-    files = _files_of(parameter)
-    part: Tensor = parameter.ds_tensor if files is None else files.copied(parameter)
+    part: Tensor = parameter.ds_tensor
     return part.detach().narrow(0, 0, own_range(parameter)[1])
-
-
-def _files_of(parameter: Any) -> Any:
-    """Return the `ParameterFiles` of a parameter on NVMe; None if its shard stays in memory."""
-    return parameter.nvme_swapper if parameter.ds_tensor.final_location == "nvme" else None
 
 
 def gradients_of(engine: Any, stage: int) -> list[Tensor]:

@@ -1,30 +1,25 @@
-"""Parameters and optimizer state on NVMe change no number: training, clipping, checkpoints, and parameters that a window does not use."""
+"""Optimizer state on NVMe change no number: training, clipping, checkpoints, and parameters that a window does not use."""
 
 from __future__ import annotations
 
-import os
-import resource
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator, DistributedDataParallelKwargs
-from hasten.errors import DeviceError, PeerFailedError, PrepareError
+from hasten.errors import PrepareError
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.strategies.engines.deepspeed.nvme import INSTALL
-from hasten.testing.pool import Pool, ranks
+from hasten.testing.pool import ranks
 
 pytestmark = pytest.mark.skipif(
     not available("deepspeed", VERSIONS),
@@ -46,7 +41,7 @@ import pathlib
 import sys
 import torch
 from hasten import Accelerator
-zero = {"stage": 3, f"offload_{sys.argv[2]}": {"device": "nvme", "nvme_path": sys.argv[1]}}
+zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1]}}
 accelerator = Accelerator(cpu=True, strategy="deepspeed", deepspeed={"hf_ds_config": {"zero_optimization": zero}})
 kept = []
 for _ in range(2):
@@ -291,18 +286,11 @@ def test_old_gradients_and_loaded_weights(ctx: ProcessContext, tmp_path: Path, b
 @pytest.mark.timeout(3600)
 def test_the_drive_is_left_clean(tmp_path: Path, built: None) -> None:
     """Two engines of one process have a folder each, and both are removed when it ends."""
-    two_engines(tmp_path, "optimizer")
+    two_engines(tmp_path)
 
 
-@pytest.mark.exhaustive
-def test_the_drive_is_left_clean_of_parameters(tmp_path: Path) -> None:
-    two_engines(tmp_path, "param")
-
-
-def two_engines(folder: Path, part: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_ENGINES, str(folder), part], capture_output=True, text=True, check=False
-    )
+def two_engines(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_ENGINES, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
 
@@ -319,206 +307,3 @@ def test_the_read_that_is_lost(tmp_path: Path, built: None) -> None:
         "512 (0, 1) True False",
         "256 (0, 1) False True",
     ], done.stdout
-
-
-# ---------------------------------------------------------------- parameters
-
-
-@contextmanager
-def fp16_on_any_cpu() -> Iterator[None]:
-    """Context manager in which DeepSpeed does not refuse fp16 on CPUs without fp16 instructions."""
-    with mock.patch.object(type(need("deepspeed").get_accelerator()), "is_fp16_supported", return_value=True):
-        yield
-
-
-def on_drive(run: Run) -> dict[str, int]:
-    """The elements in memory of the parts that lie on the drive, by name."""
-    return {
-        name: parameter.ds_tensor.numel()
-        for name, parameter in run.model.module.named_parameters()
-        if parameter.ds_tensor.final_location == "nvme"
-    }
-
-
-@ranks(2, exhaustive=(1,))
-@pytest.mark.parametrize(
-    ("precision", "accumulation"),
-    [
-        ("bf16", 3),
-        *(
-            pytest.param(*both, marks=pytest.mark.exhaustive)
-            for both in (("bf16", 1), ("no", 1), ("no", 3), ("fp16", 1), ("fp16", 3))
-        ),
-    ],
-)
-def test_parameters_on_nvme_train_as_in_host_memory(
-    ctx: ProcessContext, tmp_path: Path, precision: str, accumulation: int
-) -> None:
-    """Bit for bit, clipped, also where a layer is not used for a while: what was read ahead for it must not come back later."""
-    common: dict[str, Any] = {"mixed_precision": precision, "gradient_accumulation_steps": accumulation}
-    runs = []
-    with fp16_on_any_cpu() if precision == "fp16" else nullcontext():
-        for folder in (None, tmp_path):
-            settings = engine(None, offload_param=place(folder), stage3_max_reuse_distance=0)
-            run = Run(Accelerator(**settings, **common), rows=150001)
-            run.steps(3 * accumulation - 1).steps(1, third=False)  # the last of a window
-            run.steps(2 * accumulation).steps(accumulation, third=False)
-            runs.append(run)
-        memory, ours = runs
-        assert set(on_drive(ours)) == {"first.weight", "second.weight", "third.weight", "fourth"}
-        in_memory = on_drive(ours)
-        assert any(norm > 0.5 for norm in ours.norms)
-        assert memory.norms == ours.norms
-        assert_equal(memory.weights, ours.weights)
-        assert not any(in_memory.values()), in_memory
-
-
-ONE_BY_ONE: Final = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-"""Settings with which ZeRO-3 gathers each layer when it is called, and releases it at once."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@ranks(1, 2, timeout_s=300)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize(
-    ("options", "parameters"),
-    [
-        pytest.param({"offload_optimizer": {"device": "none"}}, {}, id="masters on the device"),
-        pytest.param({"sub_group_size": 10**9}, {}, id="one sub-group"),
-        pytest.param({}, {"max_in_cpu": 700_000}, id="some in host memory"),
-        pytest.param(ONE_BY_ONE, {"buffer_count": 1}, id="one by one"),
-        pytest.param(ONE_BY_ONE | {"memory_efficient_linear": False}, {}, id="views kept for the backward"),
-        pytest.param({"stage3_param_persistence_threshold": 10**9}, {}, id="kept whole"),
-    ],
-)
-def test_parameters_on_nvme_with_other_settings(
-    ctx: ProcessContext, tmp_path: Path, precision: str, options: dict[str, Any], parameters: dict[str, Any]
-) -> None:
-    """Models built whole and built partitioned."""
-    settings = [
-        engine(None, **options, offload_param=place(None)),
-        engine(None, **options, offload_param=place(tmp_path) | parameters),
-    ]
-    memory, ours, built = (
-        Run(Accelerator(mixed_precision=precision, **one), rows=150001, built=built).steps(3)
-        for one, built in ((settings[0], False), (settings[1], False), (settings[1], True))
-    )
-    assert on_drive(ours)
-    assert on_drive(built) == on_drive(ours)
-    assert_equal(memory.weights, ours.weights)
-    assert_equal(memory.weights, built.weights)
-
-
-def save_parameters(ctx: ProcessContext, folder: Path, precision: str) -> tuple[Any, Any]:
-    """Weights when they were saved, and after three steps more; saving changed nothing."""
-    settings = engine(None, offload_param=place(folder / "nvme"))
-    run = Run(Accelerator(mixed_precision=precision, **settings), rows=WIDE).steps(3)
-    run.accelerator.save_state(folder / "state")
-    run.accelerator.save_model(run.model, folder / "model")
-    saved = run.weights
-    unsaved = Run(Accelerator(mixed_precision=precision, **settings), rows=WIDE).steps(6).weights
-    assert_equal(run.steps(3).weights, unsaved)
-    assert not any(on_drive(run).values()), on_drive(run)
-    return saved, unsaved
-
-
-def load_parameters(ctx: ProcessContext, folder: Path, precision: str, drive: bool) -> tuple[Any, Any, Any]:
-    """Weights after load_state, after three steps more, and after load_model and two steps, which the masters must follow."""
-    settings = engine(None, offload_param=place(folder / "nvme" if drive else None))
-    run = Run(Accelerator(mixed_precision=precision, **settings), rows=WIDE).steps(2)
-    run.accelerator.load_state(folder / "state")
-    run.done = 3
-    loaded = run.weights
-    run.steps(3)
-    other = Run(Accelerator(mixed_precision=precision, **settings), rows=WIDE)
-    other.accelerator.load_model(other.model, folder / "model")
-    assert_equal(other.weights, loaded)
-    return loaded, run.weights, other.steps(2).weights
-
-
-WIDE: Final = 270001
-"""Rows with which a part of a weight is larger than 1 MiB in 16 bits on three ranks too."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_parameters_on_nvme_are_saved_and_loaded(rank_pool: Pool, tmp_path: Path, precision: str) -> None:
-    """On the same number of processes bit for bit, on others, and in host memory."""
-    saved, after = rank_pool.run(save_parameters, 2, tmp_path, precision, timeout_s=600)[0]
-    for world in (2, 1, 3):
-        _, there, exported = rank_pool.run(load_parameters, world, tmp_path, precision, False, timeout_s=600)[0]
-        for loaded, trained, fresh in rank_pool.run(load_parameters, world, tmp_path, precision, True, timeout_s=600):
-            assert_equal(saved, loaded)
-            assert_equal(trained, there)
-            assert_equal(fresh, exported)
-            if world == 2:
-                assert_equal(trained, after)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@ranks(2, timeout_s=600)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_parameters_and_state_on_nvme(ctx: ProcessContext, tmp_path: Path, built: None, precision: str) -> None:
-    common: dict[str, Any] = {"mixed_precision": precision}
-    memory = Run(Accelerator(**engine(None), **common), rows=150001).steps(5)
-    settings = engine(tmp_path / "state", offload_param=place(tmp_path / "weights"))
-    ours = Run(Accelerator(**settings, **common), rows=150001).steps(3)
-    ours.accelerator.save_state(tmp_path / "saved")
-    assert_equal(memory.weights, ours.steps(2).weights)
-    again = Run(Accelerator(**settings, **common), rows=150001).steps(1)
-    again.accelerator.load_state(tmp_path / "saved")
-    again.done = 3
-    assert_equal(memory.weights, again.steps(2).weights)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_drive_that_cannot_be_used_is_told(ctx: ProcessContext, tmp_path: Path) -> None:
-    """Before training on every rank, when one cannot write or has too little room; later, when files are gone."""
-    folder = tmp_path / "nvme"
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        PrepareError, match=r"offload_param.nvme_path=.* cannot be written .*, so the model cannot be stored"
-    ):
-        Run(Accelerator(**engine(None, offload_param=place(tmp_path / "file" / "in it"))))
-    with small_files(2**20 if ctx.rank == 1 else None):
-        words = r"parameters of Wide do not fit into .* \(\[Errno 27\] .*Free space there"
-        kind = PrepareError if ctx.rank == 1 else PeerFailedError
-        with pytest.raises(kind, match=words):
-            Run(Accelerator(**engine(None, offload_param=place(folder))))
-    run = Run(Accelerator(**engine(None, offload_param=place(folder)))).steps(1)
-    run.accelerator.wait_for_everyone()
-    shutil.rmtree(folder, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
-    with pytest.raises(DeviceError, match=r"part of fourth could not be read .*No such file"):
-        run.steps(1)
-
-
-@contextmanager
-def small_files(limit: int | None) -> Iterator[None]:
-    """A block in which this process can write no file larger than the limit."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if limit is None else limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_why_parameters_are_in_files_of_our_own(tmp_path: Path, built: None) -> None:
-    """What DeepSpeed's own files do: round float32, lose the update of a layer that a step did not use, and run out of buffers."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    done = subprocess.run(
-        [sys.executable, "-c", BARE, str(tmp_path)], capture_output=True, text=True, check=True, env=os.environ | place
-    )
-    rounded, lost, full = (
-        line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")
-    )
-    assert float(rounded) > 1e-4 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    assert float(lost) > 1e-4
-    assert full.startswith("Not enough buffers")
