@@ -30,8 +30,6 @@ _MEGATRON: Final = (
     "hidden_dropout",
     "attention_softmax_in_fp32",
     "seq_length",
-    "encoder_seq_length",
-    "decoder_seq_length",
     "use_distributed_optimizer",
     "context_parallel_size",
     "expert_model_parallel_size",
@@ -86,7 +84,7 @@ ABSENT: Final[tuple[Absent, ...]] = (
             ),
             (
                 "a pipeline through encoder and decoder",
-                "a T5 model lies whole on its tensor parallel ranks; leave it out and raise tp_degree",
+                "only decoders have a pipeline; leave it out",
                 ("pipeline_model_parallel_split_rank",),
             ),
             (

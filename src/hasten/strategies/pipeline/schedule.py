@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,8 @@ def _made(
             return ScheduleZBVZeroBubble(stages, **options)
         case "loop_bfs":
             return ScheduleLoopedBFS(stages, **options)
+        case other:
+            assert_never(other)
 
 
 def _itself(loss: Tensor, target: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class CoreAttention(nn.Module):
         # Tensor-parallel ranks hold different heads and use different random numbers.
         self._forks = not config.sequence_parallel
         group = pg_collection.cp
-        self._sharing = SequenceGroup(group, layout_of(group.size()), "gather")
+        self._sharing = SequenceGroup(group, layout_of(group.size()))
 
     def forward(
         self,

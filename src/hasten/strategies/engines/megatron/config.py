@@ -33,7 +33,7 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
             f"mixed_precision={mixed_precision!r} is not supported in this version with strategy='megatron', and another precision "
             "would change the results; use 'bf16' or 'no'."
         )
-    lean = facts.family not in ("gpt2", "bert")  # no biases, and RMSNorm
+    lean = facts.family != "gpt2"  # no biases, and RMSNorm
     granularity = plugin.recompute_granularity or ("selective" if plugin.recompute_activations else None)
     full = granularity == "full"
     transformer = {
@@ -53,7 +53,6 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
         "attention_dropout": _or(plugin.attention_dropout, facts.attention_dropout),
         "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
         "attention_backend": plugin.attention_backend or "auto",
-        "softmax_scale": 1.0 if facts.family == "t5" else None,
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
         "context_parallel_size": plugin.context_parallel_size,
@@ -90,7 +89,7 @@ def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # An
     ranks = plugin.tp_degree
     made: dict[str, Any] = {
         "vocab_size": -(-facts.vocab // ranks) * ranks,
-        "max_sequence_length": facts.positions or 0,
+        "max_sequence_length": facts.positions,
         "share_embeddings_and_output_weights": facts.tied,
     }
     match facts.family:
@@ -98,14 +97,6 @@ def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # An
             return made | {"position_embedding_type": "learned_absolute"}
         case "llama" | "mixtral":
             return made | {"position_embedding_type": "rope", "rotary_base": facts.rope_base}
-        case "bert":
-            return made | {"num_tokentypes": facts.token_types, "add_binary_head": False}
-        case "t5":
-            return made | {
-                "position_embedding_type": "relative",
-                "relative_attention_num_buckets": facts.buckets,
-                "relative_attention_max_distance": facts.distance,
-            }
         case other:
             assert_never(other)
 
@@ -155,35 +146,11 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
 
 def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
     """Raise for settings that do not apply to this family of models."""
-    name = facts.family
-    if name == "t5" and plugin.pp_degree > 1:
-        raise ConfigError(
-            f"megatron.pp_degree={plugin.pp_degree} is not supported for t5 models: megatron-core's schedules pass a single tensor "
-            "between stages, but a decoder also needs the encoder's output; set pp_degree=1 and increase tp_degree."
-        )
-    if name == "t5" and (plugin.recompute_activations or plugin.recompute_granularity):
-        raise ConfigError(
-            "recompute (megatron.recompute_activations, recompute_granularity) is not supported for t5 models: megatron-core recomputes "
-            "layers without the gradient of relative positions; remove it."
-        )
-    if plugin.context_parallel_size > 1 and not facts.causal:
-        raise ConfigError(
-            f"megatron.context_parallel_size={plugin.context_parallel_size} is not supported for {name} models: only sequences of "
-            "causal models (gpt2, llama, mixtral) can be split; set it to 1."
-        )
     if plugin.use_rotary_position_embeddings and not facts.rotary:
         raise ConfigError(
-            f"megatron.use_rotary_position_embeddings=True is not supported for {name} models, which use other position embeddings; "
-            "remove it."
+            f"megatron.use_rotary_position_embeddings=True is not supported for {facts.family} models, which use other position "
+            "embeddings; remove it."
         )
-    for field, taken in (
-        ("encoder_seq_length", name in ("bert", "t5")),
-        ("decoder_seq_length", name == "t5"),
-        ("seq_length", name != "t5"),
-    ):
-        if getattr(plugin, field) is not None and not taken:
-            use = "encoder_seq_length and decoder_seq_length" if name == "t5" else "seq_length"
-            raise ConfigError(f"megatron.{field}={getattr(plugin, field)} has no effect for {name} models; use {use}.")
 
 
 def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:

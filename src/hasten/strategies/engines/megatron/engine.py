@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -59,63 +56,6 @@ class Norm(nn.Module):
         return _norm(config, hidden_size, eps)
 
 
-class Dropout(nn.Module):
-    """Dropout of values that are sharded over tensor-parallel ranks, with random numbers that differ between ranks."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.probability or not self.training:
-            return x
-        with package("tensor_parallel").get_cuda_rng_tracker().fork():
-            return functional.dropout(x, self.probability)
-
-
-class NormDropout(nn.Module):
-    """Final norm of a stack with dropout after it, as in T5."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.norm = _norm(config, hidden_size, eps)
-        divided = config.sequence_parallel
-        self.dropout = Dropout(config.hidden_dropout) if divided else nn.Dropout(config.hidden_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped: Tensor = self.dropout(self.norm(x))
-        return dropped
-
-
-class NormAfterAdd(nn.Module):
-    """Residual addition with a norm after it, as in BERT; megatron-core's layers normalise before."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.norm = _norm(config, config.hidden_size, config.layernorm_epsilon)
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        add = package("fusions.fused_bias_dropout").get_bias_dropout_add(training, fused)
-
-        def added(out: Any, residual: Tensor, probability: float) -> Tensor:
-            made: Tensor = self.norm(add(out, residual, probability))
-            return made
-
-        return added
-
-
-class InnerDropout(nn.Module):
-    """Activation with dropout after it, as in T5's MLPs."""
-
-    def __init__(self, activation: Callable[[Tensor], Tensor], probability: float) -> None:
-        super().__init__()
-        self._activation, self.dropout = activation, Dropout(probability)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped: Tensor = self.dropout(self._activation(x))
-        return dropped
-
-
 def decoder_layers(config: Any, number: int) -> Any:
     """Return the spec of a rank's layers of a decoder-only model, with experts if the configuration has them."""
     specs = package("models.gpt.gpt_layer_specs")
@@ -125,7 +65,9 @@ def decoder_layers(config: Any, number: int) -> Any:
         layer.submodules.mlp.submodules.router = _router()
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
-    return _block(layer, number, Norm)
+    return package("transformer.transformer_block").TransformerBlockSubmodules(
+        layer_specs=[layer] * number, layer_norm=Norm
+    )
 
 
 @cache  # the class, not an instance: its base class is imported late
@@ -142,52 +84,21 @@ def _router() -> Any:
     return Router
 
 
-def bert_layers(config: Any, number: int) -> Any:
-    """Return the spec of a rank's layers of BERT, which normalises after each residual and not at the end."""
-    layer = copy.deepcopy(package("models.bert.bert_layer_specs").bert_layer_local_spec)
-    spec = package("transformer.spec_utils").ModuleSpec
-    nothing = package("transformer.identity_op").IdentityOp
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = nothing
-    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = spec(module=NormAfterAdd, params={"config": config})
-    return _block(layer, number, None)
-
-
-def t5_layers(number: int, decodes: bool) -> Any:
-    """Return the spec of T5's encoder or decoder, whose attention takes a bias of relative positions."""
-    specs = package("models.T5.t5_spec")
-    layer = specs.decoder_model_with_local_spec() if decodes else specs.encoder_model_with_local_spec()
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = CoreAttention
-    if decodes:
-        parts.pre_cross_attn_layernorm = Norm
-        parts.cross_attention.submodules.core_attention = CoreAttention
-    return _block(layer, number, NormDropout)
-
-
-def _block(layer: Any, number: int, last: Any) -> Any:
-    return package("transformer.transformer_block").TransformerBlockSubmodules(
-        layer_specs=[layer] * number, layer_norm=last
-    )
-
-
-@contextmanager
-def head_norm() -> Iterator[None]:
-    """Context manager in which BERT's head gets a norm of torch; megatron-core's needs Apex for sharded sequences."""
-    head = package("models.bert.bert_lm_head")
-    before, head.LNImpl = head.LNImpl, Norm
-    try:
-        yield
-    finally:
-        head.LNImpl = before
-
-
 # Any in this file: megatron-core is untyped.
 
 
-def chunk_of(made: EngineArguments, facts: ModelFacts, config: Any, encoder: Any) -> nn.Module:
-    """Return the layers of this pipeline stage; `encoder` configures an encoder beside the decoder. Ranks: every rank."""
-    chunk: Any = _chunk(made, facts, config, encoder)
+def chunk_of(made: EngineArguments, facts: ModelFacts, config: Any) -> nn.Module:
+    """Return the layers of this pipeline stage. Ranks: every rank."""
+    state = package("parallel_state")
+    number = package("transformer.transformer_block").get_num_layers_to_build(config)
+    chunk: Any = package("models.gpt").GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_layers(config, number),
+        pre_process=state.is_pipeline_first_stage(),
+        post_process=state.is_pipeline_last_stage(),
+        parallel_output=True,
+        **made.model,
+    )
     if chunk.pre_process and facts.fixed_token is not None:
         chunk.embedding.word_embeddings.register_forward_hook(_Fixed(facts.fixed_token))
     built: nn.Module = chunk
@@ -207,67 +118,6 @@ class _Fixed:
             ranks, own = parts.get_tensor_model_parallel_world_size(), parts.get_tensor_model_parallel_rank()
             fixed = fixed.t().chunk(ranks)[own]
         return torch.where(fixed[..., None], found.detach(), found)
-
-
-def _chunk(made: EngineArguments, facts: ModelFacts, config: Any, encoder: Any) -> nn.Module:
-    state = package("parallel_state")
-    number = package("transformer.transformer_block").get_num_layers_to_build(config)
-    ends = {
-        "pre_process": state.is_pipeline_first_stage(),
-        "post_process": state.is_pipeline_last_stage(),
-        "parallel_output": True,
-        **made.model,
-    }
-    match facts.family:
-        case "gpt2" | "llama" | "mixtral":
-            layers = decoder_layers(config, number)
-            gpt: nn.Module = package("models.gpt").GPTModel(config=config, transformer_layer_spec=layers, **ends)
-            return gpt
-        case "bert":
-            with head_norm():
-                bert = _bert()(config=config, transformer_layer_spec=bert_layers(config, number), **ends)
-            return _as_bert(bert, facts, config)
-        case "t5":
-            t5: Any = package("models.T5.t5_model").T5Model(
-                config=config,
-                encoder_config=encoder,
-                transformer_encoder_layer_spec=t5_layers(facts.encoder_layers, decodes=False),
-                transformer_decoder_layer_spec=t5_layers(number, decodes=True),
-                **ends,
-            )
-            t5.lm_head.output_layer.register_parameter("bias", None)  # the Hub's model has none
-            if isinstance(config.activation_func, InnerDropout):
-                t5.inner_dropout = config.activation_func  # so that train() and eval() reach it
-            model: nn.Module = t5
-            return model
-        case other:
-            assert_never(other)
-
-
-def _as_bert(chunk: Any, facts: ModelFacts, config: Any) -> nn.Module:
-    """Change a BERT model to match the Hub's: a norm after the embeddings, and the configured activation in the head."""
-    if chunk.pre_process:
-        norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        dropout = chunk.embedding.embedding_dropout
-        chunk.embedding.embedding_dropout = nn.Sequential(OrderedDict(norm=norm, dropout=dropout))
-    if chunk.post_process:
-        chunk.lm_head.gelu = ACTIVATION[facts.activation]
-    made: nn.Module = chunk
-    return made
-
-
-@cache  # the class, not an instance: its base class is imported late
-def _bert() -> Any:
-    """Return a subclass of megatron-core's BertModel that works with a custom spec of the stage's layers."""
-    base: Any = package("models.bert.bert_model").BertModel
-
-    class BertModel(base):  # type: ignore[misc]  # megatron-core is untyped
-        """BERT with masks that mark the keys of padding."""
-
-        def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
-            return "b11s"
-
-    return BertModel
 
 
 _PLAIN: Final = MappingProxyType(
@@ -354,8 +204,8 @@ def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int,
     state, random = package("parallel_state"), package("tensor_parallel.random")
     with quiet():
         random.model_parallel_cuda_manual_seed(seed)
-        config, encoder = _configs(made, facts, initialise)
-        inner = chunk_of(made, facts, config, encoder)
+        config = _transformer_config(made, initialise)
+        inner = chunk_of(made, facts, config)
         inner.cuda(torch.cuda.current_device())
         chunk = package("transformer.module").Float16Module(config, inner) if config.bf16 else inner
         parallel = package("distributed")
@@ -366,18 +216,10 @@ def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int,
     return Built(wrapper, inner, config, first, last, offset)
 
 
-def _configs(
-    made: EngineArguments, facts: ModelFacts, initialise: bool
-) -> tuple[Any, Any]:  # Any: megatron-core is untyped
-    """Return the configuration of the decoder (or of the only stack) and that of the encoder, if there is one."""
-    given = dict(made.transformer)
-    given["activation_func"] = ACTIVATION[given["activation_func"]]
-    if facts.family == "t5":
-        given["activation_func"] = InnerDropout(given["activation_func"], given["hidden_dropout"])
-    given["attention_backend"] = package("transformer.enums").AttnBackend[given["attention_backend"]]
+def _transformer_config(made: EngineArguments, initialise: bool) -> Any:  # Any: megatron-core is untyped
+    settings = dict(made.transformer)
+    settings["activation_func"] = ACTIVATION[settings["activation_func"]]
+    settings["attention_backend"] = package("transformer.enums").AttnBackend[settings["attention_backend"]]
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
-        given[name] = getattr(torch, given[name])
-    kind = package("transformer").TransformerConfig
-    settings = {**given, **_PLAIN, "perform_initialization": initialise}
-    encoder = kind(**{**settings, "num_layers": facts.encoder_layers}) if facts.encoder_layers else None
-    return kind(**settings), encoder
+        settings[name] = getattr(torch, settings[name])
+    return package("transformer").TransformerConfig(**settings, **_PLAIN, perform_initialization=initialise)

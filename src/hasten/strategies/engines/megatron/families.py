@@ -9,14 +9,12 @@ from typing import Any, Final, Literal
 
 from hasten.errors import PrepareError
 
-Family = Literal["gpt2", "llama", "mixtral", "bert", "t5"]
+Family = Literal["gpt2", "llama", "mixtral"]
 CLASSES: Final = MappingProxyType[str, str](
     {
         "gpt2": "GPT2LMHeadModel",
         "llama": "LlamaForCausalLM",
         "mixtral": "MixtralForCausalLM",
-        "bert": "BertForMaskedLM",
-        "t5": "T5ForConditionalGeneration",
     }
 )
 """Class of transformers that is trained, by `model_type` of the Hub configuration."""
@@ -38,7 +36,6 @@ class ModelFacts:
 
     family: Family
     layers: int
-    """Number of layers of the decoder, or of the only stack."""
     hidden: int
     heads: int
     groups: int
@@ -46,8 +43,8 @@ class ModelFacts:
     head_dim: int
     ffn: int
     vocab: int
-    positions: int | None
-    """Maximum sequence length; None with relative positions."""
+    positions: int
+    """Maximum sequence length."""
     epsilon: float
     activation: str
     tied: bool
@@ -58,23 +55,9 @@ class ModelFacts:
     rope_base: float = 10000.0
     gated: bool = False
     """The MLP multiplies its activation by a second projection."""
-    token_types: int = 0
-    encoder_layers: int = 0
-    buckets: int = 0
-    """Number of buckets of relative positions, and the distance from which they all share the last one."""
-    distance: int = 0
-    logit_scale: float = 1.0
-    start_token: int | None = None
-    """First token of a decoder's input; `pad_token` replaces ignored labels in it."""
-    pad_token: int | None = None
     fixed_token: int | None = None
     """Token whose input embedding gets no gradient."""
     experts: ExpertFacts | None = None
-
-    @property
-    def causal(self) -> bool:
-        """True if each token is predicted from those before it, in a single stack of layers."""
-        return self.family in ("gpt2", "llama", "mixtral")
 
     @property
     def rotary(self) -> bool:
@@ -98,8 +81,6 @@ def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a 
         raise _variant(kind, "activation", facts.activation, f"one of {', '.join(ACTIVATIONS)}")
     if tied is not None:
         facts = replace(facts, tied=tied)
-    if kind == "bert" and not facts.tied:
-        raise _variant(kind, "tie_word_embeddings", False, "True")
     return facts
 
 
@@ -193,60 +174,8 @@ def _mixtral(config: Any) -> ModelFacts:
     return _llama(config, "mixtral", ExpertFacts(config.num_local_experts, config.num_experts_per_tok))
 
 
-def _bert(config: Any) -> ModelFacts:
-    _same("bert", config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
-    return ModelFacts(
-        family="bert",
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        groups=config.num_attention_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        positions=config.max_position_embeddings,
-        epsilon=config.layer_norm_eps,
-        activation=config.hidden_act,
-        tied=bool(config.tie_word_embeddings),
-        hidden_dropout=config.hidden_dropout_prob,
-        attention_dropout=config.attention_probs_dropout_prob,
-        init_std=config.initializer_range,
-        token_types=config.type_vocab_size,
-        fixed_token=config.pad_token_id,
-    )
-
-
-def _t5(config: Any) -> ModelFacts:
-    tied = bool(config.tie_word_embeddings)
-    scaled = getattr(config, "scale_decoder_outputs", tied)  # transformers<5 scales where embeddings are tied
-    return ModelFacts(
-        family="t5",
-        layers=config.num_decoder_layers,
-        hidden=config.d_model,
-        heads=config.num_heads,
-        groups=config.num_heads,
-        head_dim=config.d_kv,
-        ffn=config.d_ff,
-        vocab=config.vocab_size,
-        positions=None,
-        epsilon=config.layer_norm_epsilon,
-        activation=config.dense_act_fn,
-        tied=tied,
-        hidden_dropout=config.dropout_rate,
-        attention_dropout=config.dropout_rate,
-        init_std=config.initializer_factor * config.d_model**-0.5,
-        gated=bool(config.is_gated_act),
-        encoder_layers=config.num_layers,
-        buckets=config.relative_attention_num_buckets,
-        distance=config.relative_attention_max_distance,
-        logit_scale=config.d_model**-0.5 if scaled else 1.0,
-        start_token=getattr(config, "decoder_start_token_id", None),
-        pad_token=config.pad_token_id,
-    )
-
-
 _READERS: Final = MappingProxyType[str, Callable[[Any], ModelFacts]](
-    {"gpt2": _gpt2, "llama": _llama, "mixtral": _mixtral, "bert": _bert, "t5": _t5}
+    {"gpt2": _gpt2, "llama": _llama, "mixtral": _mixtral}
 )
 
 

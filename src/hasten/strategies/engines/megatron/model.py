@@ -14,7 +14,7 @@ from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.modules.names import StagePart
 from hasten.optional import need
 from hasten.strategies.engines.megatron.attention import gathered, layout_of
-from hasten.strategies.engines.megatron.call import IGNORED, OUTPUTS, Given, arguments, check_lengths, given_to, targets
+from hasten.strategies.engines.megatron.call import IGNORED, Given, arguments, check_lengths, given_to, targets
 from hasten.strategies.engines.megatron.engine import Built
 from hasten.strategies.engines.megatron.families import ModelFacts
 from hasten.strategies.engines.megatron.package import Ranks, hushed, package
@@ -62,7 +62,7 @@ class MegatronModel(nn.Module):
         self.hub: dict[str, Tensor] | None = None
         """Whole weights in the Hub layout, while they may be written; None otherwise."""
         self.in_schedule = False
-        self._output = getattr(need("transformers.modeling_outputs"), OUTPUTS[facts.family])
+        self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
         self._plugin, self._calls = plugin, calls
         self._layout = layout_of(ranks.cp[1])
         self.entries = {entry.name: entry for entry in entries(facts)}
@@ -76,7 +76,7 @@ class MegatronModel(nn.Module):
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.built.chunk.named_parameters():
-            if name.startswith(("decoder.layers.", "encoder.layers.")):
+            if name.startswith("decoder.layers."):
                 stack, layers, number, rest = name.split(".", 3)
                 name = f"{stack}.{layers}.{int(number) + self.built.layer_offset}.{rest}"
                 if (expert := expert_of(name)) is not None:
@@ -161,11 +161,11 @@ class MegatronModel(nn.Module):
         """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
         labels = given.get("labels")
         with hushed():
-            out = self.engine(*arguments(self.facts, given, self._layout, self.ranks.cp[0]))
+            out = self.engine(*arguments(given, self._layout, self.ranks.cp[0]))
             if not self.built.last:
                 raise StageOutput(out)
             out = out[0] if isinstance(out, tuple) else out
-            logits = self._without_padding(out.float() * self.facts.logit_scale)
+            logits = self._without_padding(out.float())
             loss = None if labels is None else self._loss(logits, labels)
             shown = None
             if loss is None or not torch.is_grad_enabled() or self._plugin.return_logits:
@@ -183,7 +183,7 @@ class MegatronModel(nn.Module):
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross entropy of the tokens to predict, over a vocabulary sharded over ranks."""
-        wanted = targets(self.facts, labels)
+        wanted = targets(labels)
         counted = wanted != IGNORED
         own = wanted.clamp(min=0)
         if self._layout.ranks > 1:

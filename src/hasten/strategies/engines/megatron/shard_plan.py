@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, assert_never
+from typing import Final, Literal
 
 from hasten.strategies.engines.megatron.families import ModelFacts
 
-Fusion = Literal["same", "transposed", "qkv", "joint_qkv", "kv", "gated", "expert", "gated_expert"]
+Fusion = Literal["same", "transposed", "qkv", "joint_qkv", "gated", "expert", "gated_expert"]
 Split = Literal["whole", "rows", "columns", "gated", "vocab"]
 
 WORDS: Final = "embedding.word_embeddings.weight"
@@ -57,17 +57,7 @@ def renumbered(name: str, expert: int) -> str:
 
 def entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
     """Return each tensor of the whole model once."""
-    match facts.family:
-        case "gpt2":
-            return tuple(_gpt2(facts))
-        case "llama" | "mixtral":
-            return tuple(_llama(facts))
-        case "bert":
-            return tuple(_bert(facts))
-        case "t5":
-            return tuple(_t5(facts))
-        case other:
-            assert_never(other)
+    return tuple(_gpt2(facts) if facts.family == "gpt2" else _llama(facts))
 
 
 def _gpt2(facts: ModelFacts) -> Iterator[TensorEntry]:
@@ -123,66 +113,6 @@ def _mixture(ours: str, hub: str, number: int) -> Iterator[TensorEntry]:
         fc1, fc2 = f"{hub}mlp.experts.gate_up_proj", f"{hub}mlp.experts.down_proj"
         yield TensorEntry(f"{own}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert)
         yield TensorEntry(f"{own}linear_fc2.weight", (fc2,), "expert", "columns", expert)
-
-
-def _bert(facts: ModelFacts) -> Iterator[TensorEntry]:
-    lead, head = "bert.embeddings.", "cls.predictions."
-    yield TensorEntry(WORDS, (f"{lead}word_embeddings.weight", f"{head}decoder.weight"), split="vocab")
-    yield TensorEntry("embedding.position_embeddings.weight", (f"{lead}position_embeddings.weight",))
-    yield TensorEntry("embedding.tokentype_embeddings.weight", (f"{lead}token_type_embeddings.weight",))
-    for kind in ("weight", "bias"):
-        yield TensorEntry(f"embedding.embedding_dropout.norm.{kind}", (f"{lead}LayerNorm.{kind}",))
-        yield TensorEntry(f"lm_head.dense.{kind}", (f"{head}transform.dense.{kind}",))
-        yield TensorEntry(f"lm_head.layer_norm.{kind}", (f"{head}transform.LayerNorm.{kind}",))
-    for number in range(facts.layers):
-        ours, hub = f"encoder.layers.{number}.", f"bert.encoder.layer.{number}."
-        for kind in ("weight", "bias"):
-            across: Split = "columns" if kind == "weight" else "whole"
-            heads = tuple(f"{hub}attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-            yield TensorEntry(f"{ours}self_attention.linear_qkv.{kind}", heads, "qkv", "rows")
-            output = f"{hub}attention.output."
-            yield TensorEntry(f"{ours}self_attention.linear_proj.{kind}", (f"{output}dense.{kind}",), split=across)
-            yield TensorEntry(f"{ours}self_attn_bda.norm.{kind}", (f"{output}LayerNorm.{kind}",))
-            yield TensorEntry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}intermediate.dense.{kind}",), split="rows")
-            yield TensorEntry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}output.dense.{kind}",), split=across)
-            yield TensorEntry(f"{ours}mlp_bda.norm.{kind}", (f"{hub}output.LayerNorm.{kind}",))
-    yield TensorEntry("output_layer.bias", (f"{head}bias", f"{head}decoder.bias"), split="vocab")
-
-
-def _t5(facts: ModelFacts) -> Iterator[TensorEntry]:
-    shared = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    yield TensorEntry(WORDS, (*shared, *(("lm_head.weight",) if facts.tied else ())), split="vocab")
-    for stack, layers in (("encoder", facts.encoder_layers), ("decoder", facts.layers)):
-        first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        yield TensorEntry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (first,))
-        for number in range(layers):
-            yield from _t5_layer(
-                f"{stack}.layers.{number}.", f"{stack}.block.{number}.layer.", stack == "decoder", facts
-            )
-        yield TensorEntry(f"{stack}.final_layernorm.norm.weight", (f"{stack}.final_layer_norm.weight",))
-    if not facts.tied:
-        yield TensorEntry("lm_head.output_layer.weight", ("lm_head.weight",), split="vocab")
-
-
-def _t5_layer(ours: str, hub: str, crossed: bool, facts: ModelFacts) -> Iterator[TensorEntry]:
-    yield TensorEntry(f"{ours}input_layernorm.weight", (f"{hub}0.layer_norm.weight",))
-    own = tuple(f"{hub}0.SelfAttention.{part}.weight" for part in "qkvo")
-    yield TensorEntry(f"{ours}self_attention.linear_qkv.weight", own[:3], "qkv", "rows")
-    yield TensorEntry(f"{ours}self_attention.linear_proj.weight", own[3:], split="columns")
-    if crossed:
-        yield TensorEntry(f"{ours}pre_cross_attn_layernorm.weight", (f"{hub}1.layer_norm.weight",))
-        other = tuple(f"{hub}1.EncDecAttention.{part}.weight" for part in "qkvo")
-        yield TensorEntry(f"{ours}cross_attention.linear_q.weight", other[:1], split="rows")
-        yield TensorEntry(f"{ours}cross_attention.linear_kv.weight", other[1:3], "kv", "rows")
-        yield TensorEntry(f"{ours}cross_attention.linear_proj.weight", other[3:], split="columns")
-    last = f"{hub}{2 if crossed else 1}."
-    yield TensorEntry(f"{ours}pre_mlp_layernorm.weight", (f"{last}layer_norm.weight",))
-    if facts.gated:
-        gates = tuple(f"{last}DenseReluDense.wi_{part}.weight" for part in (0, 1))
-        yield TensorEntry(f"{ours}mlp.linear_fc1.weight", gates, "gated", "gated")
-    else:
-        yield TensorEntry(f"{ours}mlp.linear_fc1.weight", (f"{last}DenseReluDense.wi.weight",), split="rows")
-    yield TensorEntry(f"{ours}mlp.linear_fc2.weight", (f"{last}DenseReluDense.wo.weight",), split="columns")
 
 
 def place(split: Split, local: tuple[int, ...], rank: int, ranks: int, vocab: int) -> ShardLocation:

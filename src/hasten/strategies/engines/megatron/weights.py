@@ -25,7 +25,7 @@ def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Te
             return torch.stack(parts)
         case "joint_qkv":
             return _by_group(list((parts[0].t() if parts[0].ndim == 2 else parts[0]).chunk(3)), facts)
-        case "qkv" | "kv":
+        case "qkv":
             return _by_group(parts, facts)
         case "expert":
             return parts[0][entry.expert]
@@ -62,7 +62,7 @@ def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, T
         case "joint_qkv":
             joint = torch.cat(_by_kind(tensor, facts, 3))
             parts = [joint.t().contiguous() if joint.ndim == 2 else joint]
-        case "qkv" | "kv":
+        case "qkv":
             parts = _by_kind(tensor, facts, len(entry.hub))
         case "expert":
             parts = [tensor]

@@ -32,8 +32,6 @@ FACTS: Final = ModelFacts(
     hidden_dropout=0.0,
     attention_dropout=0.0,
     init_std=0.02,
-    start_token=7,
-    pad_token=0,
 )
 ALONE: Final = layout_of(1)
 TOKENS: Final = torch.arange(1, 9).expand(2, 8)
@@ -43,26 +41,11 @@ def of(family: Family, **changes: Any) -> ModelFacts:
     return replace(FACTS, family=family, **changes)
 
 
-def test_t5_reads_the_labels_before_each() -> None:
-    labels = torch.tensor([[3, 4, -100, 5]])
-    found = given_to(of("t5"), {"input_ids": TOKENS, "labels": labels})
-    assert found["decoder_input_ids"].tolist() == [[7, 3, 4, 0]]
-    own = given_to(of("t5"), {"input_ids": TOKENS, "labels": labels, "decoder_input_ids": labels})
-    assert own["decoder_input_ids"] is labels
-    for facts, given, lacks in (
-        (of("t5"), {"input_ids": TOKENS}, "without labels"),
-        (of("t5", start_token=None), {"input_ids": TOKENS, "labels": labels}, "decoder_start_token_id"),
-    ):
-        with pytest.raises(StepError, match=lacks):
-            given_to(facts, given)
-
-
 @pytest.mark.parametrize(
     ("family", "given", "words"),
     [
         ("llama", {"position_ids": TOKENS}, r"\['position_ids'\].*pass only input_ids, attention_mask, labels\."),
         ("gpt2", {"token_type_ids": TOKENS}, r"\['token_type_ids'\]"),
-        ("bert", {"inputs_embeds": TOKENS}, r"\['inputs_embeds'\].*token_type_ids"),
         ("gpt2", {"input_ids": None}, "without input_ids, which a gpt2 model needs"),
     ],
 )
@@ -75,14 +58,11 @@ def test_what_would_be_ignored_is_refused(family: Family, given: dict[str, Any],
     ("family", "settings", "words"),
     [
         ("gpt2", {"seq_length": 4}, r"of 8 tokens, and megatron\.seq_length=4"),
-        ("bert", {"encoder_seq_length": 4}, r"of 8 tokens, and megatron\.encoder_seq_length=4"),
-        ("t5", {"decoder_seq_length": 4}, r"of 6 tokens, and megatron\.decoder_seq_length=4"),
-        ("t5", {"tp_degree": 4, "sequence_parallelism": True}, "of 6 tokens.*pad to a multiple of 4"),
         ("gpt2", {"tp_degree": 3, "sequence_parallelism": True}, "of 8 tokens.*pad to a multiple of 3"),
     ],
 )
 def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], words: str) -> None:
-    given = Given(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :6])
+    given = Given(input_ids=TOKENS)
     check_lengths(given, of(family), MegatronLMPlugin())
     with pytest.raises(StepError, match=words):
         check_lengths(given, of(family), replace(MegatronLMPlugin(), **settings))
@@ -91,29 +71,16 @@ def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], wor
 def test_a_sequence_longer_than_the_table_of_positions_is_refused() -> None:
     with pytest.raises(StepError, match="of 8 tokens, but the model has only 7 positions; truncate the sequences"):
         check_lengths(Given(input_ids=TOKENS), of("gpt2", positions=7), MegatronLMPlugin())
-    check_lengths(Given(input_ids=TOKENS, decoder_input_ids=TOKENS), of("t5", positions=None), MegatronLMPlugin())
 
 
 def test_masks_block_padding_and_what_comes_later() -> None:
     mask = torch.tensor([[1, 1, 0]])
     tokens = torch.tensor([[4, 5, 0]])
-    _, positions, blocked = arguments(FACTS, Given(input_ids=tokens, attention_mask=mask), ALONE, 0)
+    _, positions, blocked = arguments(Given(input_ids=tokens, attention_mask=mask), ALONE, 0)
     assert positions is not None
     assert blocked is not None
     assert positions.tolist() == [[0, 1, 2]]
     assert blocked[0, 0].int().tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 1]]
-    given = Given(input_ids=tokens, attention_mask=mask, decoder_input_ids=tokens[:, :2])
-    _, _, own, causal, crossed = arguments(of("t5"), given, ALONE, 0)
-    assert own is not None
-    assert causal is not None
-    assert crossed is not None
-    assert own[0, 0].int().tolist() == crossed[0, 0].int().tolist() == [[0, 0, 1]]
-    assert causal[0, 0].int().tolist() == [[0, 1], [0, 0]]
-    _, whole, types = arguments(of("bert"), Given(input_ids=tokens), ALONE, 0)
-    assert whole is not None
-    assert types is not None
-    assert whole.tolist() == [[1, 1, 1]]
-    assert types.tolist() == [[0, 0, 0]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -121,8 +88,8 @@ def test_masks_block_padding_and_what_comes_later() -> None:
 def test_context_parallel_ranks_hold_every_token_once(ranks: int, masked: bool) -> None:
     layout = layout_of(ranks)
     given = Given(input_ids=TOKENS, **({"attention_mask": torch.ones_like(TOKENS)} if masked else {}))
-    parts = [arguments(FACTS, given, layout, rank) for rank in range(ranks)]
-    whole = arguments(FACTS, Given(input_ids=TOKENS), ALONE, 0)
+    parts = [arguments(given, layout, rank) for rank in range(ranks)]
+    whole = arguments(Given(input_ids=TOKENS), ALONE, 0)
     for number, wanted in enumerate(whole[:2]):
         assert wanted is not None
         assert torch.equal(in_order(torch.cat([one[number] for one in parts], 1), layout, 1), wanted)  # type: ignore[misc]
@@ -132,13 +99,12 @@ def test_context_parallel_ranks_hold_every_token_once(ranks: int, masked: bool) 
     else:
         assert all(one[2] is None for one in parts)
     with pytest.raises(ConfigError, match=f"a multiple of {2 * ranks}"):
-        arguments(FACTS, Given(input_ids=TOKENS[:, :7]), layout, 0)
+        arguments(Given(input_ids=TOKENS[:, :7]), layout, 0)
 
 
-def test_a_causal_model_predicts_the_next_label_and_others_their_own() -> None:
+def test_each_token_predicts_the_next_label() -> None:
     labels = torch.tensor([[3, 4, 5]])
-    assert targets(FACTS, labels).tolist() == [[4, 5, -100]]
-    assert targets(of("bert"), labels) is labels
+    assert targets(labels).tolist() == [[4, 5, -100]]
 
 
 # ---------------------------------------------------------------- attention
