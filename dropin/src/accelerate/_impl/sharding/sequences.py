@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +26,22 @@ from hasten.strategies.context.calls import SPANNING_ATTENTION
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.sdpa import SequenceAttention
 from hasten.strategies.context.sequence_plan import SequenceLayout
-from hasten.strategies.engines.deepspeed.engine import name_sequence_group
 
 # Any in this file: the user's objects; DeepSpeed and transformers are untyped here.
+
+
+def _name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
+    """Register the sequence-parallel group with DeepSpeed, for libraries that query it; averages still span all processes."""
+    groups = need("deepspeed").utils.groups
+    groups.mpu = None
+    everyone = groups._get_data_parallel_group()
+    groups.mpu = SimpleNamespace(
+        get_sequence_parallel_group=lambda: group,
+        get_data_parallel_group=lambda: everyone,
+        get_data_parallel_world_size=lambda: world_size,
+        get_data_parallel_group_ranks=lambda: range(world_size),
+        get_model_parallel_world_size=lambda: 1,
+    )
 
 
 class SpannedAttention:
@@ -36,7 +51,7 @@ class SpannedAttention:
         layout = SequenceLayout(comm.size, balanced=False)
         self._attention = SequenceAttention(
             functional.scaled_dot_product_attention,
-            SequenceGroup(comm.group, layout, "gather"),
+            SequenceGroup(comm.group, layout),
             "ulysses",
             frozenset(),
             MaskReader(layout),
@@ -111,7 +126,7 @@ class SplitSequences:
     def join(self, prepared: tuple[Any, ...]) -> None:
         """Let loaders that were prepared with a model hand out parts."""
         if components(self._accelerator).strategy.name == "deepspeed":
-            name_sequence_group(self._comm.group, self._accelerator.ctx.world.size)
+            _name_sequence_group(self._comm.group, self._accelerator.ctx.world.size)
         for one in prepared:
             if isinstance(one, PreparedLoader):
                 self.split(one)

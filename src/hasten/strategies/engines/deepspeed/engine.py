@@ -78,20 +78,6 @@ class Linear:
             self.leave()
 
 
-def name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
-    """Register the sequence-parallel group with DeepSpeed, for libraries that query it; averages still span all processes."""
-    groups = need("deepspeed").utils.groups
-    groups.mpu = None
-    everyone = groups._get_data_parallel_group()
-    groups.mpu = SimpleNamespace(
-        get_sequence_parallel_group=lambda: group,
-        get_data_parallel_group=lambda: everyone,
-        get_data_parallel_world_size=lambda: world_size,
-        get_data_parallel_group_ranks=lambda: range(world_size),
-        get_model_parallel_world_size=lambda: 1,
-    )
-
-
 def start(
     model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
