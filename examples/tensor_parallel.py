@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, ParallelismConfig, set_seed
 
-
 PLAN = {
     "blocks.*.query": "colwise",
     "blocks.*.key": "colwise",
