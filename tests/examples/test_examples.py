@@ -175,7 +175,7 @@ def test_pipeline_parallel_divides_the_blocks(ctx: ProcessContext) -> None:
 @ranks(2)
 def test_context_parallel_splits_the_sequences(ctx: ProcessContext) -> None:
     sizes = ("--steps", 8, "--width", 32, "--depth", 2, "--context", 32, "--batch_size", 4)
-    printed = run("context_parallel.py", *sizes, "--way", "ring")
+    printed = run("context_parallel.py", *sizes, "--way", "ulysses")
     if ctx.world.rank == 0:
         assert "16 of 32 tokens on each process" in printed
         first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
