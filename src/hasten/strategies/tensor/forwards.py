@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 import torch.distributed as dist
@@ -254,4 +254,7 @@ def forward_of(
             return TableColumns(group, apart)
         case "experts":
             return SplitExperts(group, number)
-    raise AssertionError(f"{style} does not split a layer")
+        case "replicate" | "replicate_sum_gradients":
+            raise AssertionError(f"{style} does not split a layer")
+        case other:
+            assert_never(other)
