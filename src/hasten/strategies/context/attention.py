@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.strategies.context.ops import all_parts, summed_part
+from hasten.strategies.context.ops import all_parts, held_part, summed_part
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 _TILE: Final = 512
@@ -146,120 +146,91 @@ class SequenceGroup:
     group: dist.ProcessGroup
     layout: SequenceLayout
 
+    def blocks(self, length: int) -> Iterator[AttentionBlockPlace]:
+        """Yield the blocks of this rank's queries, of which it holds `length`, and the keys up to each of them."""
+        size = length // self.layout.chunks_per_rank
+        for row, chunk in enumerate(self.layout.chunks(self.group.rank())):
+            rows = slice(row * size, (row + 1) * size)
+            for column in range(chunk + 1):
+                yield AttentionBlockPlace(rows, slice(column * size, (column + 1) * size), column == chunk, column == 0)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the keys or values of all ranks in the order of the sequence, without gradients. Ranks: the group."""
+        chunks = torch.cat(all_parts(part, self.group), -2).chunk(self.layout.num_chunks, -2)
+        return torch.cat([chunks[place] for place in self.layout.order()], -2)
+
+    def own_sum(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the sum of the ranks' gradients for the whole sequence. Ranks: the group."""
+        parts = [held_part(whole, -2, self.layout, rank) for rank in range(self.group.size())]
+        return summed_part(parts, self.group)
+
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """Mask and scale of an attention call."""
+class AttentionBlockPlace:
+    """A chunk of queries, and a chunk of keys that it attends to."""
 
+    rows: slice
+    columns: slice
     causal: bool
-    scale: float
+    """Both are the same chunk, within which a causal mask applies."""
+    is_first: bool
+    """The first chunk of keys for these queries."""
 
 
-def blockwise(query: Tensor, key: Tensor, value: Tensor, sharing: SequenceGroup, manner: AttentionCall) -> Tensor:
-    """Compute attention of this rank's queries over the keys of all ranks, one block of scores at a time. Ranks: the group.
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, sharing: SequenceGroup, scale: float) -> Tensor:
+    """Compute causal attention of this rank's queries over the keys of all ranks, one block of scores at a time. Ranks: the group.
 
     Tensors are (batch, heads, length, width); keys and values may have fewer heads, each shared by several query heads.
     """
-    made: Tensor = _Blockwise.apply(query, key, value, sharing, manner)  # type: ignore[no-untyped-call]  # as torch is
-    return made
+    output: Tensor = _CausalAttention.apply(query, key, value, sharing, scale)  # type: ignore[no-untyped-call]  # as torch is
+    return output
 
 
-class _Blockwise(torch.autograd.Function):
+class _CausalAttention(torch.autograd.Function):
     # Any: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sharing: SequenceGroup, manner: AttentionCall
-    ) -> Tensor:
-        ctx.sharing, ctx.manner = sharing, manner
-        rank, layout = sharing.group.rank(), sharing.layout
-        made: dict[int, tuple[Tensor, Tensor]] = {}
-        for other, keys, values in _visits(key, value, sharing):
-            for place in _places(layout, rank, other, manner.causal, query, keys):
-                more = attend(_block(query, keys, values, place, manner))
-                made[place.row] = merge(*made[place.row], *more) if place.row in made else more
-        outs, sums = zip(*(made[row] for row in sorted(made)), strict=True)
-        whole, lse = _joined(outs).to(query.dtype), _joined(sums, -1)
-        ctx.save_for_backward(query, key, value, whole, lse)
-        return whole
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sharing: SequenceGroup, scale: float) -> Tensor:
+        ctx.sharing, ctx.scale = sharing, scale
+        keys, values = sharing.whole(key), sharing.whole(value)
+        outputs: list[Tensor] = []
+        sums: list[Tensor] = []
+        for place in sharing.blocks(query.shape[-2]):
+            output, lse = attend(_block(query, keys, values, place, scale))
+            if place.is_first:
+                outputs.append(output)
+                sums.append(lse)
+            else:
+                outputs[-1], sums[-1] = merge(outputs[-1], sums[-1], output, lse)
+        joined, lse = torch.cat(outputs, -2).to(query.dtype), torch.cat(sums, -1)
+        ctx.save_for_backward(query, key, value, joined, lse)
+        return joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
-        sharing, manner = ctx.sharing, ctx.manner
-        rank, layout = sharing.group.rank(), sharing.layout
-        chunks = layout.chunks_per_rank if manner.causal else 1
-        dq = _Chunks(query, chunks)
-        contributions: dict[int, tuple[Tensor, Tensor]] = {}
-        for other, keys, values in _visits(key, value, sharing):
-            dk, dv = _Chunks(keys, chunks), _Chunks(values, chunks)
-            for place in _places(layout, rank, other, manner.causal, query, keys):
-                block = _block(query, keys, values, place, manner)
-                handed, made = _strided(grad[..., place.rows, :]), _strided(out[..., place.rows, :])
-                more_q, more_k, more_v = attend_backward(block, handed, made, lse[..., place.rows].contiguous())
-                dq.add(place.row, more_q)
-                dk.add(place.column, _fold_heads(more_k, key.shape[-3]))
-                dv.add(place.column, _fold_heads(more_v, key.shape[-3]))
-            # ranks add up different numbers of chunks, but must send one dtype
-            contributions[other] = dk.joined().float(), dv.joined().float()
-        by_rank = [contributions[other] for other in range(sharing.group.size())]
-        own_k = summed_part([more_k for more_k, _ in by_rank], sharing.group)
-        own_v = summed_part([more_v for _, more_v in by_rank], sharing.group)
-        return dq.joined().to(query.dtype), own_k.to(key.dtype), own_v.to(value.dtype), None, None
+        query, key, value, output, lse = ctx.saved_tensors
+        sharing: SequenceGroup = ctx.sharing
+        keys, values = sharing.whole(key), sharing.whole(value)
+        dq = torch.zeros_like(query, dtype=torch.float32)
+        dk, dv = torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
+        for place in sharing.blocks(query.shape[-2]):
+            rows, columns = place.rows, place.columns
+            block = _block(query, keys, values, place, ctx.scale)
+            block_grad, block_output = _strided(grad[..., rows, :]), _strided(output[..., rows, :])
+            more_q, more_k, more_v = attend_backward(block, block_grad, block_output, lse[..., rows].contiguous())
+            dq[..., rows, :] += more_q
+            dk[..., columns, :] += _fold_heads(more_k, key.shape[-3])
+            dv[..., columns, :] += _fold_heads(more_v, key.shape[-3])
+        own_k, own_v = sharing.own_sum(dk), sharing.own_sum(dv)
+        return dq.to(query.dtype), own_k.to(key.dtype), own_v.to(value.dtype), None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockPlace:
-    """A chunk of queries and a chunk of keys to attend to, as indices and as slices."""
-
-    row: int
-    rows: slice
-    column: int
-    columns: slice
-    causal: bool
-    """Apply the causal mask inside the block."""
-
-
-def _places(
-    layout: SequenceLayout, rank: int, other: int, causal: bool, query: Tensor, key: Tensor
-) -> Iterator[_BlockPlace]:
-    """Yield the blocks of this rank's queries with the keys of rank `other`."""
-    if not causal:
-        yield _BlockPlace(0, slice(None), 0, slice(None), False)
-        return
-    row, column = query.shape[-2] // layout.chunks_per_rank, key.shape[-2] // layout.chunks_per_rank
-    for pair in layout.pairs(rank, other, causal):
-        rows = slice(pair.query * row, (pair.query + 1) * row)
-        yield _BlockPlace(pair.query, rows, pair.key, slice(pair.key * column, (pair.key + 1) * column), pair.diagonal)
-
-
-class _Chunks:
-    """The chunks of a gradient, each the sum of the blocks' contributions; sums of several are held in float32."""
-
-    def __init__(self, like: Tensor, number: int) -> None:
-        self._like = like
-        self._made: list[Tensor | None] = [None] * number
-
-    def add(self, number: int, more: Tensor) -> None:
-        so_far = self._made[number]
-        self._made[number] = more if so_far is None else so_far.float().add_(more)
-
-    def joined(self) -> Tensor:
-        """Return the whole gradient, with zeros where no block contributed."""
-        shape = (*self._like.shape[:-2], self._like.shape[-2] // len(self._made), self._like.shape[-1])
-        return _joined([self._like.new_zeros(shape) if made is None else made for made in self._made])
-
-
-def _joined(chunks: Sequence[Tensor], dim: int = -2) -> Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), dim)
-
-
-def _block(query: Tensor, key: Tensor, value: Tensor, place: _BlockPlace, manner: AttentionCall) -> AttentionBlock:
+def _block(query: Tensor, key: Tensor, value: Tensor, place: AttentionBlockPlace, scale: float) -> AttentionBlock:
     query, key, value = query[..., place.rows, :], key[..., place.columns, :], value[..., place.columns, :]
     repeats = query.shape[-3] // key.shape[-3]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    return AttentionBlock(_strided(query), _strided(key), _strided(value), place.causal, manner.scale)
+    return AttentionBlock(_strided(query), _strided(key), _strided(value), place.causal, scale)
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -272,12 +243,3 @@ def _fold_heads(grad: Tensor, heads: int) -> Tensor:
     if grad.shape[-3] == heads:
         return grad
     return grad.view(*grad.shape[:-3], heads, -1, *grad.shape[-2:]).sum(-3)
-
-
-def _visits(key: Tensor, value: Tensor, sharing: SequenceGroup) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the keys and values of every rank, this rank's first, then those of the ranks before it."""
-    group = sharing.group
-    keys, values = all_parts(key, group), all_parts(value, group)
-    for step in range(group.size()):
-        other = (group.rank() - step) % group.size()
-        yield other, keys[other], values[other]

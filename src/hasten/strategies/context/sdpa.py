@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
+from hasten.strategies.context.attention import SequenceGroup, causal_attention
 from hasten.strategies.context.masks import MaskReader, PackedSamples
 from hasten.strategies.context.ops import all_parts, collect, swap
 
@@ -59,6 +59,14 @@ class AttentionPatch:
                     if value is function:
                         self._places.append((vars(module), name))
         return self._places
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Mask and scale of an attention call."""
+
+    causal: bool
+    scale: float
 
 
 Way = Literal["allgather", "ulysses"]
@@ -126,7 +134,7 @@ class SequenceAttention:
             return self._with_all_keys(query, key, value, hidden, dropout_p, manner)
         shape = query.shape
         query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
-        return blockwise(query, key, value, self.sharing, manner).reshape(*shape[:-1], value.shape[-1])
+        return causal_attention(query, key, value, self.sharing, manner.scale).reshape(*shape[:-1], value.shape[-1])
 
     def start(self) -> None:
         """Wait for the inspection of the buffers, unless that was done before."""

@@ -1,4 +1,4 @@
-"""Positions of a sequence on each context-parallel rank, and the chunks that attend to each other; pure Python."""
+"""Positions of a sequence on each context-parallel rank; pure Python."""
 
 from __future__ import annotations
 
@@ -6,16 +6,6 @@ from dataclasses import dataclass
 
 from hasten.errors import ConfigError
 from hasten.runtime.mesh_plan import divisors
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A chunk of this rank's queries that attends to a chunk of a rank's keys, both as indices on their ranks."""
-
-    query: int
-    key: int
-    diagonal: bool
-    """Both are the same chunk, within which a causal mask applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +48,6 @@ class SequenceLayout:
         """Return the positions of the sequence on `rank`, in their order there."""
         size = length // self.num_chunks
         return [chunk * size + step for chunk in self.chunks(rank) for step in range(size)]
-
-    def pairs(self, rank: int, other: int, causal: bool) -> list[Pair]:
-        """Return the pairs of `rank`'s query chunks and `other`'s key chunks that attend to each other."""
-        return [
-            Pair(query, key, mine == theirs)
-            for query, mine in enumerate(self.chunks(rank))
-            for key, theirs in enumerate(self.chunks(other))
-            if not causal or mine >= theirs
-        ]
 
     def check(self, length: int, what: str) -> None:
         """Check that a sequence of this length divides into equal chunks.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.strategies.context.attention import AttentionCall, SequenceGroup, blockwise
+from hasten.strategies.context.attention import SequenceGroup, causal_attention
 from hasten.strategies.context.ops import all_parts, collect
 from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.megatron.package import package
@@ -58,8 +58,9 @@ class CoreAttention(nn.Module):
         dropout = self._dropout if self.training else 0.0
         divided = self._sharing.group.size() > 1
         if divided and attention_mask is None and not dropout:
-            manner = AttentionCall(causal=True, scale=self._scale)
-            made = blockwise(_heads_first(query), _heads_first(key), _heads_first(value), self._sharing, manner)
+            made = causal_attention(
+                _heads_first(query), _heads_first(key), _heads_first(value), self._sharing, self._scale
+            )
             return made.permute(2, 0, 1, 3).flatten(2)
         if divided:
             key, value = self._whole(key), self._whole(value)
