@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from numbers import Integral
 from operator import is_
 from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from hasten import trees
 from hasten.data.batch_plan import derive_seed
 from hasten.data.position import BatchRange, Position, decode, encode
 from hasten.data.source import BatchSource, Item, engine_of
-from hasten.errors import ConfigError, PrepareError
+from hasten.errors import ArgumentError, ConfigError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
 Move = Callable[[Iterator[Item]], Iterator[Item]]
@@ -73,6 +75,8 @@ class LoaderIteration:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
+        if isinstance(epoch, bool) or not isinstance(epoch, Integral) or epoch < 0:
+            raise ArgumentError(f"set_epoch({epoch!r}) is not an epoch, so its order is unknown; give a whole number from 0.")
         if not (self.fresh and self.start.epoch == epoch):
             self.place(self.start.begin(epoch))
 
@@ -195,7 +199,7 @@ class Loader(DataLoader[Any]):
     def _pass(self, items: Iterator[Item], here: Position, num_rollbacks: int) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
-        active, listener, size = clock.loaders, clock.listener, self.parts.total_batch_size or 0
+        active, listener, total = clock.loaders, clock.listener, self.parts.total_batch_size
         phases = None if listener is None else listener.phases
         passes = 0
         if phases is not None:
@@ -210,8 +214,9 @@ class Loader(DataLoader[Any]):
             cursor.batch += 1
             cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
             cursor.at_end, cursor.given = last, batch
+            cursor.num_samples = self._num_samples_at_end(here) if last else total
             if phases is not None:
-                phases.got(size)
+                phases.got(cursor.num_samples or 0)
                 passes = clock.num_passes
             yield batch
             if active.roll_back is not None:
@@ -224,6 +229,19 @@ class Loader(DataLoader[Any]):
                 phases.asked(clock.num_passes == passes)
         if iteration.start is here:
             iteration.place(here.begin(here.epoch + 1))
+
+    def _num_samples_at_end(self, start: Position) -> int | None:
+        """Return the number of samples of the epoch's last batch over all ranks; the others are taken to have as many as this rank."""
+        source, cursor, total = self.parts.source, self.parts.cursor, self.parts.total_batch_size
+        if total is None:
+            return None
+        size = source.size()
+        if size is not None:
+            return min(max(size - start.consumed - (self.parts.iteration.steps - 1) * total, 0), total)
+        num_real = trees.batch_size(cursor.given) if cursor.num_real is None else cursor.num_real
+        if num_real is None or not self.batch_size:
+            return total
+        return min(num_real * total // self.batch_size, total)
 
     def _set_seeds(self, at: Position) -> None:
         parts = self.parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
+from hasten import trees
 from hasten.errors import DataError, StepError
 
 
@@ -23,6 +24,8 @@ class LoaderCursor:
     """Number of rows of the current batch on this rank that are not padding; None for all."""
     num_rows: int | None = None
     """Number of rows of the current batch on this rank, padding included; None if unknown."""
+    num_samples: int | None = None
+    """Number of samples of the current batch over all ranks, without padding; None if batches vary."""
     given: Any = None  # Any: a batch of the user
     """The current batch, for error messages; None outside an iteration."""
     pads_like: tuple[Any, ...] | None = None
@@ -43,6 +46,13 @@ class LoaderCursor:
     """True if the latest pass ended because a loader that was read alongside ran out."""
     nests: bool = False
     """True if it counts as nested in the loaders opened before it, even if they move alongside each other."""
+
+    def sum_over_ranks(self, amount: int, num_ranks: int) -> int:
+        """Return an amount in this rank's batch, such as its tokens, over all ranks that read other samples, without padding."""
+        if not self.at_end or self.num_samples is None:
+            return amount * num_ranks
+        num_rows = self.num_rows or trees.batch_size(self.given)
+        return amount * self.num_samples // num_rows if num_rows else amount * num_ranks
 
 
 class CountsPasses(Protocol):

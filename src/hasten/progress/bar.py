@@ -6,6 +6,7 @@ import atexit
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import mul
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.errors import ConfigError
+from hasten.optim.loader_progress import LoaderCursor
 from hasten.progress.display import Display, LineDisplay
 from hasten.progress.meter import MemoryGauge, Meter, MeterReading
 from hasten.progress.scalars import LateScalars
@@ -66,10 +68,11 @@ class Progress(Generic[T]):
         self._here = here
         self._desc = desc
         self._samples, self._tokens = samples or _rows, tokens or _input_ids
+        cursor = getattr(iterable, "cursor", None)
+        self._cursor = cursor if isinstance(cursor, LoaderCursor) else None
         self._initial = initial
         self._meter = Meter(_length(iterable) if total is None else total, time.perf_counter(), initial or 0)
         self._late = LateScalars()
-        self._next_draw_s = 0.0
         self._open = True
         self._hint = ""  # of the bar whose steps are slow, not of enclosing bars
 
@@ -136,10 +139,11 @@ class Progress(Generic[T]):
 
     def _advance(self, item: T) -> None:
         if self._here.is_main:
-            meter, replicas = self._meter, self._here.replicas
+            meter, replicas, cursor = self._meter, self._here.replicas, self._cursor
             meter.step += 1
-            meter.samples += self._samples(item) * replicas
-            meter.tokens += self._tokens(item) * replicas
+            for_all = mul if cursor is None else cursor.sum_over_ranks
+            meter.samples += for_all(self._samples(item), replicas)
+            meter.tokens += for_all(self._tokens(item), replicas)
         self._tick()
 
     def _tick(self) -> None:
@@ -149,10 +153,11 @@ class Progress(Generic[T]):
             here.watch.tick(now, here.pulse)
             if here.watch.found is not known:  # checked again, in a step of this bar
                 self._hint = str(here.watch.found)
-        if here.is_main and now >= self._next_draw_s:
-            self._next_draw_s = now + here.display.every_s
+        display = here.display
+        if here.is_main and now >= display.next_draw_s:
+            display.next_draw_s = now + display.every_s
             reading = self._complete(self._meter.read(now, self._desc))
-            here.display.draw(reading)
+            display.draw(reading)
             if here.status is not None:
                 here.status.bar(self, reading)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from hasten.progress.bar import BarContext, Counter, Progress
-from hasten.progress.display import choose_display, error_console
+from hasten.progress.display import Display, DisplayMaker, error_console
 from hasten.progress.meter import MemoryGauge
 from hasten.progress.straggler import BackwardTimer, StoreNotes, StragglerWatch
 from hasten.runtime.context import ProcessContext
@@ -30,8 +30,11 @@ class ProgressMaker:
         """Notified when a backward pass starts."""
         self._watch = straggler_watch(ctx)
         self._console = error_console()  # one for all bars: nested bars share the screen
+        self._make_display = DisplayMaker(self._console, is_main=ctx.topology.rank == 0)
 
     def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
+        if options.get("console") is None and options.get("every_s") is None:
+            options["display"] = self._make_display()
         options = {"console": self._console, "status": self._status, **options}
         return progress(iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options)
 
@@ -55,6 +58,7 @@ def progress(
     tokens: Counter | None = None,
     every_s: float | None = None,
     console: Console | None = None,
+    display: Display | None = None,
     pulse: BackwardTimer | None = None,
     watch: StragglerWatch | None = None,
     rates: Callable[[], Mapping[str, float]] | None = None,
@@ -66,7 +70,7 @@ def progress(
     """
     is_main = ctx.topology.rank == 0
     here = BarContext(
-        display=choose_display(console or error_console(), is_main=is_main, every_s=every_s),
+        display=display or DisplayMaker(console or error_console(), is_main=is_main, every_s=every_s)(),
         is_main=is_main,
         replicas=ctx.mesh.size(*BATCH),
         memory=MemoryGauge(ctx.device) if is_main else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
+import time
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -15,12 +16,15 @@ from hasten.progress import text
 from hasten.progress.meter import MeterReading
 
 _WIDTH = 16  # characters of a full bar
+_MAX_BARS = 30  # of one notebook cell
 
 
 class Display(Protocol):
     """Output of readings, drawn every `every_s` seconds; `in_place` displays replace their previous output."""
 
     every_s: float
+    next_draw_s: float
+    """Time of the next draw on the clock of `time.perf_counter`, set by the bar that draws."""
     in_place: bool
 
     def draw(self, reading: MeterReading) -> None: ...
@@ -35,6 +39,7 @@ class TerminalDisplay:
 
     def __init__(self, console: Console, every_s: float = 0.5) -> None:
         self.every_s = every_s
+        self.next_draw_s = 0.0
         self._console = console
         self._live: Live | None = None
 
@@ -72,16 +77,19 @@ def rendered(reading: MeterReading, ascii_only: bool = False) -> Text:
 
 
 class LineDisplay:
-    """Periodic lines of plain text, for log files."""
+    """Lines of plain text for log files, at most one every `every_s` seconds for all bars that share this display."""
 
     in_place = False
 
     def __init__(self, console: Console, every_s: float = 10.0) -> None:
         self.every_s = every_s
+        self.next_draw_s = time.perf_counter() + every_s
         self._console = console
+        self._is_empty = True
 
     def draw(self, reading: MeterReading) -> None:
         """Write one line."""
+        self._is_empty = False
         self.note(text.line(reading))
 
     def note(self, line: str) -> None:
@@ -90,26 +98,52 @@ class LineDisplay:
         self._console.file.flush()
 
     def close(self, reading: MeterReading) -> None:
-        """Write the last line."""
-        self.draw(reading)
+        """Write the last line, unless another line was written less than `every_s` seconds ago."""
+        now = time.perf_counter()
+        if self._is_empty or reading.hint or now >= self.next_draw_s:
+            self.next_draw_s = now + self.every_s
+            self.draw(reading)
 
 
-class NotebookDisplay:
-    """Output of a notebook cell that is updated in place; plain text if the front end shows no HTML."""
+class NotebookOutput:
+    """One output of a notebook cell with a line for each bar of the cell; plain text if the front end shows no HTML."""
 
-    in_place = True
-
-    def __init__(self, every_s: float = 0.5) -> None:
-        self.every_s = every_s
+    def __init__(self) -> None:
+        self._readings: dict[int, MeterReading] = {}
         self._handle: Any = None  # Any: IPython is an optional package
+        self._cell: int | None = None
 
-    def draw(self, reading: MeterReading) -> None:
-        """Show or update the output."""
-        content = {"text/plain": text.line(reading), "text/html": _markup(reading)}
+    def show(self, bar: int, reading: MeterReading) -> None:
+        """Show or update the line of this bar; a new cell gets a new output."""
+        shell = need("IPython").get_ipython()
+        cell = None if shell is None else shell.execution_count
+        if cell != self._cell:
+            self._readings.clear()
+            self._handle, self._cell = None, cell
+        self._readings[bar] = reading
+        if len(self._readings) > _MAX_BARS:
+            del self._readings[next(iter(self._readings))]
+        readings = self._readings.values()
+        content = {"text/plain": "\n".join(map(text.line, readings)), "text/html": "<br>".join(map(_markup, readings))}
         if self._handle is None:
             self._handle = need("IPython.display").display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
+
+
+class NotebookDisplay:
+    """Line of one bar in the output of a notebook cell, updated in place."""
+
+    in_place = True
+
+    def __init__(self, output: NotebookOutput, every_s: float = 0.5) -> None:
+        self.every_s = every_s
+        self.next_draw_s = 0.0
+        self._output = output
+
+    def draw(self, reading: MeterReading) -> None:
+        """Show or update the line."""
+        self._output.show(id(self), reading)
 
     def note(self, line: str) -> None:
         """Show a line as a separate output."""
@@ -130,7 +164,7 @@ def _markup(reading: MeterReading) -> str:
 class NoDisplay:
     """Display without output, for all processes but the main one."""
 
-    every_s = float("inf")
+    every_s = next_draw_s = float("inf")
     in_place = True
 
     def draw(self, reading: MeterReading) -> None:
@@ -152,13 +186,23 @@ def error_console() -> Console:
     return Console(stderr=True, force_terminal=sys.stderr.isatty())
 
 
-def choose_display(console: Console, *, is_main: bool = True, every_s: float | None = None) -> Display:
-    """Return the display that fits the output of `console`."""
-    given = {} if every_s is None else {"every_s": every_s}
-    if not is_main:
-        return NoDisplay()
-    if console.is_jupyter and available("IPython"):
-        return NotebookDisplay(**given)
-    if console.is_terminal:
-        return TerminalDisplay(console, **given)
-    return LineDisplay(console, **given)
+class DisplayMaker:
+    """Factory of displays that fit the output of one console; their bars share a notebook's output, or a log file's lines."""
+
+    def __init__(self, console: Console, *, is_main: bool = True, every_s: float | None = None) -> None:
+        self._console = console
+        self._interval = {} if every_s is None else {"every_s": every_s}
+        self._shared: NoDisplay | LineDisplay | None = None
+        self._notebook: NotebookOutput | None = None
+        if not is_main:
+            self._shared = NoDisplay()
+        elif console.is_jupyter and available("IPython"):
+            self._notebook = NotebookOutput()
+        elif not console.is_terminal:
+            self._shared = LineDisplay(console, **self._interval)
+
+    def __call__(self) -> Display:
+        """Return the display of a new bar."""
+        if self._notebook is not None:
+            return NotebookDisplay(self._notebook, **self._interval)
+        return TerminalDisplay(self._console, **self._interval) if self._shared is None else self._shared

@@ -117,12 +117,13 @@ class Throughput:
         """Operations of an update of every optimizer by dtype, over all ranks; None until they are counted."""
         self.tokens_counted = 0
         """Tokens of the updates whose operations were counted, over all ranks; 0 if batches have none."""
+        self._samples_counted = 0
         self._given = flops_per_token
         self._mode: StepFlops | None = None
         self._stance: Any = None
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=_SPAN)
-        self._updates = self._tokens = 0
-        self._first_counted = (0, 0)  # updates and tokens before the counted ones
+        self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_SPAN)
+        self._updates = self._tokens = self._samples = 0
+        self._first_counted = (0, 0, 0)  # updates, tokens and samples before the counted ones
         self._cycle = 1
         self._before: tuple[Callable[[], None] | None, Callable[[LoaderCursor], None] | None] = (None, None)
         self._passes = clock.num_passes
@@ -151,8 +152,14 @@ class Throughput:
         seconds = self._peak_seconds(self.flops)
         if not seconds:
             return None
-        each = tokens / self.tokens_counted if tokens is not None and self.tokens_counted else updates / self._cycle
-        return seconds * each
+        samples = self._rate(3)
+        if tokens is not None and self.tokens_counted:
+            repetitions = tokens / self.tokens_counted
+        elif samples and self._samples_counted:
+            repetitions = samples / self._samples_counted
+        else:
+            repetitions = updates / self._cycle
+        return seconds * repetitions
 
     def values(self) -> dict[str, float]:
         """Return the known values by the names that trackers get: `tokens_per_second` and `mfu`."""
@@ -231,11 +238,12 @@ class Throughput:
         if mode is not None and mode.open and self._updates - self._first_counted[0] >= self._cycle:
             mode.open = False
             self.tokens_counted = self._tokens - self._first_counted[1]
+            self._samples_counted = self._samples - self._first_counted[2]
             self._sum(mode)
         if mode is not None and not mode.open:
             self.close()
             self._marks.clear()  # counting has slowed these updates down
-        self._marks.append((time.perf_counter(), self._updates, self._tokens))
+        self._marks.append((time.perf_counter(), self._updates, self._tokens, self._samples))
 
     def close(self) -> None:
         """Stop counting; rates stay readable."""
@@ -248,7 +256,8 @@ class Throughput:
     def _count(self, cursor: LoaderCursor) -> None:
         if not self._batch_counted and cursor.given is not None:
             self._batch_counted = True
-            self._tokens += self._number(cursor.given) * self._ctx.mesh.size(*BATCH)
+            self._tokens += cursor.sum_over_ranks(self._number(cursor.given), self._ctx.mesh.size(*BATCH))
+            self._samples += cursor.num_samples or 0
 
     def _number(self, batch: Any) -> int:
         if callable(self._tokens_of):
@@ -271,7 +280,8 @@ class Throughput:
         """
         if "torch._dynamo" in sys.modules:
             self._stance = torch.compiler.set_stance("eager_on_recompile")
-        self._first_counted, self._cycle = (self._updates, self._tokens), max(self._num_optimizers(), 1)
+        self._first_counted = (self._updates, self._tokens, self._samples)
+        self._cycle = max(self._num_optimizers(), 1)
         self._mode = StepFlops()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 

@@ -6,9 +6,14 @@ import io
 import logging
 import time
 
+import pytest
 import torch
 from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader
 
+from hasten import Accelerator, DataLoaderConfiguration
+from hasten.config.sections.loop import Pad
 from hasten.progress.build import progress, straggler_watch
 from hasten.progress.straggler import BackwardTimer
 from hasten.runtime.context import ProcessContext
@@ -93,3 +98,24 @@ def test_trackers_on_every_rank_share_the_run(ctx: ProcessContext) -> None:
     manager.finish()
     assert ids[0] == ids[1]
     assert labels == [ids[0], f"{ids[0]}-rank1"]
+
+
+@pytest.mark.parametrize("pad", ["least", "full"])
+@pytest.mark.parametrize("batch_size", [3, 4, 8])
+@ranks(2, 3)
+def test_a_short_batch_counts_its_samples_on_every_rank(ctx: ProcessContext, pad: Pad, batch_size: int) -> None:
+    """30 samples are 30 in the counters of metrics, of the report and of throughput, in every split."""
+    settings = DataLoaderConfiguration(pad=pad)
+    accelerator = Accelerator(context=ctx, dataloader_config=settings, metrics={"port": 0})
+    net = nn.Linear(1, 1)
+    rows = [{"x": torch.ones(1), "input_ids": torch.zeros(5, dtype=torch.long)}] * 30
+    model, _, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(rows, batch_size=batch_size)
+    )
+    throughput = accelerator.track_throughput(tokens="input_ids")
+    for batch in loader:
+        accelerator.backward(model(batch["x"]).mean())
+    log = accelerator._run_log
+    assert log is not None
+    assert (log.samples, throughput._samples, throughput._tokens) == (30, 30, 150)
+    accelerator.end_training()

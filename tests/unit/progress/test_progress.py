@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import hasten
 from hasten.errors import ConfigError
 from hasten.progress import text
 from hasten.progress.bar import BarContext, Progress
-from hasten.progress.display import LineDisplay, NoDisplay, NotebookDisplay, TerminalDisplay, choose_display
+from hasten.progress.display import DisplayMaker, LineDisplay, NoDisplay, NotebookDisplay, NotebookOutput, TerminalDisplay
 from hasten.progress.meter import Meter, MeterReading
 from hasten.progress.scalars import LateScalars, fetch_scalars
 from hasten.progress.straggler import BackwardTimer, StragglerWatch, find_straggler
@@ -28,7 +29,7 @@ from hasten.runtime.topology import Topology
 class Sheet:
     """A display that keeps every reading."""
 
-    every_s = 0.0
+    every_s = next_draw_s = 0.0
     in_place = True
 
     def __init__(self) -> None:
@@ -111,12 +112,12 @@ def test_other_processes_show_nothing() -> None:
     for _ in bar:
         bar.show(loss=1.0)
     assert sheet.readings == []
-    assert isinstance(choose_display(Console(), is_main=False), NoDisplay)
+    assert isinstance(DisplayMaker(Console(), is_main=False)(), NoDisplay)
 
 
 def test_a_file_gets_plain_lines() -> None:
     file = io.StringIO()
-    display = choose_display(Console(file=file), every_s=0.0)
+    display = DisplayMaker(Console(file=file), every_s=0.0)()
     assert isinstance(display, LineDisplay)
     bar = Progress(list(batches(2)), here=BarContext(display=display), desc="epoch 1")
     for _ in bar:
@@ -130,7 +131,7 @@ def test_a_file_gets_plain_lines() -> None:
 def test_a_terminal_gets_one_bar_and_prints_stay_above() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
-    display = choose_display(console, every_s=0.0)
+    display = DisplayMaker(console, every_s=0.0)()
     assert isinstance(display, TerminalDisplay)
     bar = Progress(list(batches(3)), here=BarContext(display=display), desc="train")
     for index, _ in enumerate(bar):
@@ -162,13 +163,15 @@ def test_a_notebook_cell_is_updated_in_place() -> None:
         def update(self, content: dict[str, str], raw: bool) -> None:
             published.append((content, True))
 
-    display = NotebookDisplay(every_s=0.0)
-    display._handle = Handle()
-    bar = Progress(range(2), here=BarContext(display=display), desc="<train>")
-    for _ in bar:
-        bar.show(loss=0.5)
+    output = NotebookOutput()
+    output._handle = Handle()
+    for number in range(2):
+        bar = Progress(range(2), here=BarContext(display=NotebookDisplay(output, 0.0)), desc=f"<train> {number}")
+        for _ in bar:
+            bar.show(loss=0.5)
     content = published[-1][0]
-    assert content["text/plain"].startswith("<train> 2/2 100% | loss 0.5")
+    lines = content["text/plain"].splitlines()
+    assert [line.startswith(f"<train> {number} 2/2 100% | loss 0.5") for number, line in enumerate(lines)] == [True] * 2
     assert '<progress value="2" max="2">' in content["text/html"]
     assert "&lt;train&gt;" in content["text/html"]
 
@@ -293,15 +296,40 @@ def test_the_bars_of_an_accelerator_share_one_console(monkeypatch: pytest.Monkey
     """Inside each other they are drawn as one picture; each on a console of its own, they would overwrite each other."""
     consoles: list[Console] = []
 
-    def choose(console: Console, **options: object) -> NoDisplay:
-        consoles.append(console)
-        return NoDisplay()
+    class Maker(DisplayMaker):
+        def __call__(self) -> NoDisplay:
+            consoles.append(self._console)
+            return NoDisplay()
 
-    monkeypatch.setattr("hasten.progress.build.choose_display", choose)
+    monkeypatch.setattr("hasten.progress.build.DisplayMaker", Maker)
     accelerator = hasten.Accelerator(cpu=True)
     for _ in accelerator.progress(range(1)):
         accelerator.progress(range(1))
     assert consoles[0] is consoles[1]
+
+
+def test_the_short_loops_of_a_file_share_one_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, file = [100.0], io.StringIO()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    make = DisplayMaker(Console(file=file))
+    for epoch in range(12):
+        for _ in Progress(range(8), here=BarContext(display=make()), desc=f"epoch {epoch}"):
+            now[0] += 0.25
+    lines = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
+    assert lines == ["epoch 0 8/8 100%", "epoch 5 8/8 100%", "epoch 10 8/8 100%"]
+
+
+def test_a_short_batch_counts_its_samples_and_tokens() -> None:
+    """30 samples in batches of 8: the last batch has 6."""
+    sheet, accelerator = Sheet(), hasten.Accelerator(cpu=True)
+    rows = [{"input_ids": torch.zeros(5, dtype=torch.long)}] * 30
+    for settings in ({}, {"pad": "full"}):
+        loader = hasten.Accelerator(cpu=True, dataloader_config=settings).prepare(DataLoader(rows, batch_size=8))
+        bar = Progress[Any](loader, here=BarContext(display=sheet))
+        for _ in bar:
+            pass
+        assert (bar._meter.samples, bar._meter.tokens) == (30, 150)
+    accelerator.end_training()
 
 
 def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
