@@ -15,7 +15,6 @@ T = TypeVar("T")
 # Any in this file: objects of packages that hasten does not depend on.
 _HUB_STREAM: Final = ("datasets.iterable_dataset", "IterableDataset")
 _HUB_BUFFER: Final = ("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
-_HUB_ITEMS: Final = ("datasets.arrow_dataset", "Dataset")
 _MOSAIC_STREAM: Final = ("streaming.base.dataset", "StreamingDataset")
 _LITDATA: Final = (
     ("litdata.streaming.dataset", "StreamingDataset"),
@@ -36,11 +35,6 @@ def length_of(dataset: object) -> int | None:
 def is_hub_stream(dataset: object) -> bool:
     """Return True if the dataset is an IterableDataset of Hugging Face `datasets`."""
     return _is_a(dataset, _HUB_STREAM)
-
-
-def is_hub_items(dataset: object) -> bool:
-    """Return True if the dataset is a map-style Dataset of Hugging Face `datasets`."""
-    return _is_a(dataset, _HUB_ITEMS)
 
 
 class ForeignSplit(NamedTuple):

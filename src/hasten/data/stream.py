@@ -16,8 +16,8 @@ from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import COUNTED, counted_states, has_fixed_shard_order, length_of, shares_epochs
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
-from hasten.data.rank_check import read_first_samples
-from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
+from hasten.data.rank_check import compare_first_samples
+from hasten.data.rank_differences import Sample, are_alike
 from hasten.data.source import Item, engine_of, own_copy, own_generator
 from hasten.data.stream_shard import BlockCollate, Cutting, StreamShard, StreamState, WorkerState
 from hasten.errors import DataError, PeerFailedError
@@ -116,15 +116,11 @@ class StreamSource:
     def _compare(self) -> None:
         """Raise DataError on every rank when the first elements of ranks come from different data."""
         self._checks = False
-        gathered = [decoded(one) for one in self._comm.all_gather_object(list(self._first_samples or ()))]
+        gathered: list[list[Sample]] = self._comm.all_gather_object(list(self._first_samples or ()))
         shortest = min(map(len, gathered))
-        if all(one[:shortest] == gathered[0][:shortest] for one in gathered):
-            return
-        with self._process.kept():
-            reads = self._comm.all_gather_object(read_first_samples(self._loader, derive_seed(len(gathered))))
-        if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
-            kind = type(self._loader.dataset).__name__
-            raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
+        if any(not are_alike(samples[:shortest], gathered[0][:shortest]) for samples in gathered):
+            with self._process.kept():
+                compare_first_samples(self._loader, derive_seed(len(gathered)), self._comm)
 
     def _items(self, start: StreamState, at: Position) -> Generator[Item]:
         """Yield the batches from a state on."""

@@ -240,7 +240,8 @@ def _summaries(failures: Sequence[Failure]) -> list[str]:
         if failure.stopped:
             words = "stopped by the launcher"
         else:
-            words = end_words(failure.code) + (f": {failure.summary.splitlines()[-1][:160]}" if failure.summary else "")
+            first_sentence = failure.summary.splitlines()[-1].partition(". ")[0] if failure.summary else ""
+            words = end_words(failure.code) + (f": {first_sentence}" if first_sentence else "")
         groups.setdefault(words, []).append(failure.rank)
     return [f"{ranks_in_words(ranks)}: {words}" for words, ranks in groups.items()]
 

@@ -154,13 +154,6 @@ KINDS: dict[str, Build] = {
     "items": lambda ctx: DataLoader(TensorDataset(torch.arange(SIZE)[ctx.rank :: ctx.world.size]), batch_size=None),
 }
 RECOGNISED: dict[str, Build] = {
-    "split_dataset_by_node": lambda ctx: items(
-        split_dataset_by_node(numbers(), ctx.rank, ctx.world.size), collate_fn=of_x, shuffle=True
-    ),
-    "shard": lambda ctx: items(numbers().shard(ctx.world.size, ctx.rank), collate_fn=of_x),
-    "strided shard": lambda ctx: items(
-        numbers().shuffle(seed=1).shard(ctx.world.size, ctx.rank, contiguous=False), collate_fn=of_x
-    ),
     "split stream by shards": lambda ctx: items(
         split_dataset_by_node(numbers(24).to_iterable_dataset(2 * ctx.world.size), ctx.rank, ctx.world.size),
         collate_fn=of_x,
@@ -168,6 +161,15 @@ RECOGNISED: dict[str, Build] = {
     "split stream by examples": lambda ctx: items(
         split_dataset_by_node(numbers().to_iterable_dataset(1).shuffle(seed=3), ctx.rank, ctx.world.size),
         collate_fn=of_x,
+    ),
+}
+UNDECLARED: dict[str, Build] = {
+    "split_dataset_by_node": lambda ctx: items(
+        split_dataset_by_node(numbers(), ctx.rank, ctx.world.size), collate_fn=of_x, shuffle=True
+    ),
+    "shard": lambda ctx: items(numbers().shard(ctx.world.size, ctx.rank), collate_fn=of_x),
+    "strided shard": lambda ctx: items(
+        numbers().shuffle(seed=1).shard(ctx.world.size, ctx.rank, contiguous=False), collate_fn=of_x
     ),
     "sharded stream": lambda ctx: items(
         numbers().to_iterable_dataset(5).shard(ctx.world.size, ctx.rank), collate_fn=of_x
@@ -244,6 +246,42 @@ def test_parts_of_equal_length_are_refused_too(ctx: ProcessContext) -> None:
 def test_what_other_packages_split_is_recognised(ctx: ProcessContext, kind: str) -> None:
     size = 24 if kind == "split stream by shards" else SIZE
     check_once_and_resume(ctx, RECOGNISED[kind], size)
+
+
+@pytest.mark.parametrize("kind", UNDECLARED)
+@ranks(2)
+def test_parts_of_a_dataset_that_do_not_say_so_are_refused_and_read_with_the_flag(
+    ctx: ProcessContext, kind: str
+) -> None:
+    with pytest.raises(DataError, match="already_sharded=True"):
+        list(prepared(UNDECLARED[kind](ctx), ctx=ctx))
+    check_once_and_resume(ctx, UNDECLARED[kind], already_sharded=True)
+
+
+@ranks(2)
+def test_random_data_without_a_seed_names_the_seed_first(ctx: ProcessContext) -> None:
+    torch.manual_seed(ctx.rank)
+    with pytest.raises(DataError, match=r"set_seed\(0\) before random data is made.*already_sharded=True"):
+        prepared(items(TensorDataset(torch.randn(24, 4))), ctx=ctx)
+
+
+class FromOneReader(IterableDataset[int]):
+    """Can be read only once, and knows its length."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.reader = size, iter(range(size))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.reader
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@ranks(2)
+def test_a_stream_that_can_be_read_only_once_loses_nothing_to_the_comparison(ctx: ProcessContext) -> None:
+    read = ctx.world.all_gather_object(real(rows_of(prepared(items(FromOneReader(24)), ctx=ctx))))
+    assert sorted(itertools.chain(*read)) == list(range(24))
 
 
 @ranks(2)
@@ -375,7 +413,7 @@ def test_settings_that_cannot_be_honoured_are_refused(ctx: ProcessContext) -> No
     with pytest.raises(ConfigError, match="dispatch_batches=True with data that is already sharded"):
         prepared(items(list(mine(ctx))), ctx=ctx, already_sharded=True, dispatch_batches=True)
     with pytest.raises(ConfigError, match="dispatch_batches=True"):
-        prepared(RECOGNISED["shard"](ctx), ctx=ctx, dispatch_batches=True)
+        prepared(RECOGNISED["split stream by examples"](ctx), ctx=ctx, dispatch_batches=True)
     with pytest.raises(ConfigError, match="split_batches=True"):
         prepared(KINDS["batch sampler"](ctx), ctx=ctx, already_sharded=True, split_batches=True)
     split = prepared(DataLoader(list(mine(ctx)), batch_size=6), ctx=ctx, already_sharded=True, split_batches=True)  # type: ignore[arg-type]
