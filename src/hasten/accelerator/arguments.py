@@ -85,6 +85,13 @@ def check_whole(value: object, call: str, least: int | None = None) -> None:
         refuse(call, value, f"it needs a whole number of at least {least}")
 
 
+def check_dim(tree: Tree, dim: int, call: str) -> None:
+    """Raise unless a tensor of the tree has this dimension."""
+    ndims = [tensor.ndim for tensor in trees.tensors(tree)]
+    if not any(-ndim <= dim < ndim for ndim in ndims):
+        refuse(call, dim, f"the tensors have {max(ndims, default=0)} dimensions. Give one of these, counted from 0")
+
+
 def check_limit(value: object, call: str) -> None:
     """Raise unless a gradient limit is one number of at least 0; inf means no limit."""
     check_number(value, call)

@@ -483,6 +483,8 @@ class Accelerator:
         """
         if device_placement is not None:
             arguments.check_placement(device_placement)
+        if objects and all(value is None for value in objects):
+            raise PrepareError("prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader.")
         prepared = self._preparer.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -878,7 +880,9 @@ class Accelerator:
         arguments.check_tensors(tensor, "pad_across_processes(tensor)")
         arguments.check_whole(dim, "pad_across_processes(dim)")
         arguments.check_number(pad_index, "pad_across_processes(pad_index)")
-        return ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
+        padded = ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
+        arguments.check_dim(tensor, dim, "pad_across_processes(dim)")
+        return padded
 
     def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:  # Any: the user's objects
         """Gather one object per process into a list; if every process passes a list, the lists are concatenated."""
@@ -930,7 +934,7 @@ class Accelerator:
     ) -> None:
         """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any.
 
-        After `track_throughput()`, `tokens_per_second` and `mfu` are added.
+        `step` is by default the number of updates of the prepared optimizers; without one, calls are counted. After `track_throughput()`, `tokens_per_second` and `mfu` are added.
         """
         if self._replica is not None and self._replica.duties.behind:
             return  # this replica was healed, and its loop is in an epoch that the run has completed
@@ -938,7 +942,12 @@ class Accelerator:
             values = {**self._clock.rates(), **values}
         if self._status is not None and isinstance(values, Mapping):
             self._status.log(values)
-        self._tracking.log(values, step, log_kwargs)
+        self._tracking.log(values, self._updates if step is None else step, log_kwargs)
+
+    @property
+    def _updates(self) -> int | None:
+        """The number of updates of the run, which numbers logged values; None without a prepared optimizer."""
+        return max((optimizer.num_updates for optimizer in self._prepared.optimizers), default=None)
 
     def log_images(
         self,
@@ -947,7 +956,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log images (arrays, tensors or PIL images) to every tracker that supports them. Ranks: any."""
-        self._tracking.log_images(values, step, log_kwargs)
+        self._tracking.log_images(values, self._updates if step is None else step, log_kwargs)
 
     def log_table(
         self,
@@ -959,6 +968,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log a table given as `columns` and `data` or as a `dataframe`. Ranks: any."""
+        step = self._updates if step is None else step
         self._tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
 
     def track_throughput(

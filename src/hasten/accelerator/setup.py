@@ -196,6 +196,11 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     config = resolved.config
     if context is not None and rehearsal is None:
         check_mesh(config, context.topology.local_world_size, context.mesh)
+    if config.survive.replicas and config.survive.lighthouse is None and rehearsal is None:
+        raise ConfigError(
+            f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
+            f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
+        )
     ctx = _replica_context(config, context) if config.survive.lighthouse is not None else context or _context(config)
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation

@@ -358,6 +358,13 @@ def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
         yield contradiction(best, metric, "the best ones are ranked by a metric", "name best_metric")
 
 
+def loaders(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Check that one process does not read for all where each has its own part of the data."""
+    if config.dataloader.already_sharded and config.dataloader.dispatch_batches:
+        sharded, dispatch = (at(config, entries, f"dataloader.{name}") for name in ("already_sharded", "dispatch_batches"))
+        yield contradiction(sharded, dispatch, "the reading process has its part of the data only", "remove one")
+
+
 def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a communication wrapper is given with a hook that does not cast already."""
     if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in ("power_sgd", "batched_power_sgd"):
@@ -376,6 +383,7 @@ RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
         "dynamo": (compiling,),
         "project": (checkpoints,),
         "ddp": (hooks,),
+        "dataloader": (loaders,),
     }
 )
 """The rules by the section without whose settings no rule can be broken."""

@@ -46,6 +46,16 @@ def made(**settings: Any) -> Call:
 
 
 CALLS: Final[dict[str, tuple[Call, str]]] = {
+    "nothing to prepare": (method("prepare", None), "nothing but None"),
+    "negative epoch": (lambda g: g.loader.set_epoch(-1), "whole number from 0"),
+    "text epoch": (lambda g: g.loader.set_epoch("2"), "whole number from 0"),
+    "missing dimension": (method("pad_across_processes", torch.ones(2, 3), dim=5), "have 2 dimensions"),
+    "missing dimension from the end": (method("pad_across_processes", [torch.ones(2, 3)], dim=-3), "have 2 dimensions"),
+    "shards of one reader": (
+        made(dataloader_config={"already_sharded": True, "dispatch_batches": True}),
+        r"already_sharded.*contradicts.*dispatch_batches",
+    ),
+    "replicas without their launcher": (made(survive={"replicas": 2}), "hasten launch --replicas 2"),
     "negative max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, -1.0), "at least 0"),
     "nan max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, NAN), "at least 0"),
     "nan tensor max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, torch.tensor(NAN)), "at least 0"),

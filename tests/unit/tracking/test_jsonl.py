@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from hasten import read_metrics
+from hasten import Accelerator, read_metrics
 from hasten.tracking.backends.jsonl import JsonlTracker
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.values import as_pixels, png
@@ -84,3 +85,24 @@ def test_png_files_are_read_by_others(channels: int, tmp_path: Path) -> None:
 def test_floats_become_bytes() -> None:
     [image] = as_pixels("a", np.array([[0.0, 0.5], [1.0, 2.0]]))
     assert image[..., 0].tolist() == [[0, 128], [255, 255]]
+
+
+def test_values_without_a_step_are_numbered_by_updates(tmp_path: Path) -> None:
+    """Also after a resume, and inside accumulation windows, where several calls have one number."""
+    for _ in range(2):
+        accelerator = Accelerator(
+            cpu=True, project_dir=str(tmp_path), log_with="jsonl", gradient_accumulation_steps=2
+        )
+        net = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.init_trackers("project")
+        accelerator.load_state(must_exist=False)
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.log({"loss": 1.0})
+        accelerator.save_state()
+        accelerator.end_training()
+    assert [row["step"] for row in read_metrics(run_folder(tmp_path))] == [0, 1, 1, 2, 2, 3, 3, 4]
