@@ -28,6 +28,12 @@ class SeenBatches(NamedTuple):
     last: bool
 
 
+def on_every_rank(ctx: ProcessContext, batches: list[SeenBatches]) -> list[list[SeenBatches]]:
+    """Return what every rank has seen. Ranks: every rank."""
+    gathered = ctx.world.all_gather_object([tuple(batch) for batch in batches])
+    return [[SeenBatches(*batch) for batch in rank_batches] for rank_batches in gathered]
+
+
 class CountingStream(IterableDataset[int]):
     """Iterable dataset of `range(size)` that splits itself over DataLoader workers, as torch's documentation recommends."""
 

@@ -484,7 +484,9 @@ class Accelerator:
         if device_placement is not None:
             arguments.check_placement(device_placement)
         if objects and all(value is None for value in objects):
-            raise PrepareError("prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader.")
+            raise PrepareError(
+                "prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader."
+            )
         prepared = self._preparer.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 

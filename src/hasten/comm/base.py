@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from hasten.comm.envelopes import Envelopes
-from hasten.comm.session import Session
+from hasten.comm.encoding import Codec
 
 ReduceKind = Literal["sum", "mean", "min", "max"]
 
@@ -30,8 +29,8 @@ class Comm(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def envelopes(self) -> Envelopes:
-        """State of the collectives on trees that this group shares between calls."""
+    def codec(self) -> Codec:
+        """Encoding of objects as bytes."""
         ...
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
@@ -40,10 +39,6 @@ class Comm(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every member's tensor, stacked as `(size, *x.shape)`. Shapes must be equal."""
-        ...
-
-    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
-        """Write every member's bytes to `out`, concatenated. Both tensors are in host memory."""
         ...
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
@@ -57,7 +52,7 @@ class Comm(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return every member's object, in order of rank.
 
-        Raises: CommError on every member if an object cannot be sent, or a message is not from a member.
+        Raises: CommError on every member if an object cannot be sent.
         """
         ...
 
@@ -67,10 +62,6 @@ class Comm(Protocol):
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Send and receive dense host tensors as `(position, tensor)` pairs, in the same order on both sides."""
-        ...
-
-    def session(self) -> Session:
-        """Return the session that seals objects sent inside tensors, created on first use."""
         ...
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:

@@ -1,7 +1,7 @@
 """Encoding of plain Python values, arrays and tensors as bytes; decoding never runs code, regardless of the sender.
 
 Supports the values that the library exchanges: numbers, text, bytes, lists, tuples, dicts, sets, paths, tensors, arrays, and hasten's
-dataclasses. A decoded value has its original types. Other values raise NotPlain, and the caller decides about pickle.
+dataclasses. A decoded value has its original types. Other values are refused.
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ _RECORD, _ENUM = 20, 21
 
 _AS_IT_IS: Final = frozenset({type(None), bool, float, str, bytes})
 _OWN: Final = "hasten."
-_MOST_LEVELS: Final = 60
-_MOST_BYTES: Final = 1 << 30  # one item of the format holds less than 4 GiB; larger tensors are pickled
+_MAX_LEVELS: Final = 60
+_MAX_BYTES: Final = 1 << 30  # one item of the format holds less than 4 GiB
 
 
-class NotPlain(Exception):
-    """Raised for a value that needs pickle, with the reason."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Codec:
+    """Functions that turn an object into bytes and back; both raise CommError for what they do not support."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
 
 
 def encode(value: Any) -> bytes:
     """Return the value as bytes.
 
-    Raises: NotPlain for a value that the format does not support.
+    Raises: CommError for a value that the format does not support.
     """
     try:
-        return msgspec.msgpack.encode(_Walk().lower(value, 0))
+        return msgspec.msgpack.encode(_lower(value, 0))
     except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError, ValueError) as error:
-        raise NotPlain(str(error)) from error
+        raise _unsupported(value, str(error)) from error
 
 
-def decode(data: bytes | memoryview) -> Any:
+def decode(data: bytes) -> Any:
     """Return the value that was encoded.
 
     Raises: CommError for bytes that are not an encoded value.
@@ -61,49 +65,50 @@ def decode(data: bytes | memoryview) -> Any:
         ) from error
 
 
-class _Walk:
-    """Traversal of a value; raises for a list, dict or tensor that occurs twice, whose identity would be lost."""
+PLAIN: Final = Codec(encode, decode)
 
-    def __init__(self) -> None:
-        self._met: dict[int, Any] = {}  # kept alive, so that their ids stay unique
 
-    def lower(self, value: Any, level: int) -> Any:
-        kind = type(value)
-        if kind in _AS_IT_IS:
-            return value
-        if kind is int:
-            return value if -(1 << 63) <= value < 1 << 63 else _ext(_INT, str(value))
-        if level > _MOST_LEVELS:
-            raise NotPlain(f"it is nested more than {_MOST_LEVELS} levels deep")
-        if kind in (list, dict, set, Tensor, np.ndarray):
-            if id(value) in self._met:
-                raise NotPlain(f"it holds the same {kind.__name__} twice")
-            self._met[id(value)] = value
-        if kind is list:
-            return [self.lower(item, level + 1) for item in value]
-        if kind is dict:
-            return self._dict(value, level)
-        if kind in _SEQUENCES:
-            return _ext(_SEQUENCES[kind], [self.lower(item, level + 1) for item in value])
-        if kind in _LOWER:
-            return _LOWER[kind](value)
-        return self._other(value, kind, level)
+def _unsupported(value: Any, reason: str) -> CommError:
+    return CommError(
+        f"a {type(value).__qualname__} cannot be sent to other ranks ({reason}), because hasten never unpickles what another process "
+        "sends. Send what it is made of: numbers, text, lists, dicts, arrays, tensors."
+    )
 
-    def _dict(self, value: dict[Any, Any], level: int) -> Any:
-        if all(type(key) is str for key in value):
-            return {key: self.lower(item, level + 1) for key, item in value.items()}
-        return _ext(_DICT, [self.lower(part, level + 1) for item in value.items() for part in item])
 
-    def _other(self, value: Any, kind: type, level: int) -> Any:
-        if isinstance(value, np.generic) and not kind.__module__.startswith(_OWN):
-            return _ext(_SCALAR, [_array_dtype(value.dtype), value.tobytes()])
-        if kind.__module__.startswith(_OWN) and "<" not in kind.__qualname__:
-            if isinstance(value, Enum):
-                return _ext(_ENUM, [kind.__module__, kind.__qualname__, value.value])
-            if (names := _record_fields(kind)) is not None:
-                parts = [self.lower(getattr(value, name), level + 1) for name in names]
-                return _ext(_RECORD, [kind.__module__, kind.__qualname__, parts])
-        raise NotPlain(f"it holds a {kind.__module__}.{kind.__qualname__}")
+def _lower(value: Any, level: int) -> Any:
+    """Return a value of msgpack's types; others are marked by an extension code."""
+    kind = type(value)
+    if kind in _AS_IT_IS:
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 63 else _ext(_INT, str(value))
+    if level > _MAX_LEVELS:
+        raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")
+    if kind is list:
+        return [_lower(item, level + 1) for item in value]
+    if kind is dict and all(type(key) is str for key in value):
+        return {key: _lower(item, level + 1) for key, item in value.items()}
+    if kind is dict:
+        return _ext(_DICT, [_lower(part, level + 1) for item in value.items() for part in item])
+    if kind in _SEQUENCES:
+        return _ext(_SEQUENCES[kind], [_lower(item, level + 1) for item in value])
+    if kind in _LOWER:
+        return _LOWER[kind](value)
+    return _lower_object(value, level)
+
+
+def _lower_object(value: Any, level: int) -> Any:
+    """Return a scalar of numpy, or a record or enumeration of hasten, as an extension of msgpack."""
+    kind = type(value)
+    if isinstance(value, np.generic):
+        return _ext(_SCALAR, [_array_dtype(value.dtype), value.tobytes()])
+    if kind.__module__.startswith(_OWN) and "<" not in kind.__qualname__:
+        if isinstance(value, Enum):
+            return _ext(_ENUM, [kind.__module__, kind.__qualname__, value.value])
+        if (names := _record_fields(kind)) is not None:
+            parts = [_lower(getattr(value, name), level + 1) for name in names]
+            return _ext(_RECORD, [kind.__module__, kind.__qualname__, parts])
+    raise ValueError(f"it holds a {kind.__module__}.{kind.__qualname__}")
 
 
 def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
@@ -112,9 +117,9 @@ def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
 
 def _tensor(x: Tensor) -> msgspec.msgpack.Ext:
     if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
-        raise NotPlain(f"it holds a tensor of layout {x.layout} on {x.device}")
-    if x.numel() * x.element_size() > _MOST_BYTES:
-        raise NotPlain("it holds a tensor of more than 1 GiB")
+        raise ValueError(f"it holds a tensor of layout {x.layout} on {x.device}")
+    if x.numel() * x.element_size() > _MAX_BYTES:
+        raise ValueError("it holds a tensor of more than 1 GiB")
     data = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return _ext(_TENSOR, [_dtype_name(x.dtype), list(x.shape), str(x.device), x.requires_grad, data])
 
@@ -127,14 +132,14 @@ def _raise_tensor(name: str, shape: list[int], device: str, grad: bool, data: by
 
 
 def _array(x: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
-    if x.nbytes > _MOST_BYTES:
-        raise NotPlain("it holds an array of more than 1 GiB")
+    if x.nbytes > _MAX_BYTES:
+        raise ValueError("it holds an array of more than 1 GiB")
     return _ext(_ARRAY, [_array_dtype(x.dtype), list(x.shape), x.tobytes()])
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str:
     if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None or np.dtype(dtype.str) != dtype:
-        raise NotPlain(f"it holds an array of dtype {dtype}")
+        raise ValueError(f"it holds an array of dtype {dtype}")
     return dtype.str
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten.comm.base import ReduceKind
-from hasten.comm.envelopes import Envelopes
-from hasten.comm.session import Session
+from hasten.comm.encoding import PLAIN
 from hasten.errors import CommError
 
 
@@ -23,10 +21,7 @@ class LocalComm:
         self.size = 1
         self.ranks = (rank,)
         self.device = torch.device(device)
-
-    @cached_property
-    def envelopes(self) -> Envelopes:
-        return Envelopes(1)
+        self.codec = PLAIN
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if kind == "mean" and not (x.is_floating_point() or x.is_complex()):
@@ -37,9 +32,6 @@ class LocalComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0).clone()
-
-    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(x)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         _only_member(src)
@@ -66,9 +58,6 @@ class LocalComm:
             _only_member(member)
         for (_, source), (_, target) in zip(sends, receives, strict=True):
             target.copy_(source)
-
-    def session(self) -> Session:
-        return Session(None, pickle_unproven=True)  # there is no other member
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         return None

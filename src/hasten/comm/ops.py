@@ -1,16 +1,17 @@
 """Collectives on trees: gather, reduce, broadcast, scatter and pad nested structures of tensors.
 
-Every operation starts with one exchange of envelopes (see `envelopes`). Ranks that must agree but do not raise MismatchError on every
-rank with a table of their inputs, instead of a hang or garbage. Gathered CPU tensors are sent in the envelope if they fit, so that a
-metric costs one round trip; everything else follows in a separate exchange.
+Every operation starts with one exchange of headers of a fixed size. Ranks that must agree but do not raise MismatchError on every
+rank with a table of their inputs, instead of a hang or garbage. Gathered CPU tensors of a few hundred bytes are sent with the header, so
+that a metric costs one round trip; everything else follows in a separate exchange.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -18,45 +19,25 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.comm.base import Comm, ReduceKind
-from hasten.comm.envelopes import HEADER, NUM_SIZES, EnvelopeHead, unpacked
 from hasten.errors import CommError, MismatchError
 from hasten.trees import Tree
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_ENVELOPE_BYTES: Final = 1024
+_NUM_SIZES: Final = 14
+_HEADER: Final = struct.Struct(f"<{2 + _NUM_SIZES}q")
+"""A digest of operation, structure, shapes and dtypes; the bytes of the tensors; and sizes that may differ between ranks."""
+_ROOM: Final = _ENVELOPE_BYTES - _HEADER.size
 
 
 def gather(tree: Tree, comm: Comm) -> Tree:
     """Return every rank's tensors concatenated along the first dimension; 0-dim tensors become rows."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
-    if type(tree) is Tensor and tree.is_cpu and (joined := _gather_one(tree, comm)) is not None:
-        return joined
     met = _meet("gather", tree, comm, carry=True)
-    if met.inside is not None:
+    if met.contents is not None:
         return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met))
     return trees.map_tensors(lambda x: comm.all_gather(_rows(x)).flatten(0, 1), tree)
-
-
-def _gather_one(x: Tensor, comm: Comm) -> Tensor | None:
-    """Return the result of `gather` for one tensor that fits into the next envelope; None for others, without sending."""
-    if x.layout != torch.strided:
-        return None
-    envelopes = comm.envelopes
-    form = envelopes.forms.get((x.shape, x.dtype))
-    if form is None:
-        if not x.nbytes or x.is_complex() or envelopes.length_for(x.nbytes) < HEADER.size + x.nbytes:
-            return None
-        form = envelopes.form(x.shape, x.dtype, _digest(_describe("gather", x, None)))
-    if len(form.envelope) != envelopes.length:
-        return None
-    form.slot.copy_(x.detach() if x.requires_grad else x)
-    comm.all_gather_bytes(form.envelope, form.everyone)
-    if form.headers.count(form.header) != len(form.headers):
-        if not _compare("gather", x, form.head, unpacked(form.headers, 1), comm):
-            return comm.all_gather(_rows(x)).flatten(0, 1)  # a rank has it on an accelerator
-    else:
-        envelopes.learn(form.head.digest, form.head.num_bytes, fitted=True)
-    return torch.cat(form.parts)
 
 
 def gather_ragged(tree: Tree, comm: Comm) -> Tree:
@@ -64,7 +45,7 @@ def gather_ragged(tree: Tree, comm: Comm) -> Tree:
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
     met = _meet("gather_ragged", tree, comm, free_dim=0, carry=True)
-    if met.inside is not None:
+    if met.contents is not None:
         return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met, ragged=True))
     sizes = iter(met.sizes)
     return trees.map_tensors(lambda x: _gather_rows(_rows(x), next(sizes), comm), tree)
@@ -158,67 +139,54 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Met(NamedTuple):
-    """Result of one exchange of envelopes."""
+    """Result of one exchange of headers."""
 
     sizes: list[tuple[int, ...]]
     """For each tensor, every rank's size along the free dimension."""
-    inside: list[memoryview] | None = None
-    """Every rank's tensors as bytes; None if they were not in the envelopes."""
+    contents: list[memoryview] | None = None
+    """Every rank's tensors as bytes; None if they do not all fit beside the headers."""
 
 
 def _meet(
     op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False, alike: bool = True
 ) -> _Met:
-    """Raise unless all ranks pass the same structure; with `carry`, small tensors are sent in the envelope.
+    """Raise unless all ranks pass the same structure; with `carry`, small tensors are sent with the header.
 
     Without `alike` the tensors have as many dimensions on every rank, of any size.
+    Raises: MismatchError on every rank. Ranks: every rank.
     """
-    found = [tree] if isinstance(tree, Tensor) else trees.tensors(tree)
-    sizes = [1] * len(found) if free_dim is None else [_size(x, free_dim) for x in found]
+    tensors = [tree] if isinstance(tree, Tensor) else trees.tensors(tree)
+    sizes = [1] * len(tensors) if free_dim is None else [_size(x, free_dim) for x in tensors]
     if comm.size == 1:
         return _Met([(size,) for size in sizes])
-    fits_header = len(sizes) <= NUM_SIZES
-    num_bytes = _num_bytes(found) if carry and fits_header else -1
-    mine = EnvelopeHead(_digest(_describe(op, tree, free_dim, alike)), num_bytes, tuple(sizes) if fits_header else ())
-    length = comm.envelopes.length
-    content = _content(found) if 0 <= num_bytes <= length - HEADER.size else b""
-    envelope = bytearray((mine.packed() + content).ljust(length, b"\0"))
-    everyone = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
-    heads = unpacked(everyone, len(mine.sizes))
-    fit = _compare(op, tree, mine, heads, comm)
-    if heads[comm.rank] != mine:  # skipped in a repeated pass
-        heads, everyone = [mine] * comm.size, [memoryview(bytes(HEADER.size + max(0, num_bytes)))] * comm.size
+    fits_header = len(sizes) <= _NUM_SIZES
+    num_bytes = _num_bytes(tensors) if carry and fits_header else -1
+    shown_sizes = sizes if fits_header else []
+    padding = [0] * (_NUM_SIZES - len(shown_sizes))
+    header = (_digest(_describe(op, tree, free_dim, alike)), num_bytes, *shown_sizes, *padding)
+    content = _content(tensors) if 0 <= num_bytes <= _ROOM else b""
+    envelope = bytearray((_HEADER.pack(*header) + content).ljust(_ENVELOPE_BYTES, b"\0"))
+    rows = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
+    headers = [_HEADER.unpack_from(row) for row in rows]
+    if headers[comm.rank] != header:  # a repeated pass skips earlier exchanges and reads zeros, even for its own header
+        headers = [header] * comm.size
+    if len({digest for digest, *_ in headers}) > 1:
+        raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
     if not fits_header:
         gathered = comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
         return _Met([tuple(row) for row in gathered.T.tolist()])
-    inside = [row[HEADER.size :] for row in everyone] if fit else None
-    return _Met(list(zip(*(head.sizes for head in heads), strict=True)), inside)
+    fit = all(0 <= carried <= _ROOM for _, carried, *_ in headers)
+    contents = [row[_HEADER.size :] for row in rows] if fit else None
+    sizes_of_ranks = (header[2 : 2 + len(sizes)] for header in headers)
+    return _Met(list(zip(*sizes_of_ranks, strict=True)), contents)
 
 
 def _digest(described: str) -> int:
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _compare(op: str, tree: Tree, mine: EnvelopeHead, heads: Sequence[EnvelopeHead], comm: Comm) -> bool:
-    """Return whether the envelopes held the tensors of all ranks.
-
-    A repeated pass skips earlier exchanges and reads zeros, even for its own header: it then returns the earlier result.
-    Raises: MismatchError unless all ranks passed the same structure. Ranks: every rank.
-    """
-    envelopes = comm.envelopes
-    if heads[comm.rank] != mine:
-        return envelopes.fitted(mine.digest)
-    if len({head.digest for head in heads}) > 1:
-        envelopes.forget()
-        raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
-    every = [head.num_bytes for head in heads]
-    fit = min(every) >= 0 and max(every) <= envelopes.length - HEADER.size
-    envelopes.learn(mine.digest, max(every) if min(every) >= 0 else -1, fit)
-    return fit
-
-
 def _num_bytes(found: Sequence[Tensor]) -> int:
-    """Return the bytes of the tensors, or -1 if they cannot be sent in an envelope."""
+    """Return the bytes of the tensors, or -1 if they cannot be sent with a header, such as tensors on an accelerator."""
     if any(type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided for x in found):
         return -1
     return sum(x.nbytes for x in found)
@@ -231,8 +199,8 @@ def _content(found: Sequence[Tensor]) -> bytes:
 
 def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list[Tensor]:
     """Return the gathered tensors. Rows are contiguous in memory, so joining bytes joins rows."""
-    assert met.inside is not None, "the tensors travelled in the envelope"
-    starts = [0] * len(met.inside)
+    assert met.contents is not None, "the tensors came with the headers"
+    starts = [0] * len(met.contents)
     gathered = []
     for x, sizes in zip(found, met.sizes, strict=True):
         first, *rest = _rows(x).shape
@@ -241,7 +209,7 @@ def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list
         parts = []
         for rank, count in enumerate(rows):
             end = starts[rank] + count * row_bytes
-            parts.append(met.inside[rank][starts[rank] : end])
+            parts.append(met.contents[rank][starts[rank] : end])
             starts[rank] = end
         joined = bytearray().join(parts)
         shape = (sum(rows), *rest)

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistNetworkError, Store
 
-from hasten.comm.base import Comm, ReduceKind
+from hasten.comm.base import ReduceKind
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.contract import Contract
-from hasten.comm.envelopes import envelopes_of
-from hasten.comm.session import Credentials, Session, agree
+from hasten.comm.encoding import PLAIN, Codec
 from hasten.errors import CommError, MissingRanksError, PeerFailedError
 
 log = logging.getLogger(__name__)
@@ -118,88 +117,39 @@ class RollCall:
 
 
 # Any in this file: the caller's objects.
-_FIRST: Final = 512  # bytes of the first message: a length, and the object itself if it fits
-_LENGTH: Final = 8
+_FIRST_BYTES: Final = 512  # of the first message: a length, and the object itself if it fits
+_LENGTH_BYTES: Final = 8
+_ROOM: Final = _FIRST_BYTES - _LENGTH_BYTES
+_OBJECT, _ERROR = b"o", b"e"
 
 
-class Objects:
-    """Object collectives of one group, whose session is created by the first of them."""
-
-    def __init__(self, comm: Comm, credentials: Credentials) -> None:
-        self._comm = comm
-        self._credentials = credentials
-        self._session: Session | None = None
-        self._turn = 0
-
-    def session(self) -> Session:
-        """Return the group's session. Ranks: every rank at the first call."""
-        if self._session is None:
-            comm = self._comm
-            self._session = agree(self._exchange, comm.ranks, comm.rank, self._credentials)
-        return self._session
-
-    def all_gather(self, obj: Any) -> list[Any]:
-        """Return every member's object. An object that cannot be sent raises on every member."""
-        session, turn = self.session(), self._next()
-        message, fault = self._message(obj, session, turn)
-        firsts = self._comm.all_gather(_first(message))
-        lengths = [_length(first) for first in firsts]
-        rests: Tensor | None = None
-        if (longest := max(lengths)) > _FIRST - _LENGTH:
-            rests = self._comm.all_gather(_rest(message, longest))
-        if fault is not None:
-            raise fault
-        return [
-            session.open(_whole(first, None if rests is None else rests[i], lengths[i]), f"{turn}/{i}")
-            for i, first in enumerate(firsts)
-        ]
-
-    def broadcast(self, obj: Any, src: int) -> Any:
-        """Return the object of member `src`. An object that cannot be sent raises on every member."""
-        session, turn = self.session(), self._next()
-        message, fault = self._message(obj, session, turn) if self._comm.rank == src else (b"", None)
-        first = self._comm.broadcast(_first(message), src)
-        length = _length(first)
-        rest = self._comm.broadcast(_rest(message, length), src) if length > _FIRST - _LENGTH else None
-        if fault is not None:
-            raise fault
-        return session.open(_whole(first, rest, length), f"{turn}/{src}")
-
-    def _message(self, obj: Any, session: Session, turn: int) -> tuple[bytes, CommError | None]:
-        label = f"{turn}/{self._comm.rank}"
-        try:
-            return session.seal(session.pack(obj), label), None
-        except CommError as error:  # the others wait: they get the error in place of the object
-            return session.seal(session.refusal(error), label), error
-
-    def _next(self) -> int:
-        self._turn += 1
-        return self._turn
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        return [row.numpy().tobytes() for row in self._comm.all_gather(_tensor(data))]
+def _message_of(obj: Any, codec: Codec) -> tuple[bytes, CommError | None]:
+    """Return the object as bytes; one that cannot be sent is replaced by its error, which the waiting members raise too."""
+    try:
+        return _OBJECT + codec.encode(obj), None
+    except CommError as error:
+        return _ERROR + str(error).encode(), error
 
 
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _object_of(message: bytes, codec: Codec) -> Any:
+    if message[:1] == _ERROR:
+        raise CommError(message[1:].decode(errors="replace"))
+    return codec.decode(message[1:])
 
 
-def _first(message: bytes) -> Tensor:
-    room = _FIRST - _LENGTH
-    return _tensor(len(message).to_bytes(_LENGTH, "little") + message[:room].ljust(room, b"\0"))
+def _split_message(message: bytes) -> Tensor:
+    """Return the first part of a message: its length, and as much of it as fits."""
+    first = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:_ROOM]
+    return torch.frombuffer(bytearray(first.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _rest(message: bytes, longest: int) -> Tensor:
-    """Return the bytes that did not fit into the first message, padded to the longest of all members."""
-    room = _FIRST - _LENGTH
-    buffer = torch.zeros(longest - room, dtype=torch.uint8)
-    if len(message) > room:
-        buffer[: len(message) - room] = _tensor(message[room:])
-    return buffer
+def _second_part(message: bytes, length: int) -> Tensor:
+    """Return the bytes that did not fit into the first part, padded to those of a message of `length` bytes."""
+    return torch.frombuffer(bytearray(message[_ROOM:].ljust(length - _ROOM, b"\0")), dtype=torch.uint8)
 
 
-def _length(first: Tensor) -> int:
-    length = int.from_bytes(first[:_LENGTH].numpy().tobytes(), "little")
+def _length_of(first: Tensor) -> int:
+    length = int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
     if length >= 1 << 48:
         raise CommError(
             f"another rank announced an object of {length} bytes: the message is damaged, or not a rank's. Run again; if it "
@@ -208,11 +158,9 @@ def _length(first: Tensor) -> int:
     return length
 
 
-def _whole(first: Tensor, rest: Tensor | None, length: int) -> memoryview:
-    room = _FIRST - _LENGTH
-    if length <= room or rest is None:
-        return memoryview(first[_LENGTH : _LENGTH + length].numpy().tobytes())
-    return memoryview(torch.cat([first[_LENGTH:], rest[: length - room]]).numpy().tobytes())
+def _join_message(first: Tensor, second: Tensor | None, length: int) -> bytes:
+    start = first[_LENGTH_BYTES:].numpy().tobytes()
+    return (start if second is None else start + second.numpy().tobytes())[:length]
 
 
 # torch<2.13 has only the older name of this function; 2.13 warns about it
@@ -232,7 +180,7 @@ class ProcessGroupComm:
         store: dist.Store,
         device: torch.device,
         timeout_s: float = 1800.0,
-        credentials: Credentials | None = None,
+        codec: Codec = PLAIN,
         collectives: CollectiveRecord | None = None,
         checked: bool = False,
     ) -> None:
@@ -241,12 +189,10 @@ class ProcessGroupComm:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device
         self.group = group
-        self.envelopes = envelopes_of(group)
         self.store = store
-        self.credentials = credentials or Credentials()
+        self.codec = codec
         self.collectives = collectives or CollectiveRecord()
         self._timeout_s = timeout_s
-        self._objects = Objects(self, self.credentials)
         self._wire: dist.ProcessGroup | None = None
         """Group that exchanges tensors in host memory."""
         self._gather_single: Callable[[Tensor, Tensor], dist.Work] | None = getattr(group, "all_gather_single", None)
@@ -292,14 +238,6 @@ class ProcessGroupComm:
         self.collectives.ended()
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
-    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
-        if "cpu" not in self._device_types:
-            out.copy_(self.all_gather(x).flatten())
-            return
-        self._begin("all_gather", x)
-        self._gather(out, x)
-        self.collectives.ended()
-
     def _gather(self, out: Tensor, x: Tensor) -> None:
         """Write the bytes of every member to `out`; both are contiguous and on a device of the group."""
         if self._gather_single is None:
@@ -324,11 +262,26 @@ class ProcessGroupComm:
         return _from_bytes(raw, like.dtype, like.shape).to(like.device)
 
     def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
-        return self._objects.all_gather(obj)
+        message, error = _message_of(obj, self.codec)
+        firsts = self.all_gather(_split_message(message))
+        lengths = [_length_of(first) for first in firsts]
+        seconds: Sequence[Tensor | None] = [None] * self.size
+        if max(lengths) > _ROOM:
+            seconds = list(self.all_gather(_second_part(message, max(lengths))))
+        if error is not None:
+            raise error
+        parts = zip(firsts, seconds, lengths, strict=True)
+        return [_object_of(_join_message(*part), self.codec) for part in parts]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
         self._member(src)
-        return self._objects.broadcast(obj, src)
+        message, error = _message_of(obj, self.codec) if self.rank == src else (b"", None)
+        first = self.broadcast(_split_message(message), src)
+        length = _length_of(first)
+        second = self.broadcast(_second_part(message, length), src) if length > _ROOM else None
+        if error is not None:
+            raise error
+        return _object_of(_join_message(first, second, length), self.codec)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         self.collectives.note("exchange")
@@ -343,9 +296,6 @@ class ProcessGroupComm:
                 work.wait()
         self.collectives.ended()
 
-    def session(self) -> Session:
-        return self._objects.session()
-
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         self.collectives.note("barrier", group=self._name)
         self._roll_call.wait(label, timeout_s)
@@ -355,7 +305,7 @@ class ProcessGroupComm:
         group = dist.new_group(
             list(self.ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True
         )
-        return ProcessGroupComm(group, self.store, self.device, self._timeout_s, self.credentials)
+        return ProcessGroupComm(group, self.store, self.device, self._timeout_s, self.codec)
 
     def close(self) -> None:
         """Destroy the group. Called only by its owner."""

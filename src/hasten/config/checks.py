@@ -361,7 +361,9 @@ def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
 def loaders(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that one process does not read for all where each has its own part of the data."""
     if config.dataloader.already_sharded and config.dataloader.dispatch_batches:
-        sharded, dispatch = (at(config, entries, f"dataloader.{name}") for name in ("already_sharded", "dispatch_batches"))
+        sharded, dispatch = (
+            at(config, entries, f"dataloader.{name}") for name in ("already_sharded", "dispatch_batches")
+        )
         yield contradiction(sharded, dispatch, "the reading process has its part of the data only", "remove one")
 
 

@@ -14,7 +14,6 @@ from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
-from hasten.data.carried_state import CarriedState
 from hasten.data.dispatch import (
     BatchReader,
     DispatchReader,
@@ -23,11 +22,11 @@ from hasten.data.dispatch import (
     SliceFn,
     StreamReader,
 )
-from hasten.data.foreign import ForeignSplit, has_fixed_shard_order, is_hub_stream, length_of, plainly
+from hasten.data.foreign import ForeignSplit, is_hub_stream, length_of, plainly
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move, plain_move
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
-from hasten.data.rank_check import LoaderAgreement, agree_on_loader
+from hasten.data.rank_check import LoaderAgreement, agree_on_loader, draw_alike
 from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
 from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of
 from hasten.data.stream import StreamSource
@@ -252,7 +251,7 @@ def _indexed_parts(request: _Request) -> Made:
 def _stream_parts(request: _Request) -> Made:
     loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
     if not request.sharded or (request.agreed is not None and request.agreed.split is not None):
-        _draw_alike(loader.dataset, ctx)
+        draw_alike(loader.dataset, ctx.world)
     cutting, total = _cutting(request)
     shown: dict[str, Any] = {} if loader.batch_size is None else {"batch_size": cutting.rows}
     if config.dispatch_batches:
@@ -327,24 +326,6 @@ def _batch_reader(request: _Request) -> BatchReader:
     return BatchReader(
         request.data_ranks.num_shards, config.split_batches, config.even_batches, drop_last, request.slice_fn
     )
-
-
-def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's dataset
-    """Set the stream's generators to their states on the first rank, since ranks that share it must draw equally.
-
-    Ranks: every rank.
-    """
-    if ctx.world.size == 1:
-        return
-    carried = CarriedState(dataset, attributes=False)
-    mine = carried.capture()
-    everyone = ctx.world.all_gather_object(mine)
-    if has_fixed_shard_order(dataset) and any(other != mine for other in everyone):
-        raise DataError(
-            f"the stream's {dataset.num_shards} shards are shuffled without a seed, so every rank has them in another "
-            f"order and samples would be lost or read twice. Give shuffle() a seed."
-        )
-    carried.restore(everyone[0])
 
 
 def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.comm.base import Comm
-from hasten.comm.session import Session
+from hasten.comm.encoding import Codec
 from hasten.data.batch_plan import DataRanks, Padding, cut
 from hasten.data.position import Position
 from hasten.data.prefetch import with_next
@@ -27,7 +27,6 @@ from hasten.errors import PeerFailedError
 _ALIGN: Final = 64
 _HEADER: Final = 64  # bytes: (buffer size needed, length of the skeleton), padded to the alignment
 _FIRST_ROOM: Final = 1 << 14
-_LABEL: Final = "a batch of the dispatching loader"
 
 
 class _BatchHole(msgspec.Struct, frozen=True):
@@ -48,8 +47,7 @@ class BatchWire:
 
     def pack(self, parts: Sequence[Any]) -> list[PackedBatch]:
         """Return the parts in serialised form. Unserialisable values raise here, before other ranks wait for them."""
-        seal = self._comm.session()
-        return [PackedBatch.of(part, seal) for part in parts]
+        return [PackedBatch.of(part, self._comm.codec) for part in parts]
 
     def send(self, packed: Sequence[PackedBatch], place: Sequence[int]) -> None:
         """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
@@ -72,12 +70,11 @@ class BatchWire:
 
     def receive(self) -> Any:
         """Receive the tree that the first member sent."""
-        seal = self._comm.session()
         while True:
             buffer = self._scatter(None)
             need, length = buffer[:_HEADER].view(torch.int64)[:2].tolist()
             if need <= self._room:
-                return _unpack(buffer, length, seal)
+                return _unpack(buffer, length, self._comm.codec)
             self._grow(need)
 
     def _scatter(self, parts: Sequence[Tensor] | None) -> Tensor:
@@ -102,7 +99,7 @@ class PackedBatch:
         self.num_bytes = num_bytes
 
     @classmethod
-    def of(cls, tree: Any, seal: Session) -> PackedBatch:
+    def of(cls, tree: Any, codec: Codec) -> PackedBatch:
         held: list[tuple[_BatchHole, Tensor]] = []
         offset = 0
 
@@ -116,7 +113,7 @@ class PackedBatch:
             return hole
 
         dug = trees.map_tensors(dig, tree)
-        skeleton = seal.seal(seal.pack(dug), _LABEL)
+        skeleton = codec.encode(dug)
         return cls(skeleton, held, _HEADER + _aligned(len(skeleton)) + offset)
 
     def write(self, buffer: Tensor, need: int) -> None:
@@ -129,10 +126,10 @@ class PackedBatch:
             _view(buffer, body, hole).copy_(x)
 
 
-def _unpack(buffer: Tensor, length: int, seal: Session) -> Any:
+def _unpack(buffer: Tensor, length: int, codec: Codec) -> Any:
     raw = buffer[_HEADER : _HEADER + length].numpy().tobytes()
     body = _HEADER + _aligned(length)
-    skeleton = seal.open(raw, _LABEL)
+    skeleton = codec.decode(raw)
     return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _BatchHole) else leaf, skeleton)
 
 
@@ -195,6 +192,8 @@ class DispatchSource(OuterSource):
         return self._reader.steps(self._inner)
 
     def open(self, at: Position) -> Iterator[Item]:
+        if self._comm.size == 1:
+            return self._read_alone(at)
         wire = BatchWire(self._comm)
         return self._send(wire, at) if self._comm.rank == 0 else self._receive(wire)
 
@@ -206,6 +205,10 @@ class DispatchSource(OuterSource):
 
     def copied(self, even: bool | None = None) -> DispatchSource:
         return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._data_ranks)
+
+    def _read_alone(self, at: Position) -> Iterator[Item]:
+        for step in self._reader.rounds(self._inner, at):
+            yield from (item for item in step.items if item is not None)
 
     def _send(self, wire: BatchWire, at: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, at)

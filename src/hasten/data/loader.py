@@ -75,8 +75,11 @@ class LoaderIteration:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration start at `epoch`; a position inside that same epoch is preserved."""
-        if isinstance(epoch, bool) or not isinstance(epoch, Integral) or epoch < 0:
-            raise ArgumentError(f"set_epoch({epoch!r}) is not an epoch, so its order is unknown; give a whole number from 0.")
+        number: object = epoch
+        if not isinstance(number, Integral) or epoch < 0:
+            raise ArgumentError(
+                f"set_epoch({epoch!r}) is not an epoch, so its order is unknown; give a whole number from 0."
+            )
         if not (self.fresh and self.start.epoch == epoch):
             self.place(self.start.begin(epoch))
 

@@ -17,7 +17,7 @@ from hasten.data.foreign import COUNTED, counted_states, has_fixed_shard_order, 
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
 from hasten.data.rank_check import compare_first_samples
-from hasten.data.rank_differences import Sample, are_alike
+from hasten.data.rank_differences import Sample, checksum_of
 from hasten.data.source import Item, engine_of, own_copy, own_generator
 from hasten.data.stream_shard import BlockCollate, Cutting, StreamShard, StreamState, WorkerState
 from hasten.errors import DataError, PeerFailedError
@@ -116,11 +116,10 @@ class StreamSource:
     def _compare(self) -> None:
         """Raise DataError on every rank when the first elements of ranks come from different data."""
         self._checks = False
-        gathered: list[list[Sample]] = self._comm.all_gather_object(list(self._first_samples or ()))
-        shortest = min(map(len, gathered))
-        if any(not are_alike(samples[:shortest], gathered[0][:shortest]) for samples in gathered):
+        checksums = self._comm.all_gather_object(checksum_of(self._first_samples or ()))
+        if len(set(checksums)) > 1:
             with self._process.kept():
-                compare_first_samples(self._loader, derive_seed(len(gathered)), self._comm)
+                compare_first_samples(self._loader, self._comm)
 
     def _items(self, start: StreamState, at: Position) -> Generator[Item]:
         """Yield the batches from a state on."""

@@ -28,11 +28,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hasten.comm.base import Comm
 from hasten.comm.collective_log import CollectiveRecord
+from hasten.comm.encoding import PLAIN, Codec
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.comm.session import Credentials
 from hasten.errors import CommError, DeviceError, PeerFailedError, TopologyError
-from hasten.runtime import env, launcher_files, secret, store
+from hasten.runtime import env, launcher_files, store
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
 from hasten.runtime.logs import get_logger
@@ -210,8 +210,8 @@ class GroupSettings:
     """Time limit for all ranks to join."""
     timeout_s: float = 1800.0
     """Time limit of a collective during training."""
-    pickle_unproven: bool = False
-    """Accept pickled objects from ranks that share no token with this one, as torch's object collectives do."""
+    codec: Codec = PLAIN
+    """Encoding of objects that ranks exchange."""
     checked: bool = False
     """Let the ranks agree on every collective of a Comm before it runs: slow, for debug mode."""
 
@@ -256,20 +256,15 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialised, so it has a world group"
     notes = _get_default_store()  # the only access to the store of a group that was started by other code
-    proof = _credentials(settings)
     collectives = CollectiveRecord()
-    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, collectives, settings.checked)
+    world: Comm = ProcessGroupComm(
+        group, notes, device, settings.timeout_s, settings.codec, collectives, settings.checked
+    )
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, collectives, settings.checked)
+    groups = Groups(
+        mesh, topology.rank, world, notes, settings.timeout_s, settings.codec, collectives, settings.checked
+    )
     return ProcessContext(topology, mesh, device, world, groups, collectives)
-
-
-def _credentials(settings: GroupSettings) -> Credentials:
-    """Return the token of this job, else the user's secret."""
-    variables = env.snapshot()
-    given = secret.given_token(variables)
-    token = given if given is not None else secret.user_secret(variables)
-    return Credentials(token, required=given is not None, pickle_unproven=settings.pickle_unproven)
 
 
 def _actual(topology: Topology) -> Topology:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.comm.base import Comm
 from hasten.comm.collective_log import CollectiveRecord
+from hasten.comm.encoding import PLAIN, Codec
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.comm.session import Credentials
 from hasten.optional import need
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
@@ -96,7 +96,7 @@ class Groups:
         world: Comm,
         store: dist.Store | None,
         timeout_s: float,
-        credentials: Credentials | None = None,
+        codec: Codec = PLAIN,
         collectives: CollectiveRecord | None = None,
         checked: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class Groups:
         self._world = world
         self._store = store
         self._timeout_s = timeout_s
-        self._credentials = credentials
+        self._codec = codec
         self._trail = collectives
         self._checked = checked
         self._made: dict[tuple[int, ...], Comm] = {}
@@ -125,7 +125,7 @@ class Groups:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = group_of(peers, self._timeout_s)
         return ProcessGroupComm(
-            group, self._store, self._world.device, self._timeout_s, self._credentials, self._trail, self._checked
+            group, self._store, self._world.device, self._timeout_s, self._codec, self._trail, self._checked
         )
 
 

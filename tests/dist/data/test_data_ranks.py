@@ -18,12 +18,12 @@ from hasten.data.loader import Loader
 from hasten.errors import DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import CountingStream, SeenBatches, global_order, on_every_rank, prepared, seen
 
 
 def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:
     """What every rank sees in one pass."""
-    return ctx.world.all_gather_object(seen(loader, limit))
+    return on_every_rank(ctx, seen(loader, limit))
 
 
 @ranks(2, 4)

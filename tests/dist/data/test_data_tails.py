@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import CountingStream, SeenBatches, global_order, on_every_rank, prepared, seen
 
 # Any in this file: loaders and batches of several kinds.
 
@@ -29,7 +29,7 @@ def of_all(
     workers = settings.pop("workers", 0)
     options: dict[str, Any] = {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
     loader = prepared(DataLoader(data, batch_size=batch, drop_last=drop_last, **options), ctx=ctx, **settings)
-    return ctx.world.all_gather_object(seen(loader))
+    return on_every_rank(ctx, seen(loader))
 
 
 @ranks(2, exhaustive=(1, 3, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_a_short_batch_counts_its_samples_on_every_rank(ctx: ProcessContext, pad
     settings = DataLoaderConfiguration(pad=pad)
     accelerator = Accelerator(context=ctx, dataloader_config=settings, metrics={"port": 0})
     net = nn.Linear(1, 1)
-    rows = [{"x": torch.ones(1), "input_ids": torch.zeros(5, dtype=torch.long)}] * 30
+    rows: Any = [{"x": torch.ones(1), "input_ids": torch.zeros(5, dtype=torch.long)}] * 30
     model, _, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(rows, batch_size=batch_size)
     )

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from hasten import Accelerator
+from hasten.comm.encoding import Codec, decode, encode
 
 HOLD_S, NOTE_S = float(sys.argv[1]), float(sys.argv[2])
 accelerator = Accelerator(project_dir="project")
@@ -293,19 +294,19 @@ def trains_in_a_thread() -> None:
 
 
 def slow_object() -> None:
-    """An object that takes long to pickle, sent from one line and received at another."""
+    """An object that takes long to encode, sent from one line and received at another."""
     if main:
-        accelerator.comm.broadcast_object(SlowObject())
+        world: Any = accelerator.comm
+        world.codec = Codec(encode_slowly, decode)
+        accelerator.comm.broadcast_object({})
     else:
         accelerator.comm.broadcast_object(None)
 
 
-class SlowObject(dict[str, int]):
-    """An object that takes long to pickle."""
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        time.sleep(HOLD_S)
-        return dict, ()
+def encode_slowly(value: object) -> bytes:
+    """Encode an object as one that takes long."""
+    time.sleep(HOLD_S)
+    return encode(value)
 
 
 def one_leaves() -> None:

@@ -19,7 +19,14 @@ import hasten
 from hasten.errors import ConfigError
 from hasten.progress import text
 from hasten.progress.bar import BarContext, Progress
-from hasten.progress.display import DisplayMaker, LineDisplay, NoDisplay, NotebookDisplay, NotebookOutput, TerminalDisplay
+from hasten.progress.display import (
+    DisplayMaker,
+    LineDisplay,
+    NoDisplay,
+    NotebookDisplay,
+    NotebookOutput,
+    TerminalDisplay,
+)
 from hasten.progress.meter import Meter, MeterReading
 from hasten.progress.scalars import LateScalars, fetch_scalars
 from hasten.progress.straggler import BackwardTimer, StragglerWatch, find_straggler
@@ -322,7 +329,7 @@ def test_the_short_loops_of_a_file_share_one_line_every_ten_seconds(monkeypatch:
 def test_a_short_batch_counts_its_samples_and_tokens() -> None:
     """30 samples in batches of 8: the last batch has 6."""
     sheet, accelerator = Sheet(), hasten.Accelerator(cpu=True)
-    rows = [{"input_ids": torch.zeros(5, dtype=torch.long)}] * 30
+    rows: Any = [{"input_ids": torch.zeros(5, dtype=torch.long)}] * 30
     for settings in ({}, {"pad": "full"}):
         loader = hasten.Accelerator(cpu=True, dataloader_config=settings).prepare(DataLoader(rows, batch_size=8))
         bar = Progress[Any](loader, here=BarContext(display=sheet))

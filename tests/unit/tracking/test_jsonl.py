@@ -90,9 +90,7 @@ def test_floats_become_bytes() -> None:
 def test_values_without_a_step_are_numbered_by_updates(tmp_path: Path) -> None:
     """Also after a resume, and inside accumulation windows, where several calls have one number."""
     for _ in range(2):
-        accelerator = Accelerator(
-            cpu=True, project_dir=str(tmp_path), log_with="jsonl", gradient_accumulation_steps=2
-        )
+        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), log_with="jsonl", gradient_accumulation_steps=2)
         net = torch.nn.Linear(1, 1)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         accelerator.init_trackers("project")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accelerate._impl.pickled import PICKLE
 from accelerate._impl.surface.shown import shown
 from hasten.accelerator.process import Process, share
 from hasten.optim.clock import StepClock
@@ -85,8 +86,7 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
         wanted = env.assigned_device(variables)
         device = choose_device(topology.local_rank, wants_cpu, None if stands_in(wanted) else wanted)
         given = settings or GroupSettings()
-        # the original unpickles whatever peers send, also where no launcher has given the ranks a token
-        adopt(bootstrap.start(topology, device, settings=replace(given, pickle_unproven=True)))
+        adopt(bootstrap.start(topology, device, settings=replace(given, codec=PICKLE)))
     assert AMBIENT.context is not None, "the context was just adopted"
     return AMBIENT.context
 
