@@ -196,12 +196,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     config = resolved.config
     if context is not None and rehearsal is None:
         check_mesh(config, context.topology.local_world_size, context.mesh)
-    if config.survive.replicas and config.survive.lighthouse is None and rehearsal is None:
-        raise ConfigError(
-            f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
-            f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
-        )
-    ctx = _replica_context(config, context) if config.survive.lighthouse is not None else context or _context(config)
+    ctx = _context_of(config, context)
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
@@ -233,6 +228,19 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     return AcceleratorObjects(
         config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
     )
+
+
+def _context_of(config: Config, context: ProcessContext | None) -> ProcessContext:
+    if config.survive.lighthouse is not None:
+        return _replica_context(config, context)
+    if context is not None:
+        return context
+    if config.survive.replicas:
+        raise ConfigError(
+            f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
+            f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
+        )
+    return _context(config)
 
 
 def _replica_context(config: Config, context: ProcessContext | None) -> ProcessContext:

@@ -16,10 +16,9 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from hasten import trees
 from hasten.data.batch_plan import derive_seed
 from hasten.data.position import BatchRange, Position, decode, encode
-from hasten.data.source import BatchSource, Item, engine_of
+from hasten.data.source import BatchSource, Item, engine_of, samples_of_last_batch
 from hasten.errors import ArgumentError, ConfigError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
@@ -217,7 +216,10 @@ class Loader(DataLoader[Any]):
             cursor.batch += 1
             cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
             cursor.at_end, cursor.given = last, batch
-            cursor.num_samples = self._num_samples_at_end(here) if last else total
+            cursor.num_samples = total
+            if last:
+                source, steps = self.parts.source, iteration.steps
+                cursor.num_samples = samples_of_last_batch(source, here, steps, cursor, total, self.batch_size)
             if phases is not None:
                 phases.got(cursor.num_samples or 0)
                 passes = clock.num_passes
@@ -232,19 +234,6 @@ class Loader(DataLoader[Any]):
                 phases.asked(clock.num_passes == passes)
         if iteration.start is here:
             iteration.place(here.begin(here.epoch + 1))
-
-    def _num_samples_at_end(self, start: Position) -> int | None:
-        """Return the number of samples of the epoch's last batch over all ranks; the others are taken to have as many as this rank."""
-        source, cursor, total = self.parts.source, self.parts.cursor, self.parts.total_batch_size
-        if total is None:
-            return None
-        size = source.size()
-        if size is not None:
-            return min(max(size - start.consumed - (self.parts.iteration.steps - 1) * total, 0), total)
-        num_real = trees.batch_size(cursor.given) if cursor.num_real is None else cursor.num_real
-        if num_real is None or not self.batch_size:
-            return total
-        return min(num_real * total // self.batch_size, total)
 
     def _set_seeds(self, at: Position) -> None:
         parts = self.parts

@@ -69,7 +69,7 @@ def agree_on_loader(
     is_stream = isinstance(loader.dataset, IterableDataset)
     reads_samples = reads_samples and already_sharded is None and split is None
     own = _RankFacts(
-        settings={**settings, "already_sharded": already_sharded, "a split of its own": split is not None},
+        settings={**settings, "already_sharded": already_sharded, "whether it splits itself": split is not None},
         length=length_of(loader.dataset),
         indices=_sampled_indices(loader.sampler),
         seed=seed,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hasten import trees
 from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import PartOrder, SharedOrder
@@ -21,6 +22,7 @@ from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, seed_everything
 from hasten.data.sampler import Assignment, Feed, IndexBatch, Picked
 from hasten.errors import DataError
+from hasten.optim.loader_progress import LoaderCursor
 
 Item = tuple[Any, Padding | None, bool, Any]
 """(batch, its padding or None for none, last of the epoch, state of the source, which `reached` makes a position of)."""
@@ -341,3 +343,26 @@ def _sample(dataset: Any, index: Any) -> Any:
 def seed_of_batch(seed: int, epoch: int, shard: int, number: int) -> int:
     """Return the seed of batch `number` of an epoch on one rank."""
     return derive_seed(seed, epoch, shard, number, 2)
+
+
+def samples_of_last_batch(
+    source: BatchSource,
+    start: Position,
+    num_batches: int,
+    cursor: LoaderCursor,
+    total: int | None,
+    batch_size: int | None,
+) -> int | None:
+    """Return the number of samples of the epoch's last batch over all ranks, the last of `num_batches` after `start`.
+
+    A full batch has `total` samples, `batch_size` of them on this rank. Where the length of the data is unknown, all ranks are taken to have as many as this one.
+    """
+    if total is None:
+        return None
+    size = source.size()
+    if size is not None:
+        return min(max(size - start.consumed - (num_batches - 1) * total, 0), total)
+    num_real = trees.batch_size(cursor.given) if cursor.num_real is None else cursor.num_real
+    if num_real is None or not batch_size:
+        return total
+    return min(num_real * total // batch_size, total)
