@@ -203,7 +203,7 @@ def test_a_failed_process_of_a_notebook_is_torchs_error(
         notebook_launcher(fail_on_the_second, num_processes=2)
     rank, failure = raised.value.get_first_failure()
     assert rank == 1
-    assert f"(pid {failure.pid})" in failure.message
+    assert f"rank 1 (pid {failure.pid}) failed" in str(failure.message)
     assert capsys.readouterr().out.startswith("Launching training on 2 CPUs.")
 
 
