@@ -24,13 +24,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--matrix",
         action="store_true",
-        help="run a small training on every backend, precision and mesh that this machine supports, and compare each with one "
-        "plain process; exit code 1 if one differs",
+        help="run the check on every backend, precision and mesh that this machine supports; exit code 1 if one fails",
     )
     parser.add_argument(
         "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: only these backends, precisions or cells"
     )
-    parser.add_argument("--json", action="store_true", help="with --matrix: print the table as JSON")
     parser.add_argument(
         "--links",
         metavar="FILE",
@@ -40,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.matrix:
         return _matrix(given)
-    if given.only is not None or given.json:
-        parser.error("--only and --json are options of --matrix; add --matrix, or remove them")
-    words = ["hasten.launch.selfcheck", *([] if given.links is None else [given.links])]
+    if given.only is not None:
+        parser.error("--only is an option of --matrix; add --matrix, or remove it")
+    words = ["hasten.testing.selfcheck", *([] if given.links is None else [given.links])]
     return run_module(words, "hasten test", given, argv)
 
 
@@ -54,7 +52,7 @@ def _matrix(given: argparse.Namespace) -> int:
             f"{others[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
             "cells with --only. (--cpu is allowed.)"
         )
-    room = import_module("hasten.tools.matrix")  # imports rich and inspects the machine
+    matrix = import_module("hasten.tools.matrix")  # inspects the machine
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
-    code: int = room.run(given.only, given.json, cpu)
+    code: int = matrix.run(given.only, cpu)
     return code

@@ -18,10 +18,10 @@ from torch.distributed import TCPStore
 from hasten import Accelerator
 from hasten.cli.main import main
 from hasten.launch.network import free_port
-from hasten.launch.selfcheck import CheckFailed, measured_links
-from hasten.launch.selfcheck import run as self_check
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
+from hasten.testing.selfcheck import CheckFailed, measured_links
+from hasten.testing.selfcheck import run as self_check
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def native_leftovers() -> None:
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-@ranks(1, 2)
+@ranks(1, 2, 3)
 def test_the_self_check_passes_on_real_ranks(ctx: ProcessContext) -> None:
     assert self_check(Accelerator(cpu=True, context=ctx))
 
@@ -76,7 +76,9 @@ def test_hasten_test_checks_under_the_settings(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert main(["test", "--cpu", "--num_processes", "2", "--mixed_precision", "bf16"]) == 0
     out = capfd.readouterr().out
-    assert re.search(r"^passed  training +ranks 0-1: 4 steps, bf16: differs from one process by ", out, re.MULTILINE)
+    assert re.search(
+        r"^passed  training +ranks 0-1: 8 updates, bf16: losses differ from one process by ", out, re.MULTILINE
+    )
     assert re.search(r"^passed  all-reduce +ranks 0-1: \d+\.\d+ GB/s over 2 processes", out, re.MULTILINE)
     assert out.endswith("everything works\n")
 

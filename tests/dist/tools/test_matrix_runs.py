@@ -1,8 +1,8 @@
-"""`hasten test --matrix` for real: a curve that equals plain torch, one that does not, and a cell that fails."""
+"""`hasten test --matrix` for real: the self-check passes in a cell, and a cell that fails is exit code 1."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,52 +10,21 @@ import pytest
 from hasten.cli.test_cmd import main
 from hasten.tools import matrix
 
-OTHER = """
-import sys
-if sys.argv[1:]:
-    if "{mode}" == "fail":
-        raise ValueError("this cell cannot run")
-    from hasten.testing import matrix_run
-    plain = matrix_run.plain
-    matrix_run.plain = lambda: [loss + 0.5 for loss in plain()]
-    sys.exit(matrix_run.main(sys.argv[1]))
-"""
-
 
 @pytest.mark.parametrize(
-    ("name", "processes"), [("single-fp32", 1), pytest.param("ddp-fp32", 2, marks=pytest.mark.exhaustive)]
+    "name", ["single-fp32", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp-bf16", "pp-fp32"))]
 )
-def test_a_cell_equals_one_plain_process(capsys: pytest.CaptureFixture[str], name: str, processes: int) -> None:
-    assert main(["--matrix", "--cpu", "--only", name, "--json"]) == 0
-    out = capsys.readouterr()
-    (row,) = json.loads(out.out)
-    assert (row["name"], row["processes"], row["status"]) == (name, processes, "equal")
-    assert 0 <= row["max_difference"] < 2e-5
-    assert row["seconds"] > 0
-    assert row["megabytes"] > 0
-    assert f"[1/1] {name}" in out.err
+def test_a_cell_equals_one_plain_process(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["--matrix", "--cpu", "--only", name]) == 0
+    line = rf"passed  {name} +\d+ s, 8 updates, \w+: losses differ from one process by \S+\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("mode", "status", "note"),
-    [
-        pytest.param("differ", "DIFFERS", "more than 2e-05", marks=pytest.mark.exhaustive),
-        ("fail", "FAILED", "cannot run"),
-    ],
-)
-def test_a_difference_or_a_failure_is_exit_code_1(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    mode: str,
-    status: str,
-    note: str,
+def test_a_failure_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "other_matrix_run.py").write_text(OTHER.format(mode=mode))
+    (tmp_path / "other_check.py").write_text("raise ValueError('this cell cannot run')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(matrix, "PROGRAM", "other_matrix_run")
+    monkeypatch.setattr(matrix, "PROGRAM", "other_check")
     assert main(["--matrix", "--cpu", "--only", "single-fp32"]) == 1
-    out = capsys.readouterr()
-    assert status in out.out
-    assert f"[1/1] single-fp32: {status}" in out.err
-    assert " ".join(note.split()[:1]) in out.out
+    assert re.match(r"FAILED  single-fp32 .*ValueError: this cell cannot run", capsys.readouterr().out)

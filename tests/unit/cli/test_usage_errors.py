@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hasten.cli.main import COMMANDS, main
 from hasten.errors import DataError
-from hasten.tools.matrix import CellOutcome, chosen, table
 from hasten.tools.predict.predict import one_batch
 
 
@@ -43,20 +40,6 @@ def test_a_function_that_returns_no_list_is_told_so(result: int | None) -> None:
     ) as caught:
         one_batch(lambda rows: result, [{"text": "a"}], range(1))  # type: ignore[arg-type, return-value]
     assert caught.value.__notes__ == ["while predicting rows 0 to 0"]
-
-
-def test_the_matrix_fits_a_terminal_of_80_columns() -> None:
-    cells = chosen(None)
-    note = "needs 4 devices, and this machine has 1"
-    written = io.StringIO()
-    Console(width=80, file=written).print(
-        table([CellOutcome(cell, "left out", 2.4e-07, 16.45, 347, note) for cell in cells])
-    )
-    text = written.getvalue()
-    assert "\u2026" not in text, "nothing is cut off"
-    for heading in ("backend", "precision", "ranks", "difference", "memory"):
-        assert heading in text
-    assert all(cell.backend in text for cell in cells)
 
 
 @pytest.mark.parametrize(
