@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +18,7 @@ from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.errors import HastenError
-from hasten.launch.base import Host, LaunchRequest, Target
-from hasten.launch.cluster.mpi import Mpi
+from hasten.launch.base import Host, LaunchRequest, Mpi, Target
 from hasten.launch.job import make_plan
 from hasten.runtime.tpu_hosts import TpuSlice
 
@@ -39,7 +38,7 @@ class Case:
     words: str
     host: Host = CPU
     env: Mapping[str, str] = field(default_factory=dict)
-    mpi: Mpi | None = None
+    mpi: Mpi = field(default_factory=Mpi)
     tpu: TpuSlice | None = None
 
 
@@ -198,20 +197,15 @@ def plan_text(case: Case) -> str:
     """The plan of a case, or the words of its error."""
     argv = split_words(case.words)
     given = make_parser().parse_args(argv)
-    host = Host(**{name: getattr(case.host, name) for name in Host.__slots__ if name != "env"}, env=case.env)
+    host = replace(case.host, env=case.env, mpi=case.mpi, tpu=case.tpu)
     try:
         resolved = resolve(flags=given.settings)
         launch = resolved.config.launch
         words = given.script
         target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
-        request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
+        flags = tuple(argv[: len(argv) - len(words)])
         plan = make_plan(
-            request,
-            host,
-            flags=tuple(argv[: len(argv) - len(words)]),
-            folder="/home/me/run",
-            installed_mpi=case.mpi,
-            tpu=case.tpu,
+            LaunchRequest(resolved.config, target, handoff.pack(resolved), flags, folder="/home/me/run"), host
         )
     except HastenError as error:
         return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"

@@ -29,7 +29,6 @@ ESSENTIAL: Final = frozenset(
             "num_cpu_threads_per_process",
             "max_restarts",
             "log_dir",
-            "tee",
         ),
         *("module", "no_python", "quiet", "submit", "dynamo_backend"),
         *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size"),

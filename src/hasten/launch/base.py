@@ -17,6 +17,7 @@ from typing import Final, Literal
 from hasten.config.masking import masked, masked_value
 from hasten.config.root import Config
 from hasten.runtime import env as environment
+from hasten.runtime.tpu_hosts import TpuSlice
 
 LauncherName = Literal["single", "torchrun", "task", "slurm", "kubernetes", "mpi", "deepspeed", "xla", "ray"]
 MeetingKind = Literal["fixed", "c10d", "etcd", "etcd-v2"]
@@ -40,6 +41,10 @@ class LaunchRequest:
     target: Target
     handoff: str = ""
     """The settings as one string, passed to every process in HASTEN_CONFIG."""
+    flags: tuple[str, ...] = ()
+    """Command-line options as typed, for plans that repeat the command on other machines."""
+    folder: str = "."
+    """The folder in which the command was typed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,14 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Submitter:
+    """The program that submits the job to a cluster, and a remedy where it is not installed."""
+
+    program: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """The exact commands of this machine, with notes that give the reasons for them."""
 
@@ -114,6 +127,8 @@ class LaunchPlan:
     supervision: Supervision = field(default_factory=Supervision)
     files: tuple[PlannedFile, ...] = ()
     target: Target | None = None
+    submitter: Submitter | None = None
+    """None for jobs that this command runs to their end."""
 
     def render(self) -> str:
         """Return the plan as readable text in shell syntax, with credentials masked."""
@@ -165,6 +180,15 @@ _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 
 
 @dataclass(frozen=True, slots=True)
+class Mpi:
+    """The installed MPI implementation and the hosts in the hostfile."""
+
+    kind: str = "openmpi"
+    """openmpi, or mpich (also Intel MPI, MVAPICH and Cray, which share the options used here)."""
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """Facts about this machine that launching needs."""
 
@@ -177,9 +201,13 @@ class Host:
     env: Mapping[str, str] = field(default_factory=dict)
     python: str = "python"
     programs: frozenset[str] = frozenset()
-    """Launchers found on PATH."""
+    """Programs of clusters found on PATH."""
     memory_bytes: int = 0
     """Host memory in bytes; 0 if unknown."""
+    mpi: Mpi = field(default_factory=Mpi)
+    """Detected for jobs of mpirun only."""
+    tpu: TpuSlice | None = None
+    """The hosts of the TPU; None for a job without TPUs, or if they are unknown."""
 
     @property
     def device_words(self) -> str:
@@ -193,7 +221,7 @@ def look() -> Host:
     """Return the current state of this machine."""
     env = environment.snapshot()
     device, count, name = _find_devices(env)
-    programs = ("srun", "sbatch", "kubectl", "mpirun", "mpiexec", "deepspeed", "gcloud")
+    programs = ("sbatch", "kubectl", "gcloud")
     return Host(
         name=socket.gethostname(),
         cores=usable_cores(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from hasten.launch.shape import JobShape, decide
 from hasten.optional import check_installed
 from hasten.runtime.bytes_plan import outlook
 from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title, shards_parameters
-from hasten.runtime.tpu_hosts import TpuSlice
 
 OwnLauncher = Literal["single", "torchrun", "task", "xla"]
 
@@ -101,21 +100,16 @@ def prepare(
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     if not in_image:
         _check_script(target)
-    request = LaunchRequest(resolved.config, target, handoff.pack(resolved))
+    request = LaunchRequest(
+        resolved.config, target, handoff.pack(resolved), flags=_absolute(typed), folder=str(Path.cwd())
+    )
     if _has_replicas(resolved.config):
         replicas.check(resolved.config)
     if starts_replicas(resolved.config):
         of_one = handoff.pack(effective(env, config_file, [*settings, *replicas.one_replica(resolved.config)]))
         return Job(request, resolved, host, complete(replicas.make_plan(request, host, of_one), host.env))
-    plan = make_plan(
-        request,
-        host,
-        flags=_absolute(typed),
-        folder=str(Path.cwd()),
-        installed_mpi=mpi.installed(request) if mpi.chosen(request) else None,
-        tpu=xla.ask(request, host),
-    )
-    return Job(request, resolved, host, complete(plan, host.env))
+    host = replace(host, tpu=xla.ask(request, host), mpi=mpi.installed(request) if mpi.chosen(request) else host.mpi)
+    return Job(request, resolved, host, complete(make_plan(request, host), host.env))
 
 
 def _has_replicas(config: Config) -> bool:
@@ -172,40 +166,33 @@ def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def make_plan(
-    request: LaunchRequest,
-    host: Host,
-    *,
-    flags: tuple[str, ...] = (),
-    folder: str = ".",
-    installed_mpi: mpi.Mpi | None = None,
-    tpu: TpuSlice | None = None,
-) -> LaunchPlan:
-    """Return the plan for `request` on `host`.
+@dataclass(frozen=True, slots=True)
+class LaunchTarget:
+    """Something else than hasten that starts the processes: the launcher of another package, or the queue of a cluster."""
 
-    `flags` are the command-line options as typed, for plans that repeat the command on other machines. `tpu` describes the TPU's hosts,
-    if known.
+    is_chosen: Callable[[LaunchRequest], bool]
+    plan: Callable[[LaunchRequest, Host], LaunchPlan]
+
+
+TARGETS: Final = (
+    LaunchTarget(ray.chosen, ray.plan),
+    LaunchTarget(slurm.chosen, slurm.plan_submit),
+    LaunchTarget(kubernetes.chosen, kubernetes.plan_submit),
+    LaunchTarget(xla.is_pod, xla.plan_pod),
+    LaunchTarget(mpi.chosen, mpi.plan),
+    LaunchTarget(deepspeed.chosen, deepspeed.plan),
+)
+"""The first chosen target plans the job; without one, hasten starts the processes of this machine itself."""
+
+
+def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
+    """Return the plan for `request` on `host`.
 
     Raises: ConfigError for settings that contradict each other or this machine.
     """
-    config = request.config
-    if ray.chosen(config.launch):
-        return ray.plan(request, host, folder)
-    match config.launch.submit:
-        case "slurm":
-            return slurm.plan_submit(request, host, flags, folder)
-        case "kubernetes":
-            return kubernetes.plan_submit(request)
-        case None:
-            pass
-        case unknown:
-            assert_never(unknown)
-    if config.launch.tpu and config.xla.tpu_use_cluster:
-        return xla.plan_pod(request, flags, tpu)
-    if mpi.chosen(request):
-        return mpi.plan(request, host, installed_mpi or mpi.Mpi())
-    if deepspeed.chosen(request):
-        return deepspeed.plan(request, host)
+    for target in TARGETS:
+        if target.is_chosen(request):
+            return target.plan(request, host)
     shape = decide(request, host)
     name = _launcher(request, host, shape)
     match name:
@@ -216,7 +203,7 @@ def make_plan(
         case "task":
             return slurm.plan_task(request, host, shape)
         case "xla":
-            return xla.plan(request, host, shape, tpu)
+            return xla.plan(request, host, shape)
         case other:
             assert_never(other)
 

@@ -12,11 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Final, assert_never
 
 from hasten.config.root import Config
@@ -26,7 +25,7 @@ from hasten.launch import network
 from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc
 from hasten.launch.checkin import Report, make_report
 from hasten.launch.failure import end_after_signal, end_words, read_failure, render_failure
-from hasten.launch.guard import SAVING, STOPPING, kill_groups
+from hasten.launch.guard import SAVING, STOPPING, Interrupted, SignalGuard, kill_groups
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
 from hasten.runtime import secret
@@ -118,30 +117,24 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
         case "mpi" | "deepspeed" | "ray":
             proc = plan.procs[0]
             return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
-        case "slurm":  # the batch script generates the token when the job starts
-            return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
-        case "kubernetes":
-            return _submit_manifest(plan, config)
+        case "slurm" | "kubernetes":  # the token is made or read where the job runs
+            return _submit(plan, config)
         case other:
             assert_never(other)
 
 
 def _check_submitter(plan: LaunchPlan, host: Host) -> None:
     """Raise if the command that submits the job is missing; nothing has been written yet."""
-    if plan.launcher == "slurm" and "sbatch" not in host.programs:
+    submitter = plan.submitter
+    if submitter is not None and plan.procs and submitter.program not in host.programs:
         raise LaunchError(
-            "sbatch was not found on PATH, so the job cannot be submitted, and its script was not written. Run the command where SLURM is "
-            "installed, or add --dry-run to see the script."
-        )
-    if plan.launcher == "kubernetes" and plan.procs and "kubectl" not in host.programs:
-        raise LaunchError(
-            "kubectl was not found on PATH, so the job cannot be submitted, and its manifest was not written. Run the command where "
-            "kubectl is installed, or leave --apply out to write the manifest only."
+            f"{submitter.program} was not found on PATH, so the job cannot be submitted, and nothing was written. Run the command where "
+            f"{submitter.program} is installed, or {submitter.remedy}."
         )
 
 
-def _submit_manifest(plan: LaunchPlan, config: Config) -> int:
-    """Submit the written manifest with kubectl, if that was asked for; say what was done and what is left to do."""
+def _submit(plan: LaunchPlan, config: Config) -> int:
+    """Submit what was written, if that was asked for; say what was done and what is left to do."""
     say(f"wrote {plan.files[0].path}")
     for note in plan.notes if not config.launch.quiet else ():
         say(f"note: {note}")
@@ -233,35 +226,27 @@ def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
 
 def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) -> tuple[int, int, int | None]:
     """Run a command, forwarding signals, and kill its group on failure; return exit code, pid and the stop signal."""
-    stopped_by: int | None = None
-    since = 0.0
     try:
         child = subprocess.Popen(argv, env=env, start_new_session=True)
     except OSError as error:
         raise LaunchError(
             f"{argv[0]} cannot be started: {error.strerror}. Check that it is installed and on PATH."
         ) from error
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped_by, since
-        if stopped_by in SAVING and number in SAVING:
-            return  # schedulers send them repeatedly, and a save must not be interrupted
-        again = stopped_by is not None
-        stopped_by, since = number, time.monotonic()
-        os.killpg(child.pid, signal.SIGKILL if again else number)
-
-    old = {number: signal.signal(number, forward) for number in STOPPING}
+    stopped_by: int | None = None
+    guard = SignalGuard(lambda: [child.pid], grace_s=_GRACE_S, saving_grace_s=stop_grace_s, last_words=say)
     try:
-        while True:
-            try:
-                code = child.wait(timeout=0.2 if stopped_by is not None else None)
-                return code, child.pid, stopped_by
-            except subprocess.TimeoutExpired:
-                if time.monotonic() - since > (stop_grace_s if stopped_by in SAVING else _GRACE_S):
-                    kill_groups([child.pid])
+        with guard:
+            while True:
+                try:
+                    return child.wait(), child.pid, stopped_by
+                except Interrupted as stop:
+                    if stopped_by is None:
+                        stopped_by = stop.number
+                        if stopped_by in SAVING:
+                            guard.hold()
+                        with suppress(ProcessLookupError):  # it has just ended
+                            os.killpg(child.pid, stopped_by)
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
         if stopped_by is not None or child.poll() != 0:
             kill_groups([child.pid])
 

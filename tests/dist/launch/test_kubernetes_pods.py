@@ -19,7 +19,7 @@ from hasten import Accelerator
 from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
-from hasten.launch.base import LaunchRequest, Target
+from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.launch.cluster.kubernetes import plan_submit
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
@@ -59,7 +59,7 @@ def manifest(kind: str) -> list[dict[str, Any]]:
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
     words = (str(SAMPLES), "0.04", str(SAVED_AT) if "--nnodes=1:2" in flags else "0")
     request = LaunchRequest(resolved.config, Target(str(TRAIN), words), handoff.pack(resolved))
-    return list(yaml.safe_load_all(plan_submit(request).files[0].text))
+    return list(yaml.safe_load_all(plan_submit(request, Host()).files[0].text))
 
 
 def container_of(found: object) -> dict[str, Any]:

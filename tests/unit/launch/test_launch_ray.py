@@ -26,8 +26,8 @@ GPUS = Host(name="here", cores=4, python="/py", device="cuda", num_devices=2)
 def planned(host: Host = CPU, target: Target | None = None, **settings: Any) -> LaunchPlan:
     """Plan a launch on Ray with settings of the launch section."""
     code = {f"launch.{name}": value for name, value in {"ray": True, **settings}.items()}
-    request = LaunchRequest(resolve(code=code).config, target or Target("train.py", ("--lr", "1")), "{}")
-    return make_plan(request, host, folder="/home/me")
+    program = target or Target("train.py", ("--lr", "1"))
+    return make_plan(LaunchRequest(resolve(code=code).config, program, "{}", folder="/home/me"), host)
 
 
 def test_the_plan_is_one_command_with_the_run_as_json() -> None:

@@ -130,7 +130,7 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         == 16
     )
     with pytest.raises(ConfigError, match="is too small"):
-        mpi.plan(LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())
+        mpi.plan(LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host)
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:

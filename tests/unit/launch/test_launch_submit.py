@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ def planned(folder: Path) -> str:
     """The script that `hasten launch --submit slurm` writes."""
     resolved = resolve()
     request = LaunchRequest(resolved.config, Target("train.py", ("--data", "my data")), handoff.pack(resolved))
-    (script,) = plan_submit(request, Host(name="login"), (), str(folder)).files
+    (script,) = plan_submit(replace(request, folder=str(folder)), Host(name="login")).files
     return script.text
 
 
@@ -92,7 +93,7 @@ def test_a_signal_to_the_shell_alone_reaches_the_step(tmp_path: Path, which: str
 def test_no_requeue_is_an_option() -> None:
     config = resolve(code={"launch.submit_options": {"requeue": False}})
     request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config))
-    (script,) = plan_submit(request, Host(name="login"), (), "/job").files
+    (script,) = plan_submit(replace(request, folder="/job"), Host(name="login")).files
     assert "requeue" not in script.text
 
 
@@ -119,7 +120,9 @@ def test_the_code_of_a_run_with_replicas_is_that_of_machine_0(
     resolved = resolve(code={"survive.replicas": 2, "launch.num_machines": 2})
     request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
     flags = ("--replicas", "2", "--submit", "slurm", "--num_machines", "2")
-    (script,) = plan_submit(request, Host(name="login", python=str(launcher)), flags, str(tmp_path)).files
+    (script,) = plan_submit(
+        replace(request, flags=flags, folder=str(tmp_path)), Host(name="login", python=str(launcher))
+    ).files
     assert "\n#SBATCH --no-kill\n" in script.text  # the loss of a node does not end the job
     assert f"{launcher} -m hasten.cli.main launch --replicas 2 --num_machines 2" in script.text
     assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (code, ["requeue 77"] if requeued else [])
@@ -133,7 +136,7 @@ def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(tmp_path: Path
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2})
     request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
-    (script,) = plan_submit(request, Host(name="login", python=str(launcher)), (), str(tmp_path)).files
+    (script,) = plan_submit(replace(request, folder=str(tmp_path)), Host(name="login", python=str(launcher))).files
     assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (85, ["requeue 77"])
 
 
@@ -141,7 +144,7 @@ def script_with(**settings: object) -> str:
     """The batch script under these settings."""
     resolved = resolve(code={f"launch.{name}": value for name, value in settings.items()})
     request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
-    return plan_submit(request, Host(name="login"), (), ".").files[0].text
+    return plan_submit(request, Host(name="login")).files[0].text
 
 
 def test_a_list_of_tasks_is_one_option() -> None:

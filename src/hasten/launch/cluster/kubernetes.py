@@ -9,7 +9,7 @@ from typing import Any, Final, assert_never
 import yaml
 
 from hasten.config.sections.kubernetes import KubernetesSettings
-from hasten.launch.base import LaunchPlan, LaunchRequest, PlannedFile, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc, Submitter
 from hasten.launch.cluster.pods import TOKEN_KEY, PodPlan, plan_pods, tag_text
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.shape import JobShape
@@ -29,7 +29,12 @@ _JOBSET_LABEL: Final = "metadata.labels['jobset.sigs.k8s.io/{}']"
 _TRAINER: Final = "trainer.kubeflow.org"
 
 
-def plan_submit(request: LaunchRequest) -> LaunchPlan:
+def chosen(request: LaunchRequest) -> bool:
+    """Return whether the plan is a manifest."""
+    return request.config.launch.submit == "kubernetes"
+
+
+def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a manifest that runs the program in the pods of a new job, and with `apply` the command that submits it.
 
     Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
@@ -47,6 +52,7 @@ def plan_submit(request: LaunchRequest) -> LaunchPlan:
         files=(PlannedFile(path, header + text, public=True),),
         supervision=supervision(request, JobShape(num_processes=pods.processes)),
         target=request.target,
+        submitter=Submitter("kubectl", "leave --apply out to write the manifest only"),
     )
 
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Mpi, Proc
 from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
-
-
-@dataclass(frozen=True, slots=True)
-class Mpi:
-    """The installed MPI implementation and the hosts in the hostfile."""
-
-    kind: str = "openmpi"
-    """openmpi, or mpich (also Intel MPI, MVAPICH and Cray, which share the options used here)."""
-    hosts: tuple[str, ...] = ()
 
 
 def chosen(request: LaunchRequest) -> bool:
@@ -43,12 +33,12 @@ def installed(request: LaunchRequest) -> Mpi:
     return Mpi(kind_of(done.stdout + done.stderr), hosts)
 
 
-def plan(request: LaunchRequest, host: Host, mpi: Mpi) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan with one mpirun command that starts every rank; each rank reads its position from MPI's variables.
 
     Raises: ConfigError without a number of processes or a rendezvous address.
     """
-    launch = request.config.launch
+    launch, mpi = request.config.launch, host.mpi
     machines = launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
     total = launch.num_processes or (launch.processes_per_machine or 0) * machines
     if not total:

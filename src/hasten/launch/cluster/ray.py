@@ -57,15 +57,16 @@ class RayRun:
     module: bool = False
 
 
-def chosen(launch: LaunchConfig) -> bool:
+def chosen(request: LaunchRequest) -> bool:
     """Return whether the plan is a run of Ray. Raises: ConfigError for settings of Ray without `ray`."""
+    launch = request.config.launch
     named = sorted(name for name in given(launch) if name.startswith("ray_"))
     if named and not launch.ray:
         raise ConfigError(f"{', '.join(named)} would have no effect without ray. Add --ray, or remove them.")
     return launch.ray
 
 
-def plan(request: LaunchRequest, host: Host, folder: str) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan with one command, which starts the program on workers of a Ray cluster.
 
     Raises: ConfigError for settings that Ray has no equivalent for.
@@ -81,9 +82,9 @@ def plan(request: LaunchRequest, host: Host, folder: str) -> LaunchPlan:
         resources=resources,
         max_failures=launch.max_restarts,
         address=launch.ray_address,
-        storage=_storage(launch.ray_storage, folder),
+        storage=_storage(launch.ray_storage, request.folder),
         name=launch.ray_name,
-        folder=folder,
+        folder=request.folder,
         module=target.module,
     )
     env = {environment.CONFIG: request.handoff} if request.handoff else {}

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc, Submitter
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.shape import JobShape, worker_argv
 from hasten.launch.torchrun import supervision
@@ -96,7 +96,12 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
     )
 
 
-def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
+def chosen(request: LaunchRequest) -> bool:
+    """Return whether the plan is a batch script."""
+    return request.config.launch.submit == "slurm"
+
+
+def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch, replicas = request.config.launch, request.config.survive.replicas > 0
     given = _dashed(launch.submit_options)
@@ -110,8 +115,15 @@ def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], fold
     options.setdefault("requeue", not options.get("no-requeue"))
     if replicas:
         options.setdefault("no-kill", True)
-    command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(flags)]
-    lines = ["#!/bin/bash", *_directives(options), "", f"cd {shlex.quote(folder)} || exit", *_TRAP.splitlines(), ""]
+    command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(request.flags)]
+    lines = [
+        "#!/bin/bash",
+        *_directives(options),
+        "",
+        f"cd {shlex.quote(request.folder)} || exit",
+        *_TRAP.splitlines(),
+        "",
+    ]
     lines += [
         "# The token that ranks prove to each other (docs/security.md); srun passes it on with the environment.",
         f"export {TOKEN}=\"${{{TOKEN}:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')}}\"",
@@ -131,6 +143,7 @@ def plan_submit(request: LaunchRequest, host: Host, flags: tuple[str, ...], fold
         notes=(
             f"the script requests one task per machine; hasten starts {'its replicas' if replicas else 'one process per device'}",
         ),
+        submitter=Submitter("sbatch", "add --dry-run to see the script"),
         files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
         supervision=supervision(request, JobShape(num_processes=1)),
         target=request.target,

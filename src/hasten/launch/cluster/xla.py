@@ -25,13 +25,13 @@ _PAIR: Final = re.compile(r"[A-Za-z_]\w*=")
 _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--tpu-use-cluster")
 
 
-def plan(request: LaunchRequest, host: Host, shape: JobShape, tpu: TpuSlice | None = None) -> LaunchPlan:
+def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines.
 
-    Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or `tpu` has
+    Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or the TPU has
     several hosts and the job one machine.
     """
-    launch, machines = request.config.launch, shape.max_machines
+    launch, machines, tpu = request.config.launch, shape.max_machines, host.tpu
     asked = launch.processes_per_machine or (launch.num_processes or machines) // machines
     if asked > 1:
         raise ConfigError(
@@ -79,20 +79,23 @@ def _rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
     return tpu.worker
 
 
-def plan_pod(request: LaunchRequest, flags: tuple[str, ...], tpu: TpuSlice | None = None) -> LaunchPlan:
-    """Return a plan that runs the same hasten command on the VMs of a named TPU through gcloud.
+def is_pod(request: LaunchRequest) -> bool:
+    """Return whether the job runs on the VMs of a named TPU."""
+    return request.config.launch.tpu and request.config.xla.tpu_use_cluster
 
-    `tpu` gives the number of hosts and the rendezvous address, if known.
+
+def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
+    """Return a plan that runs the same hasten command on the VMs of a named TPU through gcloud.
 
     Raises: ConfigError without a TPU name, for a subset of several VMs, or for a command file that cannot be read.
     """
-    xla = request.config.xla
+    xla, tpu = request.config.xla, host.tpu
     if not xla.tpu_name:
         raise ConfigError("a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone).")
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _variables(xla.tpu_env or ())
     _refuse_some(xla.tpu_name, worker, tpu, tpu_hosts.alone(env))
-    words = [word for word in without_submit(flags) if word not in _POD_FLAGS]
+    words = [word for word in without_submit(request.flags) if word not in _POD_FLAGS]
     if tpu is not None and tpu.hosts > 1 and worker == "all":
         words += _meeting(request.config.launch, xla.tpu_name, tpu)
     command = shlex.join(["hasten", "launch", *words, request.target.name, *request.target.args])
@@ -192,7 +195,7 @@ _LIMIT_S: Final = 60.0
 def ask(request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = request.config.launch, request.config.xla
-    if launch.tpu and xla.tpu_use_cluster:
+    if is_pod(request):
         return _ask_gcloud(xla.tpu_name, xla.tpu_zone) if xla.tpu_name and "gcloud" in host.programs else None
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)
     if device != "TPU" or request.config.cpu:
