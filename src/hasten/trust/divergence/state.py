@@ -18,7 +18,6 @@ Cause = Literal[
     "unreachable",
     "elsewhere",
     "other call",
-    "other shape",
     "same call",
     "user code",
     "data",
@@ -67,9 +66,6 @@ class State(msgspec.Struct, frozen=True):
     block: str = ""
     io_quiet_s: float = 0.0
     """Seconds since the process last read or wrote a file."""
-    op: str = ""
-    shape: tuple[int, ...] | None = None
-    dtype: str = ""
     last: CodeLine | None = None
     """The latest collective of hasten, if the rank is not in a collective now."""
     last_ago_s: float = 0.0
@@ -80,8 +76,6 @@ class State(msgspec.Struct, frozen=True):
     """Number of the post; a number that does not grow belongs to a process that cannot post."""
     peers: dict[int, Status] = {}
     """Ranks of the same machine that are stopped or gone."""
-    activities: dict[int, str] = {}
-    """Activity of the other ranks of the same machine, according to the kernel."""
     thread: Thread = "asleep"
 
     @property
@@ -114,5 +108,3 @@ class SeenState(msgspec.Struct, frozen=True):
     status: Status
     state: State | None = None
     note: Note | None = None
-    activity: str = ""
-    """Activity of its process according to the kernel, if a rank on its machine can observe it."""

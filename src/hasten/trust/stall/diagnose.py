@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Final, Literal
 
 from hasten.runtime.nodelist import ranks_in_words
@@ -71,8 +70,6 @@ def _activity(state: State) -> str:
 Ends = Literal["never", "hardly", "perhaps"]
 """Whether a wait can end: never; hardly, unless a computation still runs; perhaps, because a rank still works."""
 _BARRIER: Final = "barrier/"
-_LARGE: Final = 2**22
-"""Number of elements from which a tensor may take seconds on a slow network."""
 _SLOW_IO: Final = ("checkpoint", "ending")
 _TRAINING: Final = ("backward", "forward")
 
@@ -251,13 +248,8 @@ def _unreachable(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagn
 def _silent(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
     pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
-    activity = next((seen.activity for seen in silent if seen.activity), "")
     if all(seen.note is None for seen in silent):
         words = f"{ranks_in_words(ranks)} has not created an Accelerator yet, or its machine has failed"
-    elif activity:
-        words = (
-            f"{ranks_in_words(ranks)} ({pids}) does not respond: busy in native code that holds the GIL ({activity})"
-        )
     else:
         words = (
             f"{ranks_in_words(ranks)} ({pids}) does not respond: native code that holds the GIL, or a failed machine"
@@ -329,17 +321,6 @@ def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Dia
 
 def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagnosis:
     first = states[everyone[0]]
-    shapes = {(state.op, state.shape, state.dtype) for state in states.values()}
-    if len(shapes) > 1:
-        table = "; ".join(f"rank {rank}: {_tensor(states[rank])}" for rank in everyone[:8])
-        return Diagnosis(
-            "other shape",
-            everyone,
-            (),
-            ends="perhaps",
-            sentence=f"all ranks wait at {first.spot.words()} with different tensors ({table})",
-            cure="use the same shape and dtype on every rank: pad first (pad_across_processes), or use gather_for_metrics.",
-        )
     return Diagnosis(
         "same call",
         everyone,
@@ -351,10 +332,6 @@ def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagn
             "increase trust.stall_after_s if the transfer is that large."
         ),
     )
-
-
-def _tensor(state: State) -> str:
-    return f"{state.op} of {list(state.shape) if state.shape is not None else 'no tensor'} {state.dtype}".rstrip()
 
 
 def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
@@ -391,13 +368,7 @@ def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> boo
     if len(groups) > 1:
         return all(ahead[rank] for rank in in_group)
     (group,) = groups
-    most = max(states[rank].counts.get(group, 0) for rank in in_group)
-    return not any(_may_receive(states[rank]) for rank in in_group if states[rank].counts.get(group, 0) < most)
-
-
-def _may_receive(state: State) -> bool:
-    """Return whether a rank behind the others may still be receiving their data: a large or unknown tensor."""
-    return not state.op if state.shape is None else prod(state.shape) > _LARGE
+    return len({states[rank].counts.get(group, 0) for rank in in_group}) == 1  # a rank behind may still receive data
 
 
 def _is(ranks: Sequence[int]) -> str:

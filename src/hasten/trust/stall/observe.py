@@ -18,19 +18,16 @@ from hasten.comm.collective_log import CollectiveRecord, begun_collectives
 from hasten.errors import StallError
 from hasten.runtime import env
 from hasten.runtime import launcher_files as last_words
-from hasten.trust.divergence.state import IDLE_SHARE, CodeLine, Note, State, Status, Thread
+from hasten.trust.divergence.state import CodeLine, Note, State, Status, Thread
 from hasten.trust.stall import stacks
 
-_STATUS, _FAULTS, _USER, _SYSTEM, _STARTED = 0, 9, 11, 12, 19
+_STATUS, _FAULTS, _STARTED = 0, 9, 19
 """Positions in /proc/PID/stat, counted from the state field."""
-_TICKS_PER_S: Final = 100.0  # the kernel reports in hundredths of a second on every platform supported by torch
 _SWAPPING: Final = 20
 """Major page faults per second above which a process counts as swapping; a sleeping process has none."""
 
 _LEAST_S: Final = 0.1
 """Minimum seconds between two measurements of this process."""
-_SPAN_S: Final = 0.5
-"""Minimum seconds between two measurements of a process."""
 
 
 def start_ticks(pid: int | str = "self") -> int:
@@ -84,43 +81,10 @@ def thread_state(thread: int, faults_per_s: float) -> Thread:
     return "runs" if fields[_STATUS] == "R" else "asleep"
 
 
-@dataclass(slots=True)
-class Neighbours:
-    """The other processes of the job on this machine, observed repeatedly by one of them."""
-
-    _used: dict[int, tuple[float, float, int, str]] = field(default_factory=dict)
-    """By rank: time of the last measurement, CPU time and page faults then, and their description."""
-
-    def look(self, notes: Mapping[int, Note]) -> tuple[dict[int, Status], dict[int, str]]:
-        """Return the ranks that are stopped or gone, and descriptions of the others' activity since the last call."""
-        lost: dict[int, Status] = {}
-        activities: dict[int, str] = {}
-        for rank, note in notes.items():
-            status = status_of(note.pid, note.started)
-            if status != "here":
-                lost[rank] = status
-            elif words := self._activity(rank, note.pid):
-                activities[rank] = words
-        return lost, activities
-
-    def _activity(self, rank: int, pid: int) -> str:
-        fields = _fields(pid)
-        if not fields:
-            return ""
-        now = time.monotonic()
-        used, faults = (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS_PER_S, int(fields[_FAULTS])
-        before, used_before, faults_before, words = self._used.setdefault(rank, (now, used, faults, ""))
-        if now - before < _SPAN_S:
-            return words
-        share = (used - used_before) / (now - before)
-        if fields[_STATUS] == "D" or (faults - faults_before) / (now - before) > _SWAPPING:
-            words = "it waits for the disk or for memory that was swapped out"
-        elif share >= IDLE_SHARE:
-            words = f"it uses {share:.0%} of a processor core"
-        else:
-            words = "it is runnable while other processes use the processor" if fields[_STATUS] == "R" else "it sleeps"
-        self._used[rank] = (now, used, faults, words)
-        return words
+def lost_neighbours(notes: Iterable[Note]) -> dict[int, Status]:
+    """Return the ranks of this machine that are stopped or gone."""
+    statuses = {note.rank: status_of(note.pid, note.started) for note in notes}
+    return {rank: status for rank, status in statuses.items() if status != "here"}
 
 
 def _fields(pid: int | str) -> list[str] | None:
@@ -196,9 +160,8 @@ class Observer:
         quiet_s: float,
         counts: Mapping[str, int],
         peers: Mapping[int, Status] | None = None,
-        activities: Mapping[int, str] | None = None,
     ) -> State:
-        """Return the current state of the training thread; `peers` and `activities` describe other ranks."""
+        """Return the current state of the training thread; `peers` are other ranks that are stopped or gone."""
         calls = stacks.calls_of(self.thread_id)
         place = stacks.place_of(calls)
         now, used, moved = time.monotonic(), time.process_time(), io_count()
@@ -212,7 +175,6 @@ class Observer:
         if moved - self._io[1] > _REAL_IO_BYTES:
             self._io = (now, moved)
         last = self.collectives.last
-        handed = stacks.handed_over(self.thread_id)
         return State(
             rank=self.rank,
             host=socket.gethostname(),
@@ -228,14 +190,10 @@ class Observer:
             in_dataset=place.in_dataset,
             block=self.collectives.block,
             io_quiet_s=now - self._io[0],
-            op=handed.op if handed else "",
-            shape=handed.shape if handed else None,
-            dtype=handed.dtype if handed else "",
             last=None if last is None or place.kind == "collective" else _spot(last.file, last.line, last.op),
             last_ago_s=0.0 if last is None else now - last.at_s,
             stack=tuple(stacks.text_of(calls)),
             peers=dict(peers or {}),
-            activities=dict(activities or {}),
             thread=thread,
         )
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Literal
 
-from torch import Tensor
-
 from hasten.comm.collective_log import LIBRARIES
 
 Kind = Literal[
@@ -84,15 +82,6 @@ class StackCall:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedTensor:
-    """The tensor that the user's code passed to a collective of torch."""
-
-    op: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class StackFrame:
     """Activity of a thread, and the line of the user's code that started it."""
 
@@ -135,22 +124,6 @@ def calls_of(thread_id: int) -> list[StackCall]:
     found: list[StackCall] = []
     while frame is not None and len(found) < _DEEPEST:
         found.append(StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
-
-
-def handed_over(thread_id: int) -> PassedTensor | None:
-    """Return the tensor passed to torch's collective that a thread is in; None outside, or if hasten called it."""
-    frame, found = _frame_of(thread_id), None
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-        code = frame.f_code
-        if code.co_filename.startswith(LIBRARIES[0]):
-            return None
-        if code.co_filename.endswith("/distributed_c10d.py"):
-            values = (frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
-            tensor = next((value for value in values if isinstance(value, Tensor)), None)
-            if tensor is not None:
-                found = PassedTensor(code.co_name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         frame = frame.f_back
     return found
 

@@ -98,7 +98,6 @@ class Watchdog:
         self._turn = 0
         self._heard = ("", 0.0)
         self._evidence = Evidence(observer.rank, self._tick)
-        self._neighbours = processes.Neighbours()
         self._failure = ""
         self._reported: tuple[object, ...] = ()
 
@@ -196,8 +195,8 @@ class Watchdog:
                 self._end(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
             self._post_failure()
             nearby = filter(self._is_neighbour, self._stall_store.notes(self._local).values())
-            seen = self._neighbours.look({note.rank: note for note in nearby})
-            self._stall_store.post(self._observer.look(now - self._quiet_since, self._counts, *seen))
+            lost_nearby = processes.lost_neighbours(nearby)
+            self._stall_store.post(self._observer.look(now - self._quiet_since, self._counts, lost_nearby))
             if self._becomes_reporter(now):
                 notes, states = self._stall_store.notes(self._ranks), self._stall_store.states(self._ranks)
                 states = self._evidence.fresh(states, now)
@@ -367,7 +366,6 @@ def _world(
 ) -> list[SeenState]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
     seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
-    activities = {rank: words for state in states.values() for rank, words in state.activities.items()}
     world = []
     for rank in ranks:
         note, state = notes.get(rank), states.get(rank)
@@ -379,7 +377,7 @@ def _world(
         elif rank in seen_by_others:
             status = seen_by_others[rank]
         # states posted before a rank was stopped or ended are outdated
-        world.append(SeenState(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
+        world.append(SeenState(rank, status, state if status == "here" else None, note))
     return world
 
 

@@ -50,19 +50,17 @@ def _doing(seen: SeenState) -> str:
             "gone": "its process has exited",
             "stopped": "stopped by a signal",
         }
-        activity = f": {seen.activity}" if seen.activity else ""
-        return words.get(seen.status, f"does not respond{activity}")
+        return words.get(seen.status, "does not respond")
     return _state_words(seen.state)
 
 
 def _state_words(state: State) -> str:
     step = f", after {state.step} updates" if state.step else ""
     since = f"for {_rounded(state.quiet_s)} s"
-    tensor = f" ({state.op} of {list(state.shape)} {state.dtype})" if state.shape is not None and state.waits else ""
     if state.moves:
         return f"is busy with other collectives, now at {state.spot.words()}{step}"
     if state.waits:
-        return f"waits at {state.spot.words()}{tensor} {since}{step}"
+        return f"waits at {state.spot.words()} {since}{step}"
     doing = {
         "loader": "loads data at",
         "checkpoint": "saves or loads at",
