@@ -20,7 +20,7 @@ from hasten.runtime import env as environment
 from hasten.runtime.tpu_hosts import TpuSlice
 
 LauncherName = Literal["single", "torchrun", "task", "slurm", "kubernetes", "mpi", "deepspeed", "xla", "ray"]
-MeetingKind = Literal["fixed", "c10d", "etcd", "etcd-v2"]
+MeetingKind = Literal["fixed", "c10d"]
 
 
 @dataclass(frozen=True, slots=True)

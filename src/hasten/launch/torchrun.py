@@ -95,14 +95,12 @@ def make_meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: lis
 
 
 def _kind(launch: LaunchConfig, shape: JobShape, notes: list[str]) -> MeetingKind:
-    match launch.rdzv_backend:
-        case "c10d" | "etcd" | "etcd-v2" as named:
-            return named
-        case "static":
-            if shape.min_machines == shape.max_machines:
-                return "fixed"
-            notes.append("the number of machines may change: the rendezvous uses c10d")
-            return "c10d"
+    if launch.rdzv_backend == "c10d":
+        return "c10d"
+    if shape.min_machines == shape.max_machines:
+        return "fixed"
+    notes.append("the number of machines may change: the rendezvous uses c10d")
+    return "c10d"
 
 
 def _endpoint(launch: LaunchConfig, shape: JobShape) -> tuple[str, int]:

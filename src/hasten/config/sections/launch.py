@@ -7,7 +7,7 @@ from typing import Any, Literal
 from hasten.config.base import Section, setting, settings
 from hasten.config.sections.kubernetes import KubernetesSettings
 
-Rendezvous = Literal["static", "c10d", "etcd", "etcd-v2"]
+Rendezvous = Literal["static", "c10d"]
 
 
 @settings

@@ -6,16 +6,13 @@ import errno
 import io
 import pickle
 from datetime import timedelta
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from hasten.errors import LaunchError
@@ -46,12 +43,10 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
 
     Raises: LaunchError if the store cannot be served or reached.
     """
-    options: dict[str, str] = {**_DEFAULTS, **meeting.options}
-    if meeting.kind == "c10d":
-        options.setdefault("is_host", str(_hosts(meeting)))
-        options.setdefault("join_timeout", f"{meeting.join_timeout_s:.0f}")
+    options: dict[str, str] = {**_DEFAULTS, "join_timeout": f"{meeting.join_timeout_s:.0f}", **meeting.options}
+    options.setdefault("is_host", str(_hosts(meeting)))
     parameters = RendezvousParameters(
-        backend=meeting.kind,
+        backend="c10d",
         endpoint=f"{meeting.address}:{meeting.port}",
         run_id=meeting.run_id,
         min_nodes=meeting.min_machines,
@@ -59,14 +54,9 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
         local_addr=local_address,
         **options,
     )
-    if meeting.kind == "c10d":
-        backend, store = _c10d(meeting, parameters)
-        return create_handler(store, CheckedBackend(backend), parameters)
-    if meeting.kind == "etcd-v2":
-        etcd = import_module("torch.distributed.elastic.rendezvous.etcd_rendezvous_backend")  # needs python-etcd
-        backend, store = etcd.create_backend(parameters)
-        return create_handler(store, CheckedBackend(backend), parameters)
-    return registry.get_rendezvous_handler(parameters)  # etcd: stores its state as JSON, not pickle
+    within = timedelta(seconds=float(parameters.get("read_timeout", _STORE_TIMEOUT_S)))
+    store = _tcp_store(meeting, bool(parameters.get_as_bool("is_host", False)), within)
+    return create_handler(store, CheckedBackend(C10dRendezvousBackend(store, meeting.run_id)), parameters)
 
 
 class CheckedBackend(RendezvousBackend):
@@ -126,15 +116,6 @@ def _hosts(meeting: Meeting) -> bool:
     if meeting.machine_rank is not None:
         return meeting.machine_rank == 0
     return network.owns_address(meeting.address)
-
-
-def _c10d(meeting: Meeting, parameters: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
-    if parameters.get("store_type", "tcp").strip().lower() == "file":
-        backend, store = create_c10d(parameters)
-        return backend, store
-    within = timedelta(seconds=float(parameters.get("read_timeout", _STORE_TIMEOUT_S)))
-    store = _tcp_store(meeting, bool(parameters.get_as_bool("is_host", False)), within)
-    return C10dRendezvousBackend(store, meeting.run_id), store
 
 
 def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
