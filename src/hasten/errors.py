@@ -29,7 +29,8 @@
     │   ├── CorruptCheckpointError        size, checksum, structure or shape is not what was written
     │   ├── OtherModelError (RuntimeError)  names, shapes or dtypes are not those of the model
     │   ├── UnsafeCheckpointError         reading it would run code or leave its folder
-    │   ├── CheckpointBusyError           another process is writing to the same folder
+    │   ├── CheckpointBusyError           another process keeps the folder locked
+    │   ├── CheckpointReplacedError       other saves replaced it again and again while it was read
     │   ├── CheckpointVersionError        written by a version this one cannot read
     │   └── HookError                     a hook of save_state or load_state raised
     ├── HubError                          an upload to the Hub, or a download from it, failed
@@ -236,13 +237,11 @@ class HookError(CheckpointError):
 
 
 class CheckpointBusyError(CheckpointError):
-    """Error for a folder to which another process is writing; `host`, `pid` and `since_s` (seconds since 1970) identify it."""
+    """Error for a folder that another process has kept locked for too long while saving there."""
 
-    def __init__(self, message: str, host: str = "", pid: int = 0, since_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.host = host
-        self.pid = pid
-        self.since_s = since_s
+
+class CheckpointReplacedError(CheckpointError):
+    """Error for a checkpoint that other saves have replaced again and again while it was being read."""
 
 
 class HubError(HastenError):

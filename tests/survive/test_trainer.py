@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.checkpoint.store.locate import newest_step, open_store
+from hasten.checkpoint.store.locate import newest, open_store
 from tests.survive.checking import check_run
 from tests.survive.driving import HERE, finish, options_of, recent, search_path, wait_for
 from tests.survive.reading import results
@@ -38,7 +38,7 @@ def test_a_trainer_survives_the_loss_of_a_replica(tmp_path: Path, name: str) -> 
     run = start(tmp_path, options)
     found = wait_for(run, tmp_path, 2)
     store = open_store(str(tmp_path / "trained" / "checkpoints"))
-    while newest_step(store.address) is None and run.poll() is None:
+    while newest(store) is None and run.poll() is None:
         time.sleep(0.02)  # then it is the second epoch
     (tmp_path / "slow").touch()
     os.kill(found[name], signal.SIGKILL)

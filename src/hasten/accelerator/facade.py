@@ -56,7 +56,7 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.errors import CheckpointBusyError, HastenWarning, PrepareError, StepError
+from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
@@ -1086,14 +1086,8 @@ class Accelerator:
                     stacklevel=2,
                 )
             return target
-        try:
-            with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
-                return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
-        except CheckpointBusyError:
-            if self._replica is None or output_dir is not None:
-                raise
-            self._saving.skip_number()  # a replica that was lost during a save still holds that folder
-            return self.save_state(None, safe_serialization, blocking, metrics)
+        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
+            return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
         self,

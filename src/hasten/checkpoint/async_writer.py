@@ -25,8 +25,7 @@ from hasten.checkpoint.store.disk import (
     segment_starts,
     worker_pool,
 )
-from hasten.checkpoint.writer import SaveOutcome
-from hasten.comm.agreement import agreeing
+from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 
 log = logging.getLogger(__name__)
@@ -160,7 +159,6 @@ class AsyncWriter:
         """Process group of the background thread; the ranks create it together at the first background save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._outcome: SaveOutcome | None = None
         self._go: threading.Event | None = None
         self._cancelled = False
         self._registered = False
@@ -174,8 +172,8 @@ class AsyncWriter:
         """Return the files with every tensor copied to the host; training may continue when this returns."""
         return self.staging.end(blobs)
 
-    def submit(self, work: Callable[[], SaveOutcome], name: str) -> threading.Event:
-        """Start a thread that runs `work` once the returned event is set; `cancel` ends the thread instead.
+    def submit(self, work: Callable[[Agreement], object], name: str) -> threading.Event:
+        """Start a thread that runs `work`, in an agreement of its group, once the returned event is set; `cancel` ends the thread instead.
 
         Before setting the event, ranks can check that all of them have started their thread.
         Raises: the error of the previous save.
@@ -190,8 +188,8 @@ class AsyncWriter:
             if self._cancelled:
                 return
             try:
-                with agreeing(comm, f"saving {name!r} in the background"):
-                    self._outcome = work()
+                with agreeing(comm, f"saving {name!r} in the background") as together:
+                    work(together)
             except BaseException as error:  # raised on the training thread at its next save, wait or close
                 self._error = error
                 log.error("saving %s in the background failed: %s", name, error)
@@ -228,8 +226,8 @@ class AsyncWriter:
         if register is not None:
             register(join)
 
-    def wait(self) -> SaveOutcome | None:
-        """Wait for the save in flight and return its outcome; None if there was no save.
+    def wait(self) -> None:
+        """Wait for the save in flight, if any.
 
         Raises: the error of the save, once.
         """
@@ -237,10 +235,8 @@ class AsyncWriter:
             self._thread.join()
         self._thread = None  # only now: a signal handler may wait for the same save meanwhile
         error, self._error = self._error, None
-        outcome, self._outcome = self._outcome, None
         if error is not None:
             raise error
-        return outcome
 
     def close(self) -> None:
         """Wait for the save in flight and free the staging memory. Raises: the error of the save."""

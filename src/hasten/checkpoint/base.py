@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,13 +158,11 @@ class CheckpointInfo:
 class Draft(Protocol):
     """A checkpoint being written: invisible to readers until `commit` returns."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def token(self) -> str:
-        """Token that another rank needs, besides the name, to join this draft."""
-        ...
+    name: str
+    token: str
+    """Token that another rank needs, besides the name, to join this draft."""
+    replaces: Collection[str] | None
+    """Files of the folder that go besides those of an earlier checkpoint; None if an exported model may be replaced."""
 
     @property
     def folder(self) -> Path | None:
@@ -202,7 +200,11 @@ class CheckpointStore(Protocol):
         ...
 
     def begin(self, name: str) -> Draft:
-        """Return a new draft, after removing leftovers of interrupted saves with this name. Ranks: main only."""
+        """Return a new draft, after removing leftovers of interrupted saves. Ranks: main only."""
+        ...
+
+    def begin_numbered(self, at_least: int) -> Draft:
+        """Return a new draft with the next free number, which no other process gets. Ranks: main only."""
         ...
 
     def join(self, name: str, token: str) -> Draft | None:
@@ -217,12 +219,19 @@ class CheckpointStore(Protocol):
         """Return the verified manifest. Raises: a CheckpointError that describes the problem."""
         ...
 
-    def complete(self, name: str) -> bool:
-        """Return True if the manifest is readable and every file has its size (checksums are not read)."""
+    def check(self, name: str) -> Manifest:
+        """Return the manifest after checking that every file has its size (checksums are not read).
+
+        Raises: a CheckpointError that describes the problem.
+        """
         ...
 
-    def fetch(self, name: str, files: Sequence[FileRecord]) -> AbstractContextManager[Path]:
-        """Return a context manager that provides a local folder with these files."""
+    def is_current(self, name: str, manifest: Manifest, folder: Path | None = None) -> bool:
+        """Return True if the checkpoint has not been replaced since its manifest, and its folder if given, were read."""
+        ...
+
+    def fetch(self, name: str, manifest: Manifest) -> AbstractContextManager[Path]:
+        """Return a context manager that provides a local folder with the files of the manifest."""
         ...
 
     def delete(self, name: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ from hasten.checkpoint.format.manifest import FORGED, MANIFEST_NAME, inside, ope
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
+from hasten.checkpoint.store.drafts import temporary_draft
 from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
 from hasten.checkpoint.writer import FileLayout, encode, hub_index, plan_component
@@ -74,8 +74,9 @@ def save_model(
     max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
     disk: Disk | None = None,
+    replaces: Collection[str] = (),
 ) -> list[str]:
-    """Write a model's weights in the Hub layout and return the file names. Ranks: main only.
+    """Write a model's weights in the Hub layout, in place of the files in `replaces`; return the file names. Ranks: main only.
 
     Tied weights are stored once, under their first name; the other names are stored in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
@@ -102,42 +103,41 @@ def save_model(
         stem = "model" if safe_serialization else "pytorch_model"
         raw = json.dumps(hub_index(plans, component), indent=2, sort_keys=True).encode() + b"\n"
         blobs[f"{stem}.{end}.index.json"] = Blob([raw], len(raw))
-    replace_files(target, blobs, disk or Disk())
+    replace_files(target, blobs, disk or Disk(), replaces)
     return list(blobs)
 
 
-def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write new files, rename each into place atomically, and delete weight files of an earlier export.
+def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk, replaces: Collection[str] = ()) -> None:
+    """Replace the model in a folder: write new files into a draft, then rename each into place.
 
-    Raises: CheckpointError when the folder holds a checkpoint with other weights of these names, or is not writable.
+    An interruption leaves the old model, the new one, or an incomplete one, but no mixture of two: the index of shards goes
+    first and comes last. Weight files of an earlier export go, and those in `replaces`.
+    Raises: CheckpointError when the folder holds a checkpoint with other weights of these names that is not to be replaced,
+    or is not writable.
     """
-    token = f".hasten-export.{secrets.token_hex(6)}."
-    with _writing(folder, token, "the model", blobs):
-        disk.make_folder(folder)
-        records = write_files(folder, {token + name: blob for name, blob in blobs.items()}, disk)
-        same = unchanged(folder, {name: records[token + name] for name in blobs})
-        for name in blobs.keys() - same:
-            disk.rename(folder / (token + name), folder / name)
-    for path in folder.iterdir():
-        if WEIGHTS.fullmatch(path.name) and path.name not in blobs:
-            path.unlink()
-    disk.sync_folder(folder)
+    with _explaining_errors(folder, "the model", blobs), temporary_draft(folder, disk) as draft:
+        records = write_files(draft, blobs, disk)
+        same_names = set() if replaces else unchanged(folder, records)
+        outdated = {path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)}.union(
+            replaces
+        ) - blobs.keys()
+        indexes = [name for name in blobs if name.endswith(".json")]
+        for name in ([MANIFEST_NAME] if MANIFEST_NAME in replaces else []) + indexes:
+            disk.remove_file(folder / name)
+        for name in (*sorted(blobs.keys() - same_names - set(indexes)), *indexes):
+            disk.rename(draft / name, folder / name)
+        for name in sorted(outdated):
+            disk.remove_file(folder / name)
+        disk.sync_folder(folder)
 
 
 @contextmanager
-def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> Iterator[None]:
-    """Context manager that removes temporary files not renamed into place, and names the disk when it is full.
-
-    Raises: CheckpointError in place of an OSError.
-    """
+def _explaining_errors(folder: Path, what: str, blobs: Mapping[str, Blob]) -> Iterator[None]:
+    """Context manager that raises CheckpointError in place of an OSError, and names the disk when it is full."""
     try:
         yield
     except OSError as error:
         raise cannot_write(what, folder, sum(blob.size for blob in blobs.values()), error) from error
-    finally:
-        for name in blobs:
-            with suppress(OSError):  # already renamed, or the folder does not exist
-                (folder / (token + name)).unlink()
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def weight_files(root: Path) -> list[Path]:
         return [root]
     for stem, end in (("model", "safetensors"), ("pytorch_model", "bin")):
         if (root / f"{stem}.{end}").is_file():
-            return [root / f"{stem}.{end}"]
+            return [inside(root, f"{stem}.{end}")]
         index = root / f"{stem}.{end}.index.json"
         if index.is_file():
             return _indexed(root, index)
@@ -230,15 +230,12 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         replace_files_only(target.parent, {target.name: blob}, device)
         return
     check_unlisted(target.parent, [target.name])
-    token = f".hasten-save.{secrets.token_hex(6)}."
-    with _writing(target.parent, token, target.name, {target.name: Blob([], 0)}):
-        device.make_folder(target.parent)
-        hidden = target.with_name(token + target.name)
-        with hidden.open("wb") as written:
+    with _explaining_errors(target.parent, target.name, {}), temporary_draft(target.parent, device) as draft:
+        with (draft / target.name).open("wb") as written:
             _save_torch(obj, written)
             written.flush()
             device.sync(written.fileno())
-        device.rename(hidden, target)
+        device.rename(draft / target.name, target)
         device.sync_folder(target.parent)
 
 
@@ -282,12 +279,10 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
     Raises: CheckpointError when one of them is part of a checkpoint in the folder, or cannot be written.
     """
     check_unlisted(folder, list(blobs))
-    token = f".hasten-save.{secrets.token_hex(6)}."
-    with _writing(folder, token, ", ".join(blobs), blobs):
-        disk.make_folder(folder)
-        write_files(folder, {token + name: blob for name, blob in blobs.items()}, disk)
+    with _explaining_errors(folder, ", ".join(blobs), blobs), temporary_draft(folder, disk) as draft:
+        write_files(draft, blobs, disk)
         for name in blobs:
-            disk.rename(folder / (token + name), folder / name)
+            disk.rename(draft / name, folder / name)
         disk.sync_folder(folder)
 
 

@@ -17,13 +17,15 @@ from hasten.checkpoint.format.formats import load_torch
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.format.torch_folder import is_torch_folder, whole_tensors
-from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, verify_files
+from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, read_one_version, verify_files
 from hasten.checkpoint.reshard import whole
-from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, number_of, open_store
-from hasten.checkpoint.store.occupied import FOREIGN, free_target, listed
-from hasten.checkpoint.writer import finish, prepare, start
+from hasten.checkpoint.save import save_tree
+from hasten.checkpoint.store.drafts import hidden_entries
+from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, open_store
+from hasten.checkpoint.store.occupied import FOREIGN, listed, names_to_replace
+from hasten.checkpoint.store.retention import number_of
 from hasten.comm.local import LocalComm
-from hasten.errors import CheckpointError, IncompleteCheckpointError
+from hasten.errors import CheckpointError, CheckpointReplacedError, IncompleteCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +43,42 @@ class Row:
 
 
 def list_checkpoints(place: str) -> list[Row]:
-    """List the entries of a folder or URL, and of `checkpoints` in it, that look like checkpoints, oldest first."""
+    """List the checkpoints of a folder or URL, and of `checkpoints` in it, oldest first; a checkpoint is listed itself."""
     return [row(store, name) for store, name in everything(place)]
 
 
 def everything(place: str) -> list[tuple[CheckpointStore, str]]:
     """Return every checkpoint in a folder or URL and in `checkpoints` inside it, with its store, oldest first."""
-    found: list[tuple[CheckpointStore, str]] = []
+    checkpoints: list[tuple[CheckpointStore, str]] = []
     for store in (open_store(place), open_store(f"{place.rstrip('/')}/checkpoints")):
         names = sorted(store.names(), key=lambda name: (number_of(name) or -1, name))
-        found += [(store, name) for name in names]
-    return found
+        checkpoints += [(store, name) for name in names]
+    if not checkpoints:
+        store, name = locate(place)
+        checkpoints += [(store, name)] if name in store.names() else []
+    return checkpoints
+
+
+def leftovers(place: str) -> list[Path]:
+    """Return the hidden folders that saves and commands in progress, or interrupted ones, have in a local folder."""
+    if is_url(place):
+        return []
+    root = Path(place)
+    hidden_folders = []
+    for folder in (root, root / "checkpoints", root.parent):
+        for path in hidden_entries(folder):
+            if folder != root.parent or (path / root.name).exists():
+                hidden_folders.append(path)
+    return hidden_folders
 
 
 def row(store: CheckpointStore, name: str) -> Row:
     """Return the entry of a checkpoint in a listing, also of a damaged one."""
     try:
-        m = store.manifest(name)
+        m = store.check(name)
     except CheckpointError as error:
         return Row(name, complete=False, problem=str(error))
-    complete = store.complete(name)
-    problem = "" if complete else "files are missing or have another size"
-    return Row(name, complete, m.step, m.world_size, m.num_bytes, m.created_s, m.metrics, problem)
+    return Row(name, True, m.step, m.world_size, m.num_bytes, m.created_s, m.metrics)
 
 
 def find(place: str) -> tuple[CheckpointStore, str]:
@@ -72,8 +88,9 @@ def find(place: str) -> tuple[CheckpointStore, str]:
         return store, name
     for inner in (place, f"{place.rstrip('/')}/checkpoints"):
         inside = open_store(inner)
-        if any(number_of(other) is not None for other in inside.names()):
-            return inside, newest(inside)
+        newest_name = newest(inside)
+        if newest_name is not None:
+            return inside, newest_name
     raise IncompleteCheckpointError(
         f"{place} is not a complete hasten checkpoint and holds none (no {MANIFEST_NAME}). Give another folder, or "
         "convert it with `hasten ckpt convert`."
@@ -82,20 +99,27 @@ def find(place: str) -> tuple[CheckpointStore, str]:
 
 def verify(store: CheckpointStore, name: str, progress: Progress | None = None) -> list[str]:
     """Return the problems of a checkpoint, one line each; checks the sizes, checksums and structure of every file."""
+    return read_one_version(lambda: _verify(store, name, progress))
+
+
+def _verify(store: CheckpointStore, name: str, progress: Progress | None) -> list[str]:
     try:
         manifest = store.manifest(name)
     except CheckpointError as error:
         return [str(error)]
-    with store.fetch(name, manifest.files) as folder:
-        problems = verify_files(folder, manifest.files, manifest.chunk_bytes, progress)
+    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+        manifest = checkpoint.manifest
+        problems = verify_files(checkpoint.folder, manifest.files, manifest.chunk_bytes, progress)
         if problems:
+            checkpoint.check_current()
             return problems
-        checkpoint = Checkpoint(name, manifest, folder)
         for component, record in manifest.components.items():
             for rank in manifest.ranks if record.per_rank else (None,):
                 try:
                     for key, pieces in checkpoint.component(component, rank).pieces.items():
                         whole(pieces, key) if not record.per_rank else None
+                except CheckpointReplacedError:
+                    raise
                 except CheckpointError as error:
                     problems.append(str(error))
     return problems
@@ -103,8 +127,12 @@ def verify(store: CheckpointStore, name: str, progress: Progress | None = None) 
 
 def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
     """Return the metadata of a checkpoint and its components without reading the tensors."""
-    manifest = store.manifest(name)
+    return read_one_version(lambda: _describe_version(store, name))
+
+
+def _describe_version(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+        manifest = checkpoint.manifest
         components = {key: _describe(checkpoint, manifest, key) for key in manifest.components}
     return {
         "name": name,
@@ -171,6 +199,10 @@ def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
             return read_model(place)
         except IncompleteCheckpointError:  # it may be a folder of checkpoints
             pass
+    return read_one_version(lambda: _tensors_of_version(place, component))
+
+
+def _tensors_of_version(place: str, component: str) -> dict[str, Tensor]:
     store, name = find(place)
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         found = checkpoint.component(component, _first_rank(checkpoint, component))
@@ -203,19 +235,29 @@ def merge(
     """
     target = check_local(output, "the folder for the model")
     if is_torch_folder(Path(place)):
-        with free_target(target, [Path(place)], overwrite):
-            return save_model(_unprefixed(whole_tensors(Path(place))), target, max_shard_size, safe_serialization)
+        replaces = names_to_replace(target, [Path(place)], overwrite)
+        weights = _unprefixed(whole_tensors(Path(place)))
+        return save_model(weights, target, max_shard_size, safe_serialization, replaces=replaces)
     store, name = find(place)
-    with open_checkpoint(store, name, LocalComm()) as checkpoint:
-        kinds = {key: record.kind for key, record in checkpoint.manifest.components.items()}
+    kinds = {key: record.kind for key, record in _verified_manifest(store, name).components.items()}
     if kinds.get(component) != "model":
         models = sorted(key for key, kind in kinds.items() if kind == "model")
         raise CheckpointError(
             f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
         )
     sources = [] if store.remote else [Path(store.address) / name]
-    with free_target(target, sources, overwrite):
-        return save_model(tensors_of(place, component), target, max_shard_size, safe_serialization)
+    replaces = names_to_replace(target, sources, overwrite)
+    return save_model(tensors_of(place, component), target, max_shard_size, safe_serialization, replaces=replaces)
+
+
+def _verified_manifest(store: CheckpointStore, name: str) -> Manifest:
+    """Return the manifest after verifying every file."""
+
+    def read() -> Manifest:
+        with open_checkpoint(store, name, LocalComm()) as checkpoint:
+            return checkpoint.manifest
+
+    return read_one_version(read)
 
 
 def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -239,22 +281,20 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, 
             "objects. Nothing was changed. Load it as it is, or copy the folder."
         )
     store, name = locate(target)
-    if store.remote:
-        _check_free(store, name, overwrite)
-        return _convert(folder, store, name, allow_pickle)
-    with free_target(Path(store.address) / name, [folder], overwrite):
-        return _convert(folder, store, name, allow_pickle)
-
-
-def _check_free(store: CheckpointStore, name: str, overwrite: bool) -> None:
-    if not overwrite and name in store.names():
+    replaces: tuple[str, ...] = ()
+    if not store.remote:
+        replaces = names_to_replace(Path(store.address) / name, [folder], overwrite)
+    elif not overwrite and name in store.names():
         raise CheckpointError(
             f"{store.address}/{name} already holds a checkpoint, which would be lost. Nothing was changed. Give another URL, or --overwrite "
             "to replace it."
         )
+    return _convert(folder, store, name, replaces, allow_pickle)
 
 
-def _convert(folder: Path, store: CheckpointStore, name: str, allow_pickle: bool) -> list[str]:
+def _convert(
+    folder: Path, store: CheckpointStore, name: str, replaces: tuple[str, ...], allow_pickle: bool
+) -> list[str]:
     components: dict[str, Component] = {}
     for key, state in _models(folder, allow_pickle).items():
         components[key] = Component(state, None, "model")
@@ -269,10 +309,8 @@ def _convert(folder: Path, store: CheckpointStore, name: str, allow_pickle: bool
             f"{folder} holds nothing that can be converted: no weights, no optimizer. Give the folder that another tool saved."
         )
     notes.append("random states and data positions are not converted: the run continues with new random numbers")
-    comm = LocalComm()
-    group = start(store, comm, name)
     header = Manifest(notes={"converted_from": folder.name, "partial": True})
-    finish(prepare(StateTree(components), group, comm), group, comm, header)
+    save_tree(store, name, StateTree(components), header, LocalComm(), replaces)
     return notes
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
+from typing import Final, TypeVar
 
 from hasten.checkpoint.base import CheckpointStore, Json
 from hasten.checkpoint.format.formats import SUFFIX, Piece, TensorFile, read_by_sidecar, read_tensors
@@ -16,10 +17,18 @@ from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, size
 from hasten.checkpoint.store.disk import default_threads, file_checksum
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
-from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeCheckpointError,
+)
 from hasten.runtime.mesh_plan import AXES, BATCH
 
 Progress = Callable[[int], None]
+R = TypeVar("R")
+READING_TRIES: Final = 20
 Stamp = tuple[int, int, int, int] | None
 
 
@@ -51,14 +60,16 @@ class Checkpoint:
         manifest: Manifest,
         folder: Path,
         allow_pickle: bool = False,
-        stamps: Mapping[str, Stamp] | None = None,
+        is_current: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Create a checkpoint; `stamps` identify the verified files, and a file replaced since is refused."""
+        """Open a checkpoint; `is_current` returns False once another save has replaced it."""
         self.name = name
         self.manifest = manifest
         self.folder = folder
         self._allow_pickle = allow_pickle
-        self._stamps = stamps or {}
+        self._stamps: Mapping[str, Stamp] = {}
+        """Identities of the verified files; a file that was replaced since is refused."""
+        self.is_current = is_current
         self._names = frozenset(map(attrgetter("name"), manifest.files))
 
     def same_data(self, world_size: int, mesh: Mapping[str, int]) -> bool:
@@ -99,7 +110,40 @@ class Checkpoint:
             data = content.data if content.data is not None else data
         return FoundComponent(name, record.kind, pieces, aliases, data)
 
+    def verify(self, together: Agreement) -> None:
+        """Verify a share of the files on every rank, after stamping all of them. Ranks: every rank."""
+        files = self.manifest.files
+        stamps = {}
+        for file in files:
+            stamps[file.name] = stamp(self.folder / file.name)
+        together.share()  # every rank has taken its stamps before any rank starts to verify
+        share = files if together.comm.size == 1 else _share_of(files, together.comm)
+        problems = verify_files(self.folder, share, self.manifest.chunk_bytes)
+        if problems:
+            self.check_current()
+            kind = IncompleteCheckpointError if all("missing" in line for line in problems) else CorruptCheckpointError
+            raise kind(
+                f"{self.folder}: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}. Nothing was loaded. "
+                "Load an earlier checkpoint (`hasten ckpt verify` says which are sound)."
+            )
+        self._stamps = stamps
+
+    def check_current(self) -> None:
+        """Raise CheckpointReplacedError if another save has replaced the checkpoint, so that its files are gone."""
+        if not self.is_current():
+            raise CheckpointReplacedError(
+                f"{self.folder} was replaced by other saves each of the {READING_TRIES} times that it was being read. Nothing was "
+                "loaded. Save there less often, or load another checkpoint."
+            )
+
     def _read(self, file: str) -> TensorFile:
+        try:
+            return self._read_file(file)
+        except (CheckpointError, OSError):
+            self.check_current()
+            raise
+
+    def _read_file(self, file: str) -> TensorFile:
         path, beside = inside(self.folder, file), file + SUFFIX
         if beside in self._names:
             content = read_by_sidecar(path, inside(self.folder, beside))
@@ -112,6 +156,7 @@ class Checkpoint:
     def _check_same(self, file: str) -> None:
         """Raise CorruptCheckpointError unless the file is still the one that was verified."""
         if self._stamps and stamp(self.folder / file) != self._stamps.get(file):
+            self.check_current()
             raise CorruptCheckpointError(
                 f"{self.folder / file}: was replaced or changed after it was verified, so it may not be part of this "
                 "checkpoint. Nothing was loaded. Wait for the process that writes there, and load again."
@@ -183,6 +228,19 @@ def _visible_problem(path: Path, file: FileRecord) -> str | None:
     return None if size == file.size else f"has {size} bytes instead of {file.size} (truncated or replaced)"
 
 
+def read_one_version(read: Callable[[], R]) -> R:
+    """Return the result of `read`, which is called again if another save replaces the checkpoint meanwhile.
+
+    Ranks: every rank, if `read` is collective.
+    """
+    for _ in range(READING_TRIES - 1):
+        try:
+            return read()
+        except CheckpointReplacedError:
+            continue
+    return read()
+
+
 @contextmanager
 def open_checkpoint(
     store: CheckpointStore, name: str, comm: Comm, *, verify: bool = True, allow_pickle: bool = False
@@ -197,13 +255,23 @@ def open_checkpoint(
             manifest = store.manifest(name)
             together.share()
             together.label = f"fetching {name!r} from {store.address}"
-            if store.remote and comm.size > 1:
-                folder = _download(store, name, manifest, together, stack)
-            else:
-                folder = stack.enter_context(store.fetch(name, manifest.files))
+            try:
+                if store.remote and comm.size > 1:
+                    folder = _download(store, name, manifest, together, stack)
+                else:
+                    folder = stack.enter_context(store.fetch(name, manifest))
+            except CheckpointError:
+                Checkpoint(
+                    name, manifest, Path(name), is_current=lambda: store.is_current(name, manifest)
+                ).check_current()
+                raise
+            checkpoint = Checkpoint(
+                name, manifest, folder, allow_pickle, is_current=lambda: store.is_current(name, manifest, folder)
+            )
             together.label = f"verifying {name!r}"
-            stamps = _verify_together(folder, manifest, together) if verify else None
-        yield Checkpoint(name, manifest, folder, allow_pickle, stamps)
+            if verify:
+                checkpoint.verify(together)
+        yield checkpoint
 
 
 def _download(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
@@ -215,31 +283,14 @@ def _download(store: CheckpointStore, name: str, manifest: Manifest, together: A
     hosts: list[str] = together.share(here)
     mine = None
     if together.comm.rank == hosts.index(here):
-        mine = stack.enter_context(store.fetch(name, manifest.files))
+        mine = stack.enter_context(store.fetch(name, manifest))
     folders: list[str | None] = together.share(None if mine is None else str(mine))
     if mine is not None:
         return mine
     first = next(Path(place) for host, place in zip(hosts, folders, strict=True) if host == here and place is not None)
     if all((first / file.name).exists() for file in manifest.files):
         return first
-    return stack.enter_context(store.fetch(name, manifest.files))  # same host name, but a different file system
-
-
-def _verify_together(folder: Path, manifest: Manifest, together: Agreement) -> dict[str, Stamp]:
-    """Verify a share of the files on every rank and return the stamps taken before. Ranks: every rank."""
-    stamps = {}
-    for file in manifest.files:
-        stamps[file.name] = stamp(folder / file.name)
-    together.share()  # every rank has taken its stamps before any rank starts to verify
-    mine = manifest.files if together.comm.size == 1 else _share_of(manifest.files, together.comm)
-    problems = verify_files(folder, mine, manifest.chunk_bytes)
-    if not problems:
-        return stamps
-    kind = IncompleteCheckpointError if all("missing" in line for line in problems) else CorruptCheckpointError
-    raise kind(
-        f"{folder}: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}. Nothing was loaded. "
-        "Load an earlier checkpoint (`hasten ckpt verify` says which are sound)."
-    )
+    return stack.enter_context(store.fetch(name, manifest))  # same host name, but a different file system
 
 
 def _share_of(files: Sequence[FileRecord], comm: Comm) -> Sequence[FileRecord]:

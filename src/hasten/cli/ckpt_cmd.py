@@ -72,11 +72,15 @@ def _tools() -> Any:  # Any: a module
 
 
 def _list(given: argparse.Namespace) -> int:
-    rows = _tools().list_checkpoints(given.folder)
+    rows, leftovers = _tools().list_checkpoints(given.folder), _tools().leftovers(given.folder)
     if given.json:
         keys = ("name", "complete", "step", "world_size", "num_bytes", "created_s", "metrics", "problem")
         _write(json.dumps([{key: getattr(row, key) for key in keys} for row in rows], indent=2))
         return 0
+    for path in leftovers:
+        _write(
+            f"{path}: files of a save or command that is running or was interrupted; the next one there removes them"
+        )
     if not rows:
         _write(f"no checkpoints in {given.folder}")
         return 1

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import platform
+import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +22,8 @@ from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import CheckpointStore, Format, StateTree
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
-from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.reader import open_checkpoint, read_one_version
+from hasten.checkpoint.save import Save, retire_expired
 from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
@@ -31,27 +32,13 @@ from hasten.checkpoint.store.locate import (
     locate,
     locate_existing,
     newest_of_all,
-    newest_step,
-    next_number,
-    number_of,
-    numbered,
     open_store,
 )
-from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.writer import (
-    DiskGroup,
-    FileLayout,
-    PreparedSave,
-    SaveOutcome,
-    finish,
-    prepare,
-    retire_expired,
-    start,
-)
+from hasten.checkpoint.store.retention import Retention, number_of
+from hasten.checkpoint.writer import FileLayout
 from hasten.comm.agreement import Agreement, agreeing
-from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProjectConfiguration
-from hasten.errors import CheckpointError, ConfigError, MismatchError
+from hasten.errors import CheckpointError, ConfigError, IncompleteCheckpointError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
@@ -73,6 +60,7 @@ from hasten.strategies.base import Strategy
 from hasten.version import __version__
 
 log = logging.getLogger(__name__)
+_RUNS: Final = "runs"
 
 
 def automatic_root(project: ProjectConfiguration) -> str:
@@ -92,26 +80,34 @@ def find_source(
     input_dir: str | Path | None,
     must_exist: bool,
 ) -> tuple[CheckpointStore, str, bool] | None:
-    """Return store and name of the state to load, and whether it is in memory; None if not found and not `must_exist`.
+    """Return store and name of the state to load, and whether it is in memory; None if there is none and not `must_exist`.
 
-    Ranks: every rank.
+    Only a place without any checkpoint is "none". Ranks: every rank.
+    Raises: CheckpointError for checkpoints that cannot be used, so that no run starts anew over them.
     """
     if input_dir is not None:
         together.label = f"looking for {input_dir}"
         return *locate_existing(input_dir), False
     together.label = "looking for the newest checkpoint"
     choice = memory.newest(together) if memory is not None else None
-    if choice is not None or not must_exist:
-        on_disk = together.share(newest_step(automatic_root(project)) if project.project_dir else None)
-        if memory is not None and choice is not None:
-            if all(step is None or step <= choice.step for step in on_disk):
-                return *memory.fetch(choice, together), True
-            if together.comm.rank == 0:
-                log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
-        elif not must_exist and set(on_disk) == {None}:
-            return None
+    if project.project_dir is None and (choice is not None or not must_exist):
+        return None if memory is None or choice is None else (*memory.fetch(choice, together), True)
     store = open_store(automatic_root(project))
-    return store, newest_of_all(store, together), False
+    name = newest_of_all(store, together)
+    if memory is not None and choice is not None:
+        saved_step = None if name is None else store.manifest(name).step
+        if all(step is None or step <= choice.step for step in together.share(saved_step)):
+            return *memory.fetch(choice, together), True
+        if together.comm.rank == 0:
+            log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
+    if name is not None:
+        return store, name, False
+    if must_exist:
+        raise IncompleteCheckpointError(
+            f"there is no checkpoint in {store.address}. Save one first, give the path of another, or call "
+            "load_state(must_exist=False) in a script that also makes the first start."
+        )
+    return None
 
 
 class Saving:
@@ -148,6 +144,9 @@ class Saving:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._background: AsyncWriter | None = None
         self._guard: FinishFirst | None = None
+        self._run_id = secrets.token_hex(4)
+        self._lineage: list[str] = []
+        """Ids of the runs that this one continues; their checkpoints are its own."""
         self._newest: str | None = None
         """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
@@ -162,9 +161,6 @@ class Saving:
         return num_updates(self._parts)
 
     # -- objects to save ------------------------------------------------------------------------------------------
-    def skip_number(self) -> None:
-        """Leave out the number of the next automatic checkpoint, because another process writes to its folder."""
-        self.iteration = next_number(open_store(automatic_root(self.project)).names(), self.iteration) + 1
 
     def _writer(self) -> AsyncWriter:
         """Return the writer of background saves, created when it is first needed."""
@@ -210,7 +206,7 @@ class Saving:
         continues during the write; a failure is raised by the next save, `wait_for_saves` or `close`.
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
-        world, rank = self._ctx.world, self._rank
+        world = self._ctx.world
         with agreeing(world, "save_state", self.project.checkpoint_arrival_s) as together:
             if self._background is not None:
                 self.wait_for_saves()
@@ -223,20 +219,45 @@ class Saving:
             if not blocking and self._writer().comm is None:
                 together.share()
                 self._writer().comm = world.twin()
-            store, name = self._target(together, output_dir)
-            each_node, node = self.project.save_on_each_node, self._ctx.topology.node_rank
-            group = start(store, world, name, node=node, each_node=each_node)
-            with group.discarding(rank):
+            numbers = self._checked(metrics)
+            with self._start(output_dir, together) as save:
+                name = save.draft.name
+                place = join_place(save.store.address, name)
                 together.label = f"collecting the state for {name!r}"
-                place = join_place(store.address, name)
-                header = self._header(name, metrics)
-                write = partial(self._write, group, header, store if output_dir is None else None, place)
-                tree = self._tree(group, safe_serialization, together)
+                header = self._header(name, numbers)
+                tree = self._tree(save, safe_serialization, together)
+                write = partial(self._write, save, header, output_dir is None)
                 if blocking:
-                    write(prepare(tree, group, world, self.layout), world)
+                    save.plan(tree, together)
+                    write(together)
                 else:
-                    self._write_in_background(tree, group, write, together)
+                    self._write_in_background(save, tree, write, together)
                 return place
+
+    def _start(self, output_dir: str | Path | None, together: Agreement) -> Save:
+        """Start a save into a folder, or under the next free number."""
+        check_naming(output_dir, self.project.automatic_checkpoint_naming)
+        name: str | None = None
+        if output_dir is None:
+            store = open_store(automatic_root(self.project))
+        else:
+            store, name = locate(output_dir)
+        save = Save(store, self._ctx.world, self.layout)
+        with save:
+            each_node, node = self.project.save_on_each_node, self._ctx.topology.node_rank
+            save.start(together, name, self.iteration, node=node, each_node=each_node)
+        if not self.keeps_exports:
+            save.draft.replaces = None
+        number = number_of(save.draft.name)
+        if name is None and number is not None:
+            if number > self.iteration and self._rank == 0:
+                log.warning(
+                    "%s holds checkpoints up to checkpoint_%d that this run neither wrote nor loaded; this save becomes checkpoint_%d, and "
+                    "total_limit leaves the others. To continue an earlier run, call load_state(must_exist=False) before the first "
+                    "save; otherwise give each run its own project_dir",
+                    *(store.address, number - 1, number),
+                )
+        return save
 
     def keep_in_memory(self, every: int) -> None:
         """Copy the state into the memory of this machine and its neighbour, every `every` updates."""
@@ -251,32 +272,32 @@ class Saving:
         """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
         run_postponed(self._parts, together)
-        group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
-        with group.discarding(self._rank):
+        with Save(store, self._ctx.world, self.layout) as save:
+            save.start(together, name, node=machine.index, each_node=True)
             together.label = f"collecting the state for {name!r}"
-            weights = run_save_hooks(self.save_hooks, self._parts, str(group.draft.folder), together)
+            weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
             tree = collect(self._parts, "safetensors", weights)
             tree = self._machine_owners.owned(tree, machine.ranks, together)
-            prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self.layout)
-            announce(sum(blob.size for blob in prepared.blobs.values()))
-            finish(prepared, group, self._ctx.world, self._header(name, None))
+            save.plan(with_own_state(tree, self._parts, together), together)
+            announce(sum(blob.size for blob in save.blobs.values()))
+            save.write(self._header(name, {}), together)
 
-    def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
-        weights = run_save_hooks(self.save_hooks, self._parts, str(group.draft.folder), together)
-        if self.extra_files is not None and group.draft.folder is not None:
-            self.extra_files(group.draft.folder)
+    def _tree(self, save: Save, safe_serialization: bool, together: Agreement) -> StateTree:
+        weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
+        if self.extra_files is not None and save.draft.folder is not None:
+            self.extra_files(save.draft.folder)
         fmt: Format = "safetensors" if safe_serialization else "torch"
         tree = collect(self._parts, fmt, weights)
         world = self._ctx.world
         if world.size == 1:
             return gathered(tree, world, keeps=True) if self.whole else tree
-        if group.ranks == world.ranks:
+        if save.ranks == world.ranks:
             tree = owned_by_axes(tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold
-            tree = self._machine_owners.owned(tree, group.ranks, together)
+            tree = self._machine_owners.owned(tree, save.ranks, together)
         tree = divided(tree, self._parts.plain_models(), self._ctx)
         if self.whole:
-            tree = gathered(tree, world, self._rank == group.ranks[0])
+            tree = gathered(tree, world, save.is_main)
         return with_own_state(tree, self._parts, together)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:
@@ -286,68 +307,56 @@ class Saving:
             among.add(Axis.CP)  # torch's mesh includes it
         return self._ctx.mesh.index(self._ctx.rank, *(axis for axis in AXES if axis not in among)) == 0
 
-    def _write(
-        self,
-        group: DiskGroup,
-        header: Manifest,
-        numbered_in: CheckpointStore | None,
-        place: str,
-        prepared: PreparedSave,
-        comm: Comm,
-    ) -> SaveOutcome:
-        """Write and commit; in a store of numbered checkpoints, delete expired ones afterwards."""
-        retain = None if numbered_in is None else partial(self._retain, numbered_in)
-        outcome = finish(prepared, group, comm, header, retain)
-        manifest, self._newest = outcome.info.manifest, place
+    def _write(self, save: Save, header: Manifest, is_numbered: bool, together: Agreement) -> None:
+        """Write and commit; after a numbered save, delete the checkpoints of this run that have expired."""
+        with save:
+            manifest = save.write(header, together)
+        place = join_place(save.store.address, save.draft.name)
+        self._newest = place
         if manifest.number is not None:
             self.iteration = max(self.iteration, manifest.number + 1)
+        if is_numbered and save.is_main and self.project.total_limit is not None:
+            try:
+                retire_expired(save.store, self._retention(), self._is_own)
+            except (OSError, CheckpointError) as error:  # the checkpoint is safe; the next save deletes again
+                log.warning("after saving %s, old checkpoints could not be deleted: %s", place, error)
         if self.on_saved is not None:
             self.on_saved(header.created_s, max(time.time() - header.created_s, 0.0))
         if self._rank == 0:
             log.info("saved %s (%.1f MB)", place, manifest.num_bytes / 1e6)
-        return outcome
 
-    def _retain(self, store: CheckpointStore) -> Sequence[str]:
+    def _retention(self) -> Retention:
         project = self.project
-        policy = Retention(
+        return Retention(
             total_limit=project.total_limit,
             keep_best=project.keep_best,
             best_metric=project.best_metric,
             best_mode=project.best_mode,
             keep_every=project.keep_every,
         )
-        return retire_expired(store, policy, number_of)
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Return True for a checkpoint that this run, or one that it continues, has written."""
+        return _lineage(manifest)[-1] in (*self._lineage, self._run_id)
 
     def _write_in_background(
-        self, tree: StateTree, group: DiskGroup, write: Callable[..., SaveOutcome], together: Agreement
+        self, save: Save, tree: StateTree, write: Callable[[Agreement], None], together: Agreement
     ) -> None:
         writer = self._writer()
-        prepared = prepare(tree, group, self._ctx.world, self.layout, writer.begin)
-        prepared = replace(prepared, blobs=writer.stage(prepared.blobs))
+        save.plan(tree, together, writer.begin)
+        save.blobs = writer.stage(save.blobs)
         if self._guard is None:
             self._guard = FinishFirst(self._join_quietly)
         with self._guard.starting():
             try:
-                go = writer.submit(partial(write, prepared, writer.comm), group.draft.name)
+                go = writer.submit(write, save.draft.name)
                 together.share()  # every rank has its thread, so none waits for a missing one
             except BaseException:
                 writer.cancel()
                 raise
             go.set()
 
-    def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
-        check_naming(output_dir, self.project.automatic_checkpoint_naming)
-        if output_dir is not None:
-            store, name = locate(output_dir)
-            if isinstance(store, LocalStore):
-                store.keeps_exports = self.keeps_exports
-            return store, name
-        store = open_store(automatic_root(self.project))
-        together.label = f"looking for checkpoints in {store.address}"
-        number = next_number(store.names(), self.iteration) if self._ctx.is_main else None
-        return store, numbered(together.share(number)[0])
-
-    def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
+    def _header(self, name: str, metrics: dict[str, float | None]) -> Manifest:
         return Manifest(
             number=number_of(name),
             step=num_updates(self._parts),
@@ -358,9 +367,36 @@ class Saving:
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
-            metrics=_checked(metrics) if metrics is not None else {},
-            notes=self._notes,
+            metrics=metrics,
+            notes={**self._notes, _RUNS: [*self._lineage, self._run_id]},
         )
+
+    def _checked(self, metrics: Mapping[str, float] | None) -> dict[str, float | None]:
+        """Return the metrics as finite numbers; nan and inf become None.
+
+        Raises: CheckpointError for other values; ConfigError if `best_metric` is not among them.
+        """
+        if not metrics:
+            return {}
+        try:
+            numbers = {str(name): float(value) for name, value in metrics.items()}
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # no mapping, or values that are no numbers
+            raise CheckpointError(
+                f"save_state(metrics={metrics!r}) cannot be compared between checkpoints ({error}). Nothing was saved. Pass named "
+                "numbers: metrics={'loss': 0.5}."
+            ) from error
+        best_metric = self.project.best_metric
+        if best_metric is not None and best_metric not in numbers:
+            raise ConfigError(
+                f"save_state(metrics={numbers}) lacks best_metric={best_metric!r}, so this checkpoint could never be the best. Nothing "
+                f"was saved. Pass metrics={{{best_metric!r}: ...}}, or set best_metric to one of {sorted(numbers)}."
+            )
+        return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
     # -- saves in flight ------------------------------------------------------------------------------------------
     def wait_for_saves(self) -> None:
@@ -404,7 +440,7 @@ class Saving:
         every rank before anything in memory changes.
         Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
-        return self._load(input_dir, strict, allow_pickle, verify, must_exist) or []
+        return read_one_version(lambda: self._load(input_dir, strict, allow_pickle, verify, must_exist)) or []
 
     def _load(
         self,
@@ -431,6 +467,7 @@ class Saving:
                 together.label = f"loading {name!r}"
                 plan.apply(together, previous)
                 number = checkpoint.manifest.number
+                self._lineage = _lineage(checkpoint.manifest)
             place = join_place(store.address, name)
             if self._rank == 0:
                 log.info("loaded %s%s", place, " from memory" if from_memory else "")
@@ -464,13 +501,7 @@ class Saving:
         return self.preemption.agreed()
 
 
-def _checked(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the metrics as finite numbers; nan and inf become None. Raises: CheckpointError for other values."""
-    try:
-        numbers = {str(name): float(value) for name, value in metrics.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no mapping, or values that are no numbers
-        raise CheckpointError(
-            f"save_state(metrics={metrics!r}) cannot be compared between checkpoints ({error}). Nothing was saved. Pass named "
-            "numbers: metrics={'loss': 0.5}."
-        ) from error
-    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+def _lineage(manifest: Manifest) -> list[str]:
+    """Return the ids of the runs that led to a checkpoint, the one that wrote it last."""
+    runs: list[str] = manifest.notes.get(_RUNS) or [""]
+    return runs

@@ -17,7 +17,7 @@ from hasten.checkpoint.store.locate import check_local, join_place, newest, open
 from hasten.checkpoint.store.occupied import check_no_weights
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
-from hasten.errors import ConfigError, HastenWarning, HubError, IncompleteCheckpointError
+from hasten.errors import ConfigError, HastenWarning, HubError
 from hasten.state.publishing import FolderPush
 from hasten.trainer.arguments import TrainingArguments
 from hasten.trainer.interface import TrainerInterface
@@ -55,17 +55,18 @@ def _root(trainer: TrainerInterface) -> str:
 
 
 def _newest(trainer: TrainerInterface) -> str:
-    return join_place(_root(trainer), newest(open_store(_root(trainer))))
+    return join_place(_root(trainer), newest(open_store(_root(trainer))) or "")
 
 
 def _any_checkpoint(trainer: TrainerInterface) -> bool:
-    """Return whether there is a complete checkpoint, according to the main process. Ranks: every rank."""
+    """Return whether there is a checkpoint, according to the main process. Ranks: every rank.
+
+    Raises: CheckpointError for checkpoints that cannot be used.
+    """
     found = [False]
-    if trainer.accelerator.is_main_process:
-        try:
-            found = [bool(_newest(trainer))]
-        except IncompleteCheckpointError:
-            found = [False]
+    with agreeing(trainer.accelerator.comm, "looking for a checkpoint"):
+        if trainer.accelerator.is_main_process:
+            found = [newest(open_store(_root(trainer))) is not None]
     return bool(trainer.accelerator.broadcast_object_list(found)[0])
 
 

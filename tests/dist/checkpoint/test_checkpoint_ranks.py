@@ -19,11 +19,13 @@ from hasten import Accelerator
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.save import Save, retire_expired, save_tree
+from hasten.checkpoint.store.drafts import DraftFolder
 from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
-from hasten.checkpoint.store.locate import newest, number_of, numbered
+from hasten.checkpoint.store.locate import newest
 from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.writer import finish, prepare, retire_expired, start
+from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
@@ -153,35 +155,31 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
     class Store(LocalStore):
         def join(self, name: str, token: str) -> LocalDraft | None:
             whole = super().join(name, token)
-            return Broken(tmp_path / name, token, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
+            draft = DraftFolder(tmp_path / token, name)
+            return Broken(tmp_path / name, draft, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
 
     tree = StateTree({"x": Component({"w": torch.ones(3)}, None, per_rank=True)})
-    group = start(Store(tmp_path), ctx.world, "out")
     with pytest.raises(CheckpointError, match=r"rank 1.*No space left"):
-        finish(prepare(tree, group, ctx.world), group, ctx.world, Manifest())
+        save_tree(Store(tmp_path), "out", tree, Manifest(), ctx.world)
     ctx.world.barrier("look")
     assert list(tmp_path.iterdir()) == []
 
 
 @ranks(2, exhaustive=(3,))
-def test_a_second_job_on_the_same_folder_is_told_of_the_first_on_every_rank(
-    ctx: ProcessContext, tmp_path: Path
-) -> None:
+def test_a_save_into_a_folder_that_another_job_is_saving_to_comes_after_it(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     for _ in range(2):  # where there is nothing yet, and over what is there
-        first = LocalStore(tmp_path).begin("out") if ctx.is_main else None
+        other = LocalStore(tmp_path).begin("out") if ctx.is_main else None
         ctx.world.barrier("begun")
-        for blocking in (True, False):
-            with pytest.raises(CheckpointError, match=r"out is being written by .*process \d+"):
-                accelerator.save_state(tmp_path / "out", blocking=blocking)
-        if first is not None:
-            first.abort()
-        ctx.world.barrier("ended")
         for blocking in (True, False):
             accelerator.save_state(tmp_path / "out", blocking=blocking)
         accelerator.wait_for_saves()
         accelerator.load_state(tmp_path / "out")
+        if other is not None:
+            assert other.folder.is_dir(), "a draft in use stays"
+            other.abort()
+        ctx.world.barrier("ended")
     ctx.world.barrier("look")
     assert not list(tmp_path.rglob(".hasten*"))
 
@@ -258,12 +256,14 @@ def test_machines_without_a_shared_disk_are_detected(ctx: ProcessContext, tmp_pa
         {"model": Component(tensors, None, "model"), "mine": Component({}, {"rank": ctx.rank}, per_rank=True)}
     )
     with pytest.raises(CheckpointError, match=r"ranks \[2, 3\] do not see .*save_on_each_node=True"):
-        start(store, ctx.world, "out", node=node)
-    group = start(store, ctx.world, "out", node=node, each_node=True)
-    assert group.ranks == ((0, 1), (2, 3))[node]
-    finish(prepare(tree, group, ctx.world), group, ctx.world, Manifest())
+        save_tree(store, "out", tree, Manifest(), ctx.world, node=node)
+    with agreeing(ctx.world, "saving") as together, Save(store, ctx.world) as save:
+        save.start(together, "out", node=node, each_node=True)
+        assert save.ranks == ((0, 1), (2, 3))[node]
+        save.plan(tree, together)
+        save.write(Manifest(), together)
     with open_checkpoint(store, "out", ctx.world) as checkpoint:
-        assert checkpoint.manifest.ranks == group.ranks
+        assert checkpoint.manifest.ranks == save.ranks
         assert checkpoint.component("mine", ctx.rank).data == {"rank": ctx.rank}
         assert torch.equal(checkpoint.component("model").pieces["w"][0].data, tensors["w"])
 
@@ -412,17 +412,20 @@ def save_until_killed(ctx: ProcessContext, folder: Path, delay_s: float, victims
     store = LocalStore(folder, threads=2)
     policy = Retention(total_limit=2)
     for _ in range(10_000):
-        number = ctx.world.broadcast_object(max([-1, *(number_of(n) or 0 for n in store.names())]) + 1)
-        tensors = {f"w{i}": torch.full((5000,), float(number)) for i in range(3)}
-        tree = StateTree(
-            {
-                "model": Component(tensors, None, "model"),
-                "mine": Component({"r": torch.full((100,), float(number))}, None, per_rank=True),
-            }
-        )
-        group = start(store, ctx.world, numbered(number))
-        prepared = prepare(tree, group, ctx.world)
-        finish(prepared, group, ctx.world, Manifest(number=number), lambda: retire_expired(store, policy, number_of))
+        with agreeing(ctx.world, "saving") as together, Save(store, ctx.world) as save:
+            save.start(together, None)
+            number = int(save.draft.name.removeprefix("checkpoint_"))
+            save.plan(numbered_tree(number), together)
+            save.write(Manifest(number=number), together)
+        if save.is_main:
+            retire_expired(store, policy, lambda manifest: True)
+
+
+def numbered_tree(number: int) -> StateTree:
+    """A state that says in every tensor which save it belongs to."""
+    tensors = {f"w{i}": torch.full((5000,), float(number)) for i in range(3)}
+    mine = Component({"r": torch.full((100,), float(number))}, None, per_rank=True)
+    return StateTree({"model": Component(tensors, None, "model"), "mine": mine})
 
 
 @pytest.mark.slow
@@ -435,7 +438,7 @@ def test_a_job_killed_at_random_instants_always_leaves_a_whole_newest(rank_pool:
         store = LocalStore(tmp_path)
         if not store.names():
             continue
-        with open_checkpoint(store, newest(store), LocalComm()) as checkpoint:
+        with open_checkpoint(store, newest(store) or "", LocalComm()) as checkpoint:
             number = checkpoint.manifest.number
             values = {
                 v for key in ("w0", "w1", "w2") for v in checkpoint.component("model").pieces[key][0].data.tolist()

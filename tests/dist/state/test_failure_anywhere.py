@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
 from hasten import Accelerator
-from hasten.checkpoint.store.locate import locate
+from hasten.checkpoint.store.locate import is_complete, locate
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -241,7 +241,7 @@ class Attack:
         elif self.what == "load":
             self.run.train(3)  # it was overcome, so the state is the checkpoint's now
         store, name = locate(str(self.folder))
-        assert store.complete(name), f"{where}: the checkpoint is damaged"
+        assert is_complete(store, name), f"{where}: the checkpoint is damaged"
 
 
 def attack(

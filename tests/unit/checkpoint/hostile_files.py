@@ -30,8 +30,8 @@ import torch
 
 from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, checksum, decode, encode
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import HastenError
@@ -71,10 +71,8 @@ def parts_of(objects: Any) -> RunObjects:  # Any: unprepared objects, in place o
 
 
 def write_victim(root: Path) -> None:
-    comm = LocalComm()
-    group = start(LocalStore(root), comm, NAME)
     tree = collect(parts_of(Objects()), "safetensors", [None])
-    finish(prepare(tree, group, comm), group, comm, Manifest(number=1, step=1))
+    save_tree(LocalStore(root), NAME, tree, Manifest(number=1, step=1), LocalComm())
 
 
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -> None:

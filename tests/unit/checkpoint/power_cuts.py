@@ -25,12 +25,13 @@ from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.format.manifest import Manifest, read_manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.save import Save, retire_expired
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.folder_replacement import draft_of
+from hasten.checkpoint.store.drafts import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import newest, number_of, numbered
-from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.writer import finish, prepare, retire_expired, start
+from hasten.checkpoint.store.locate import newest
+from hasten.checkpoint.store.retention import Retention, numbered
+from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 
 WAYS = ("before", "after", "half", "power")
@@ -111,9 +112,9 @@ class DeadlyDisk(Disk):
     def link(self, old: Path, new: Path) -> None:
         self._turn(lambda: Disk.link(self, old, new))
 
-    def put_lock(self, draft: Path, path: Path, flocked: bytes, plain: bytes) -> int:
+    def open_lock(self, path: Path) -> int:
         made: list[int] = []
-        self._turn(lambda: made.append(Disk.put_lock(self, draft, path, flocked, plain)))
+        self._turn(lambda: made.append(Disk.open_lock(self, path)))
         return made[0]
 
 
@@ -134,13 +135,14 @@ def state(number: int) -> StateTree:
 def save(root: Path, name: str, number: int, disk: Disk, limit: int | None, extra: str | None = None) -> None:
     """One save of one process, with retention; `extra` is a folder that a hook makes in the checkpoint."""
     store, comm = LocalStore(root, disk, threads=1), LocalComm()
-    group = start(store, comm, name)
-    if extra is not None and group.draft.folder is not None:
-        (group.draft.folder / extra).mkdir()
-        (group.draft.folder / extra / "hooked.txt").write_text(str(number))
-    prepared = prepare(state(number), group, comm)
-    policy = Retention(total_limit=limit)
-    finish(prepared, group, comm, Manifest(number=number), lambda: retire_expired(store, policy, number_of))
+    with agreeing(comm, "saving") as together, Save(store, comm) as save:
+        save.start(together, name)
+        if extra is not None and save.draft.folder is not None:
+            (save.draft.folder / extra).mkdir()
+            (save.draft.folder / extra / "hooked.txt").write_text(str(number))
+        save.plan(state(number), together)
+        save.write(Manifest(number=number), together)
+    retire_expired(store, Retention(total_limit=limit), lambda manifest: True)
 
 
 def check(root: Path, name: str) -> int:
@@ -220,7 +222,7 @@ def save_numbered(root: Path, disk: Disk) -> None:
 
 def judge_numbered(root: Path) -> str | None:
     store = LocalStore(root)
-    top = newest(store)
+    top = newest(store) or ""
     if check(root, top) not in (2, 3):
         return f"the newest is {top}"
     if check(root, numbered(2)) != 2:
@@ -229,7 +231,7 @@ def judge_numbered(root: Path) -> str | None:
         return "old ones were deleted before the new one was there"
     save(root, numbered(4), 4, Disk(), 2)
     left = {entry.name for entry in root.iterdir()}
-    if check(root, newest(store)) != 4 or any(name.startswith(".hasten") for name in left):
+    if check(root, newest(store) or "") != 4 or any(name.startswith(".hasten") for name in left):
         return f"the next save left {left}"
     return None
 
@@ -296,10 +298,12 @@ def before_appearing(root: Path) -> None:
 def save_appearing(root: Path, disk: Disk) -> None:
     """The folder comes into being while the save is under way, with a file of the user's in it."""
     store, comm = LocalStore(root, disk, threads=1), LocalComm()
-    group = start(store, comm, "best")
-    (root / "best").mkdir()
-    (root / "best" / "notes.txt").write_text("mine")
-    finish(prepare(state(2), group, comm), group, comm, Manifest(number=2))
+    with agreeing(comm, "saving") as together, Save(store, comm) as save:
+        save.start(together, "best")
+        (root / "best").mkdir()
+        (root / "best" / "notes.txt").write_text("mine")
+        save.plan(state(2), together)
+        save.write(Manifest(number=2), together)
 
 
 def kill(which: str, stride: int) -> tuple[int, list[str]]:

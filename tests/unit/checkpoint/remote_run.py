@@ -13,7 +13,7 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.checkpoint.store.locate import locate, open_store
-from hasten.errors import CheckpointBusyError, CheckpointError
+from hasten.errors import CheckpointError
 from hasten.optional import need
 
 
@@ -49,8 +49,8 @@ def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-PER_SAVE = 4
-"""Objects that one save below puts into the bucket, besides its lock, the manifest last."""
+PER_SAVE = 5
+"""Objects that one save below puts into the bucket: the mark of its number first, the manifest last."""
 
 
 def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
@@ -60,8 +60,7 @@ def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
     call, puts = client._make_api_call, iter(range(uploads))
 
     async def counted(self: object, operation: str, arguments: Any) -> object:
-        lock = ".hasten-lock." in arguments.get("Key", "")  # renewed as often as the machine's pace wants it
-        if operation == "PutObject" and not lock and next(puts, None) is None:
+        if operation == "PutObject" and next(puts, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return await call(self, operation, arguments)
 
@@ -113,32 +112,28 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
     for number, saver in enumerate(savers, start=1):
         saver.run(endpoint)
         assert restored(accelerator, model) == number
-    left = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
-    unfinished = left - set(open_store(f"{place}/checkpoints").names())
-    assert {name for name in unfinished if not name.startswith(".")} == {"checkpoint_2"}, (
-        "all but the manifest is there"
+    names = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
+    store = open_store(f"{place}/checkpoints")
+    assert len(store.names()) == len(savers)
+    assert len(names) == 2 * len(savers), (
+        "each has left an unfinished checkpoint, under a number that nobody else takes"
     )
-    locks = [name for name in unfinished if name.startswith(".hasten-lock.checkpoint_2.")]
-    assert len(locks) == 1, "the lock of the killed process; the lock of the one before it was cleared"
-    accelerator.save_state()
-    left = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
-    assert left == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
+    last = Path(accelerator.save_state()).name
+    assert last == f"checkpoint_{2 * len(savers)}"
+    assert store.names() == sorted({*store.names(), last})
 
 
-def has_one_writer(place: str) -> None:
-    """A second save at the same URL is refused and named; one beside it goes through."""
+def has_a_number_for_each(place: str) -> None:
+    """Saves at the same time get different numbers, and those under one name do not mix."""
     store = open_store(place)
-    draft = store.begin("best")
-    refused = 0
-    try:
-        open_store(place).begin("best")
-    except CheckpointBusyError as error:
-        refused = error.pid
-    assert refused == os.getpid(), "two writers at a time"
-    open_store(place).begin("other").abort()
-    draft.abort()
-    open_store(place).begin("best").abort()
-    assert not need("fsspec").filesystem("s3").find(place), "no locks are left"
+    drafts = [open_store(place).begin_numbered(0) for _ in range(3)]
+    assert [draft.name for draft in drafts] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    others = [open_store(place).begin("best") for _ in range(2)]
+    assert others[0].token != others[1].token
+    for draft in (*drafts, *others):
+        draft.abort()
+    assert not store.names()
+    assert not need("fsspec").filesystem("s3").find(place), "nothing is left"
 
 
 def connect(endpoint: str) -> None:
@@ -158,7 +153,7 @@ def main() -> None:
     connect(f"http://{host}:{port}")
     need("fsspec").filesystem("s3").mkdir("bucket")
     resumes("s3://bucket/run")
-    has_one_writer("s3://bucket/writers")
+    has_a_number_for_each("s3://bucket/writers")
     survives_kills(place, f"http://{host}:{port}", savers)
     try:
         Accelerator(cpu=True).save_state("s3://absent-bucket/run/out")

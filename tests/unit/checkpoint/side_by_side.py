@@ -22,12 +22,11 @@ import torch
 from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locks import LocalLocks, acquire
-from hasten.checkpoint.writer import finish, prepare, start
+from hasten.checkpoint.store.locks import folder_lock
 from hasten.comm.local import LocalComm
-from hasten.errors import CheckpointBusyError
 
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 FILES = 12
@@ -35,10 +34,8 @@ FILES = 12
 
 def save(root: Path, name: str, number: int) -> None:
     """One save of several files, each of which says which save it belongs to."""
-    comm = LocalComm()
-    group = start(LocalStore(root, threads=2), comm, name)
     tree = StateTree({f"part{i}": Component({"w": torch.full((100,), number)}, None) for i in range(FILES)})
-    finish(prepare(tree, group, comm), group, comm, Manifest(number=number))
+    save_tree(LocalStore(root, threads=2), name, tree, Manifest(number=number), LocalComm())
 
 
 def number_in(root: Path, name: str) -> int | None:
@@ -54,15 +51,8 @@ def number_in(root: Path, name: str) -> int | None:
 
 def undisturbed(root: Path, name: str) -> int | None:
     """The same, while nobody may write there."""
-    while True:
-        try:
-            lock = acquire(LocalLocks(root / name, Disk()), name, name)
-        except CheckpointBusyError:
-            continue
-        try:
-            return number_in(root, name)
-        finally:
-            lock.release()
+    with folder_lock(root / name, Disk()):
+        return number_in(root, name)
 
 
 class Worker:
@@ -89,9 +79,6 @@ class Worker:
             name = f"trial_{index}" if own else "best"
             try:
                 save(root, name, number)
-            except CheckpointBusyError as error:
-                say("busy", error.pid, str(error))
-                continue
             except Exception as error:  # every other reason is a fault
                 say("broken", f"{type(error).__name__}: {error}")
                 continue
@@ -109,11 +96,10 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
         root, log = Path(folder) / "sweep", Path(folder) / "log"
         root.mkdir()
         log.touch()
-        begun, pids, kills, serial = time.monotonic(), {os.getpid()}, 0, 0
+        begun, kills, serial = time.monotonic(), 0, 0
         while True:
             until = time.monotonic() + seconds
             workers = [Worker(i, how, root, log, until, serial := serial + 1) for i in range(2)]
-            pids |= {worker.pid for worker in workers}
             while how == "kills" and time.monotonic() < until:
                 time.sleep(rng.uniform(0.05, 0.4))
                 index = rng.randrange(2)
@@ -127,7 +113,6 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
                     except Exception as error:
                         problems.append(f"after a kill: {type(error).__name__}: {error}")
                 workers[index] = Worker(index, how, root, log, until, serial := serial + 1)
-                pids.add(workers[index].pid)
             for worker in workers:
                 os.waitpid(worker.pid, 0)
             lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -135,7 +120,6 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
             if counts["saved"] >= least or time.monotonic() - begun > 10 * seconds + 60:
                 break
         problems += [line[1] for line in lines if line[0] == "broken"]
-        problems += [line[2] for line in lines if line[0] == "busy" and line[1] not in pids]
         for name in ("best", "trial_0", "trial_1"):
             save(root, name, 1)
         left = [path.name for path in root.rglob(".hasten*")]

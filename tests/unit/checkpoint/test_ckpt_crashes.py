@@ -18,10 +18,11 @@ import torch
 from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import newest, numbered
-from hasten.checkpoint.writer import finish, prepare, start
+from hasten.checkpoint.store.locate import newest
+from hasten.checkpoint.store.retention import numbered
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError
 
@@ -86,11 +87,9 @@ def test_hostile_files_run_no_code_and_end_in_typed_errors(rounds: int, least: i
 
 
 def save(root: Path, number: int, disk: Disk | None = None) -> None:
-    comm = LocalComm()
     store = LocalStore(root, disk, threads=1)
-    group = start(store, comm, numbered(number))
     tree = StateTree({"model": Component({"w": torch.full((200_000,), float(number))}, None, "model")})
-    finish(prepare(tree, group, comm), group, comm, Manifest(number=number))
+    save_tree(store, numbered(number), tree, Manifest(number=number), LocalComm())
 
 
 class FullDisk(Disk):
@@ -116,7 +115,7 @@ def test_full_disk_keeps_the_old_checkpoint_and_leaves_nothing(tmp_path: Path, r
         save(tmp_path, 1, FullDisk(room, error))
     store = LocalStore(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint_0"]
-    with open_checkpoint(store, newest(store), LocalComm()) as checkpoint:
+    with open_checkpoint(store, "checkpoint_0", LocalComm()) as checkpoint:
         assert checkpoint.component("model").pieces["w"][0].data[0] == 0.0
     save(tmp_path, 1)
     assert newest(store) == "checkpoint_1"

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import itertools
 
-from hasten.checkpoint.store.locate import next_number, number_of, numbered
-from hasten.checkpoint.store.retention import CommittedCheckpoint, Retention, best, expired
+from hasten.checkpoint.store.retention import (
+    CommittedCheckpoint,
+    Retention,
+    best,
+    expired,
+    next_number,
+    number_of,
+    numbered,
+)
 
 
 def made(n: int, start: int = 0) -> list[CommittedCheckpoint]:

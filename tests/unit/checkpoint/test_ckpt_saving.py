@@ -17,7 +17,7 @@ from torch import nn
 from hasten import Accelerator
 from hasten.checkpoint import reader
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import newest
+from hasten.checkpoint.store.locate import is_complete, newest
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.state.preemption import stop_reason
 
@@ -135,7 +135,7 @@ def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> Non
 
 def test_only_complete_checkpoints_are_chosen(tmp_path: Path) -> None:
     accelerator, model, optimizer = make(tmp_path)
-    with pytest.raises(IncompleteCheckpointError, match="found none"):
+    with pytest.raises(IncompleteCheckpointError, match="there is no checkpoint in"):
         accelerator.load_state()
     accelerator.save_state()
     step(accelerator, model, optimizer)
@@ -240,7 +240,7 @@ def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(tmp_
                 time.sleep(0.05)
                 os.kill(saving, signal.SIGTERM)
             assert int(process.stdout.readline()) == (0 if end == "exit" else -signal.SIGTERM), end
-            assert LocalStore(tmp_path).complete(end)
+            assert is_complete(LocalStore(tmp_path), end)
         assert process.wait(timeout=60) == 0
 
 

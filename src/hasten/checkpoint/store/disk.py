@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -172,24 +172,9 @@ class Disk:
         """Create a hard link to a file."""
         os.link(old, new, follow_symlinks=False)
 
-    def put_lock(self, draft: Path, path: Path, flocked: bytes, plain: bytes) -> int:
-        """Return a descriptor of a new lock file, which appears after it is written.
-
-        Its content is `flocked` if the file system granted an flock on it, else `plain`.
-        """
-        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # no flock here: heartbeats are used instead
-                flocked = plain
-            os.write(fd, flocked)
-            draft.rename(path)
-        except BaseException:
-            os.close(fd)
-            draft.unlink(missing_ok=True)
-            raise
-        return fd
+    def open_lock(self, path: Path) -> int:
+        """Return a descriptor of a lock file, which is created if necessary."""
+        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def segment_starts(blob: Blob) -> list[int]:
@@ -390,23 +375,35 @@ def read_ahead(fd: int, start: int, stop: int) -> None:
 
 def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> CheckpointError:
     """Return the error for a failed write; if there is no space left, the error names the disk."""
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return CheckpointError(
+            f"writing {what} to {folder} failed, because a file of this process may have {limit} bytes at most (ulimit -f): {error}. "
+            "Nothing was saved, and earlier files are unchanged. Raise the limit: `ulimit -f unlimited`."
+        )
     if error.errno not in FULL:
         return CheckpointError(
             f"{what} could not be written to {folder}: {error}. Nothing was saved, and earlier files are unchanged. Give a folder that can "
             "be written to."
         )
-    mount = folder.resolve()
-    while not os.path.ismount(mount) and mount != mount.parent:
+    place = folder.resolve()
+    while not place.exists():
+        place = place.parent
+    mount = place
+    while not mount.is_mount():
         mount = mount.parent
-    try:
-        usage = shutil.disk_usage(folder)
-        room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
-    except OSError:  # the folder was removed, or the file system does not report free space
-        room = "the free space is unknown"
+    usage = os.statvfs(place)
+    free_bytes, size_bytes = usage.f_bavail * usage.f_frsize, usage.f_blocks * usage.f_frsize
+    room = f"{free_bytes / 1e6:,.1f} MB of {size_bytes / 1e6:,.1f} MB are free"
+    if error.errno == errno.EDQUOT:
+        why = "has no room left in your quota"
+    elif usage.f_files and not usage.f_favail:
+        why = f"has no room for another file: all its {usage.f_files} inodes are in use"
+    else:
+        why = "is full"
     needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
-    why = "allows no larger file (ulimit -f)" if error.errno == errno.EFBIG else "is full"
     return CheckpointError(
-        f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: "
-        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and earlier files are unchanged. Delete old checkpoints "
-        "(total_limit does so automatically), or save to another disk."
+        f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: {error.strerror or error}. {room}{needed}. "
+        "Nothing was saved, and earlier files are unchanged. Delete old checkpoints (total_limit does so automatically), or save to "
+        "another disk."
     )

@@ -1,16 +1,14 @@
-"""Checkpoints in a folder: hidden drafts with a lock, made visible by one rename; a crash at any point loses nothing."""
+"""Checkpoints in a folder: hidden drafts, made visible by one rename; a crash at any point loses nothing."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import re
+import secrets
 import stat
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 
@@ -29,69 +27,46 @@ from hasten.checkpoint.format.manifest import (
     read_outside,
 )
 from hasten.checkpoint.store.disk import FULL, Disk, cannot_write, default_threads, file_checksum, write_files
-from hasten.checkpoint.store.folder_replacement import FolderReplacement, draft_of, home, missing, points_to
-from hasten.checkpoint.store.locks import (
-    Hidden,
-    LocalLocks,
-    LockTimeouts,
-    Owner,
-    WriterLock,
-    acquire,
-    hidden,
+from hasten.checkpoint.store.drafts import (
+    DRAFT,
+    TRASH,
+    DraftFolder,
+    content_folder,
+    draft_of,
     hidden_entries,
-    is_dead,
-    tag_of,
+    remove_leftovers,
+    replace_content,
 )
+from hasten.checkpoint.store.locks import LOCK_NAME, folder_lock
+from hasten.checkpoint.store.retention import next_number, number_of, numbered
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 
 log = logging.getLogger(__name__)
-_AUTOMATIC = re.compile(r"checkpoint_\d+")
-
-
-def is_automatic(name: str) -> bool:
-    """Return True if save_state generated the name, so that its folder belongs to hasten alone."""
-    return _AUTOMATIC.fullmatch(name) is not None
-
-
-def same_family(name: str, other: str) -> bool:
-    """Return True if a save of `name` removes leftovers of `other`: the same name, or both numbered automatically."""
-    return name == other or (is_automatic(name) and is_automatic(other))
 
 
 class LocalDraft:
-    """Hidden folder, next to the checkpoint it will become or inside the folder whose content it will replace.
+    """Draft next to the checkpoint it will become, or inside the folder whose content it will replace."""
 
-    The files are in a subfolder that already has the checkpoint's name, which is the folder hooks see. The process
-    that started the draft holds the `lock`; processes that join it have none.
-    """
-
-    def __init__(
-        self,
-        target: Path,
-        token: str,
-        disk: Disk,
-        threads: int | None = None,
-        *,
-        within: bool = False,
-        lock: WriterLock | None = None,
-        locks: Callable[[Path], LocalLocks] | None = None,
-        keeps_exports: bool = True,
-    ) -> None:
+    def __init__(self, target: Path, draft: DraftFolder, disk: Disk, threads: int | None = None) -> None:
         self.name = target.name
-        self.token = token
+        self.token = draft.path.name
+        self.is_numbered = False
+        """True if the name was chosen by the store; then the checkpoint never replaces another."""
+        self.replaces: Collection[str] | None = ()
+        """Files of the target that go besides those of an earlier checkpoint; None if an exported model may be replaced."""
         self._target = target
+        self._draft = draft
         self._disk = disk
         self._threads = threads
-        self._lock = lock
-        self._keeps_exports = keeps_exports
-        self._locks = locks or partial(LocalLocks, disk=disk)
-        self._base = target if within else target.parent
-        self._draft = self._base / hidden("draft", self.name, token)
-        self.folder = self._draft / self.name
+
+    @property
+    def folder(self) -> Path:
+        """The folder that hooks see; it has the checkpoint's name."""
+        return self._draft.content
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Write files in parallel; they are on the disk when this returns."""
-        with self._naming_the_disk(sum(map(attrgetter("size"), files.values()))):
+        with self._explaining_full_disks(sum(map(attrgetter("size"), files.values()))):
             self._disk.make_folder(self.folder)  # a hook may have removed it
             for name in files:
                 path = self.folder / name
@@ -105,7 +80,7 @@ class LocalDraft:
     def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
         """Return the records of files that hooks created in the draft, after syncing them."""
         records, ours = [], set(known)
-        with self._naming_the_disk(0):
+        with self._explaining_full_disks(0):
             for path in sorted(self.folder.rglob("*")):
                 name = path.relative_to(self.folder).as_posix()
                 if path.is_dir() and not path.is_symlink():
@@ -119,82 +94,63 @@ class LocalDraft:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
         raw = encode(manifest)
-        with self._naming_the_disk(len(raw)):
+        with self._explaining_full_disks(len(raw)):
             write_files(self.folder, {MANIFEST_NAME: Blob([raw], len(raw))}, self._disk, threads=1)
-            for folder in (self.folder, self._draft, self._base):
+            for folder in (self.folder, self._draft.path, self._draft.path.parent):
                 self._disk.sync_folder(folder)
             if names := absent(self.folder, manifest.files):
-                raise missing(self._target, names)
-            if self._lock is not None:
-                self._lock.check(str(self._target))
-            if self._base == self._target or not self._rename_to_target(manifest):
-                self._move_within()
-                replacement = FolderReplacement(self._target, self._draft, self.folder, self._disk)
-                replacement.commit(manifest, self._keeps_exports)
-                replacement.clean_up()
-        if self._lock is not None:
-            self._lock.release()
+                raise CheckpointError(
+                    f"{', '.join(names[:4])} disappeared from {self.folder} before the checkpoint was committed. Nothing was saved. "
+                    "Find out what deletes files there (a clean-up job?), and save again."
+                )
+            if self._draft.path.parent == self._target or not self._rename_to_target():
+                with folder_lock(self._target, self._disk):
+                    replace_content(self._target, self.folder, manifest, self.replaces, self._disk)
+        self._release()
 
-    def _rename_to_target(self, manifest: Manifest) -> bool:
-        """Rename the draft to the checkpoint; return False when a folder of that name has appeared meanwhile."""
-        # A process that finds the folder looks for locks inside it, so the draft contains a lock.
-        lock = hidden("lock", self.name, self.token)
-        inner = self._locks(self.folder).create(self.name, self.token)
+    def _rename_to_target(self) -> bool:
+        """Rename the draft to the checkpoint; if a folder of that name has appeared, move the draft into it instead."""
+        base = self._target.parent
         try:
-            if self._target.exists():
-                return False
-            try:
-                self._disk.rename(self.folder, self._target)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-                    return False
+            self._disk.rename(self.folder, self._target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                 raise
-            self._disk.sync_folder(self._base)
-            if names := absent(self._target, manifest.files):
-                self._disk.rename(self._target, self.folder)
-                self._disk.sync_folder(self._base)
-                raise missing(self._target, names)
-            self._disk.remove_tree(self._draft)
-            self._disk.remove_file(self._target / lock)
-        finally:
-            inner.release()
+            if self.is_numbered:
+                raise CheckpointError(
+                    f"another process has written {self._target} during this save. Nothing of it was changed, and nothing was saved. "
+                    "Give each run its own project_dir, and save again."
+                ) from error
+            moved = self._target / self.token
+            self._disk.rename(self._draft.path, moved)
+            self._draft.path = moved
+            self._disk.sync_folder(self._target)
+            return False
+        self._disk.sync_folder(base)
+        self._disk.remove_tree(self._draft.path)
         return True
-
-    def _move_within(self) -> None:
-        """Move the draft into the folder whose content it will replace, and take that folder's lock."""
-        if self._base == self._target:
-            return
-        lock = acquire(self._locks(self._target), self.name, str(self._target))
-        outer, moved = self._lock, self._target / hidden("draft", self.name, lock.token)
-        self._lock, self.token = lock, lock.token
-        try:
-            self._disk.rename(self._draft, moved)
-        except BaseException:
-            self._lock = outer
-            lock.release()
-            raise
-        self._base, self._draft, self.folder = self._target, moved, moved / self.name
-        self._disk.sync_folder(self._base)
-        if outer is not None:
-            outer.release()
 
     def abort(self) -> None:
         """Delete the draft, unless it has become the checkpoint: then the next save completes the replacement."""
-        try:
-            if self._base != self._target or not points_to(self._target, self._draft):
-                self._disk.remove_tree(self._draft)
-        finally:
-            if self._lock is not None:
-                self._lock.release()
+        committed = draft_of(read_manifest(self._target / MANIFEST_NAME))
+        if committed is not None and committed.startswith(f"{self.token}/"):
+            self._release()
+        else:
+            self._draft.remove(self._disk)
+
+    def _release(self) -> None:
+        if self._draft.lock is not None:
+            self._draft.lock.release()
 
     @contextmanager
-    def _naming_the_disk(self, num_bytes: int) -> Iterator[None]:
+    def _explaining_full_disks(self, num_bytes: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            raise cannot_write(f"the checkpoint {self.name!r}", self._base, num_bytes, error) from error
+            what = f"the checkpoint {self.name!r}"
+            raise cannot_write(what, self._draft.path.parent, num_bytes, error) from error
 
 
 def check_hooked(folder: Path, name: str) -> Path:
@@ -226,69 +182,67 @@ def described(path: Path, name: str, threads: int | None = None) -> FileRecord:
 
 
 class LocalStore:
-    """Checkpoints as folders of `root`, which all ranks of a machine share.
+    """Checkpoints as folders of `root`, which all ranks of a machine share."""
 
-    Hidden entries belong to the process that holds the lock with their token; if it is dead, they are leftovers.
-    """
-
-    def __init__(
-        self,
-        root: str | Path,
-        disk: Disk | None = None,
-        threads: int | None = None,
-        *,
-        timeouts: LockTimeouts | None = None,
-        here: Owner | None = None,
-    ) -> None:
+    def __init__(self, root: str | Path, disk: Disk | None = None, threads: int | None = None) -> None:
         self._root = Path(root).expanduser().absolute()
         self.address = str(self._root)
         self.remote = False
         self._disk = disk or Disk()
         self._threads = threads
-        self._timeouts = timeouts
-        self._here = here
-        self.keeps_exports = True
-        """False if drafts may replace an exported model."""
 
     def path(self, name: str) -> Path:
         """Return the folder of a checkpoint."""
         return self._root / name
 
-    def _locks(self, folder: Path) -> LocalLocks:
-        return LocalLocks(folder, self._disk, self._timeouts, self._here)
-
     def begin(self, name: str) -> LocalDraft:
-        """Return a new draft, after removing leftovers of dead processes for this checkpoint.
+        """Return a new draft, after removing leftovers of interrupted saves.
 
         An existing folder is never moved: the draft is created inside it, and its content is replaced.
-        Raises: CheckpointBusyError when another process writes this checkpoint.
         """
         target = self._root / name
+        with self._explaining_start(name):
+            if target.is_file():
+                raise NotADirectoryError(f"{target} is a file")
+            if not target.is_dir():
+                return self._new_draft(name)
+            with suppress(OSError):  # the folder may be in one that cannot be written to
+                self._remove_leftovers(self._root)
+            with folder_lock(target, self._disk):
+                remove_leftovers(target, self._disk)
+                return self._draft(name, DraftFolder.create(target, name, self._disk))
+
+    def begin_numbered(self, at_least: int) -> LocalDraft:
+        """Return a new draft with the next free number, which no other process gets."""
+        with self._explaining_start(numbered(at_least)):
+            draft = self._new_draft(None, at_least)
+            draft.is_numbered = True
+            return draft
+
+    def _new_draft(self, name: str | None, at_least: int = 0) -> LocalDraft:
+        self._disk.make_folder(self._root)
+        with folder_lock(self._root, self._disk):
+            remove_leftovers(self._root, self._disk)
+            if name is None:
+                drafts = [path.name for path in self._root.glob(f"{DRAFT}*/*")]
+                name = numbered(next_number([*self.names(), *drafts], at_least))
+            return self._draft(name, DraftFolder.create(self._root, name, self._disk))
+
+    def _remove_leftovers(self, folder: Path) -> None:
+        if any(hidden_entries(folder)) or (folder / LOCK_NAME).exists():
+            with folder_lock(folder, self._disk):
+                remove_leftovers(folder, self._disk)
+
+    def _draft(self, name: str, draft: DraftFolder) -> LocalDraft:
+        return LocalDraft(self._root / name, draft, self._disk, self._threads)
+
+    @contextmanager
+    def _explaining_start(self, name: str) -> Iterator[None]:
         try:
-            while True:
-                if target.is_file():
-                    raise NotADirectoryError(f"{target} is a file")
-                within = target.is_dir()
-                if not within:
-                    self._disk.make_folder(self._root)
-                lock = acquire(self._locks(target if within else self._root), name, str(target))
-                try:
-                    if target.is_dir() == within:
-                        self.recover(name, lock.token)
-                        draft = LocalDraft(
-                            *(target, lock.token, self._disk, self._threads),
-                            within=within,
-                            lock=lock,
-                            locks=self._locks,
-                            keeps_exports=self.keeps_exports,
-                        )
-                        self._disk.make_folder(draft.folder)
-                        return draft
-                except BaseException:
-                    lock.release()
-                    raise
-                lock.release()  # the folder appeared or disappeared while the lock was being taken
+            yield
         except OSError as error:
+            if error.errno in FULL:
+                raise cannot_write(f"the checkpoint {name!r}", self._root, 0, error) from error
             raise CheckpointError(
                 f"cannot start the checkpoint {name!r} in {self._root}: {error}. Nothing was changed. Give a folder "
                 "that can be written to."
@@ -296,110 +250,89 @@ class LocalStore:
 
     def join(self, name: str, token: str) -> LocalDraft | None:
         """Return the draft that main started; None when this process does not see it."""
-        for within in (False, True):
-            draft = LocalDraft(self.path(name), token, self._disk, self._threads, within=within, locks=self._locks)
-            if draft.folder.is_dir():
-                return draft
+        for base in (self._root, self._root / name):
+            draft = DraftFolder(base / token, name)
+            if draft.content.is_dir():
+                return self._draft(name, draft)
         return None
 
-    def recover(self, name: str, own: str = "") -> None:
-        """Finish or undo interrupted saves of dead processes, for this checkpoint and for others numbered like it.
-
-        Entries of a running process are not touched, nor those with the token `own`. Ranks: main only, with the lock.
-        """
-        target, tag = self._root / name, tag_of(name)
-        try:
-            inner, outer = list(hidden_entries(target)), list(hidden_entries(self._root))
-        except PermissionError:  # the checkpoint's folder is inside a folder of another user
-            inner, outer = list(hidden_entries(target)), []
-        for path, entry in inner:
-            if entry.token != own and not self._owned(target, entry):
-                current = draft_of(read_manifest(target / MANIFEST_NAME))
-                if entry.what == "draft" and current is not None and current.startswith(path.name + "/"):
-                    FolderReplacement(target, path, target / current, self._disk).clean_up()
-                else:
-                    self._clear(path, entry)
-        for path, entry in outer:
-            ours = entry.tag == tag or same_family(name, entry.tag)
-            if ours and entry.token != own and not self._owned(self._root, entry):
-                self._clear(path, entry)
-
-    def _owned(self, folder: Path, entry: Hidden) -> bool:
-        """Return True if a hidden entry belongs to a process that may still run."""
-        locks = self._locks(folder)
-        if entry.what == "claim":  # exists only briefly, before it becomes a lock
-            unfinished = locks.lock_at(folder / hidden("claim", entry.tag, entry.token), entry.token)
-            return unfinished is not None and time.time() - unfinished.signature[0] < locks.timeouts.stale_s
-        lock = locks.lock_at(folder / hidden("lock", entry.tag, entry.token), entry.token)
-        return lock is not None and not is_dead(locks, entry.tag, lock)
-
-    def _clear(self, path: Path, entry: Hidden) -> None:
-        try:
-            if entry.what in ("lock", "claim"):
-                self._disk.remove_file(path)
-            else:
-                self._disk.remove_tree(path)
-        except OSError as error:  # of another user, and harmless
-            log.warning("%s, which a crash left, could not be removed: %s", path, error)
-
     def names(self) -> list[str]:
-        """Return the names of the folders with a manifest."""
-        found = set()
-        for entry in self._root.iterdir() if self._root.is_dir() else []:
-            if not entry.name.startswith(".hasten-") and (entry / MANIFEST_NAME).is_file():
-                found.add(entry.name)
-        return sorted(found)
+        """Return the names of the folders that are checkpoints, by manifest or by number, complete or not."""
+        names = []
+        try:
+            entries = list(self._root.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._root} cannot be read: {error}. It may hold checkpoints, so the run does not go on without them. Check "
+                "that the disk is mounted and the folder's permissions."
+            ) from error
+        for entry in entries:
+            hidden = entry.name.startswith(".hasten-")
+            if not hidden and (
+                (entry / MANIFEST_NAME).is_file() or (number_of(entry.name) is not None and entry.is_dir())
+            ):
+                names.append(entry.name)
+        return sorted(names)
 
     def folder(self, name: str) -> Path:
         """Return the folder with the checkpoint's files, also after a crash while its content was being replaced."""
-        folder = self._root / name
-        return home(folder) if any(folder.glob(".hasten-draft.*")) else folder
+        return content_folder(self._root / name)
 
     def manifest(self, name: str) -> Manifest:
         """Return the verified manifest."""
-        path = self.folder(name) / MANIFEST_NAME
-        try:
-            return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
-        except FileNotFoundError as error:
-            raise IncompleteCheckpointError(
-                f"{path} does not exist, so {path.parent} is not a complete checkpoint of hasten: it was never "
-                "committed, or another tool wrote it. Give another folder, or convert it with `hasten ckpt convert`."
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. Check the folder's permissions.") from error
-
-    def complete(self, name: str) -> bool:
-        """Return True if the manifest is readable and every file exists with its size."""
-        try:
-            manifest = self.manifest(name)
+        while True:
             folder = self.folder(name)
-            return all(inside(folder, file.name).stat().st_size == file.size for file in manifest.files)
-        except (CheckpointError, OSError):  # loading it by name reports the problem
+            path = folder / MANIFEST_NAME
+            try:
+                return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+            except FileNotFoundError as error:
+                if self.folder(name) != folder:  # it was being replaced
+                    continue
+                raise IncompleteCheckpointError(
+                    f"{path} does not exist, so {path.parent} is not a complete checkpoint of hasten: it was never "
+                    "committed, or another tool wrote it. Give another folder, or convert it with `hasten ckpt convert`."
+                ) from error
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}. Check the folder's permissions.") from error
+
+    def check(self, name: str) -> Manifest:
+        """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
+        while True:
+            manifest, folder = self.manifest(name), self.folder(name)
+            names = absent(folder, manifest.files)
+            if not names:
+                return manifest
+            if self.is_current(name, manifest, folder):
+                raise IncompleteCheckpointError(
+                    f"{folder}: {', '.join(names[:4])} of {len(manifest.files)} files are missing or have another size, so it is not "
+                    "complete. Load an earlier checkpoint, or delete this one."
+                )
+
+    def is_current(self, name: str, manifest: Manifest, folder: Path | None = None) -> bool:
+        """Return True if the checkpoint has not been replaced since its manifest, and its folder if given, were read."""
+        try:
+            return folder in (None, self.folder(name)) and self.manifest(name) == manifest
+        except CheckpointError:
             return False
 
     @contextmanager
-    def fetch(self, name: str, files: Sequence[FileRecord]) -> Iterator[Path]:
+    def fetch(self, name: str, manifest: Manifest) -> Iterator[Path]:
         """The checkpoint's folder: local files are read in place."""
         folder = self.folder(name)
-        for file in files:
+        for file in manifest.files:
             inside(folder, file.name)
         yield folder
 
     def delete(self, name: str) -> None:
-        """Hide the checkpoint by one rename, then remove it.
-
-        Raises: CheckpointBusyError when another process writes it.
-        """
-        path = self.path(name)
-        outer = acquire(self._locks(self._root), name, str(path))
+        """Hide the checkpoint by one rename, then remove it."""
+        trash = self._root / f"{TRASH}{secrets.token_hex(6)}"
+        self._disk.rename(self.path(name), trash)
+        self._disk.sync_folder(self._root)
         try:
-            inner = acquire(self._locks(path), name, str(path))
-            try:
-                trash = self._root / hidden("trash", name, outer.token)
-                self._disk.rename(path, trash)
-                self._disk.sync_folder(self._root)
-                self._disk.remove_tree(trash)
-            finally:
-                inner.release()
-        finally:
-            outer.release()
+            self._disk.remove_tree(trash)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            log.debug("%s is still open somewhere and will be removed by a later save: %s", trash, error)

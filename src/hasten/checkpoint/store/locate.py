@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.remote_store import RemoteStore
+from hasten.checkpoint.store.retention import number_of
 from hasten.comm.agreement import Agreement
-from hasten.errors import ArgumentError, CheckpointError, ConfigError, IncompleteCheckpointError
+from hasten.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
 
 
 def check_path(path: object, what: str) -> None:
@@ -56,7 +61,6 @@ def check_local(path: str | os.PathLike[str], what: str) -> Path:
 
 
 log = logging.getLogger(__name__)
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 def is_url(place: str) -> bool:
@@ -113,29 +117,6 @@ def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
     return store, name
 
 
-def newer_incomplete(store: CheckpointStore, chosen: str) -> list[str]:
-    """Return numbered checkpoints newer than `chosen` that are incomplete (after a crash or a copy), oldest first."""
-    names = set(store.names())
-    root = Path(store.address)
-    if isinstance(store, LocalStore) and root.is_dir():
-        names |= {entry.name for entry in root.iterdir() if entry.is_dir()}
-    least = number_of(chosen) or 0
-    newer = sorted((n, name) for name in names if (n := number_of(name)) is not None and n > least)
-    return [name for _, name in newer if not store.complete(name)]
-
-
-def warn_of_incomplete(store: CheckpointStore, chosen: str) -> None:
-    """Log a warning that names the newer, incomplete checkpoints that are skipped."""
-    if skipped := newer_incomplete(store, chosen):
-        log.warning(
-            "using %s in %s and skipping newer ones: %s (no manifest, or not all files, as after a crash or a copy "
-            "that did not end)",
-            chosen,
-            store.address,
-            ", ".join(skipped),
-        )
-
-
 def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
     """Check that `automatic_checkpoint_naming` allows this target of save_state.
 
@@ -153,34 +134,37 @@ def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
         )
 
 
-def numbered(number: int) -> str:
-    """Return the name of an automatically numbered checkpoint."""
-    return f"checkpoint_{number}"
+def newest(store: CheckpointStore) -> str | None:
+    """Return the name of the newest complete numbered checkpoint, skipping incomplete and damaged ones with a warning.
 
-
-def number_of(name: str) -> int | None:
-    """Return the number in an automatic name; None for other names."""
-    found = _NUMBERED.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def next_number(names: Sequence[str], at_least: int) -> int:
-    """Return a number above all numbers in use, and not below `at_least`."""
-    return max([at_least, *(n + 1 for name in names if (n := number_of(name)) is not None)])
-
-
-def newest(store: CheckpointStore) -> str:
-    """Return the name of the newest complete checkpoint.
-
-    Raises: IncompleteCheckpointError when there is none, naming the incomplete ones.
+    Only a place without any numbered checkpoint gives None.
+    Raises: IncompleteCheckpointError when none of them is complete; CheckpointError for a newer one that cannot be read now, and
+    CheckpointVersionError for one of another version of hasten, because an older one would take the run back.
     """
-    found = sorted(((n, name) for name in store.names() if (n := number_of(name)) is not None), reverse=True)
-    for _, name in found:
-        if store.complete(name):
-            return name
-    seen = f"found only incomplete ones ({', '.join(name for _, name in found)})" if found else "found none"
+    numbers = {name: number_of(name) for name in store.names()}
+    names = sorted(
+        (name for name in numbers if numbers[name] is not None), key=lambda name: numbers[name] or 0, reverse=True
+    )
+    faults: list[CheckpointError] = []
+    for name in names:
+        try:
+            store.check(name)
+        except (IncompleteCheckpointError, CorruptCheckpointError) as error:
+            faults.append(error)
+            continue
+        if faults:
+            log.warning(
+                "using %s in %s and skipping newer ones: %s",
+                name,
+                store.address,
+                " ".join(str(fault) for fault in faults),
+            )
+        return name
+    if not names:
+        return None
     raise IncompleteCheckpointError(
-        f"there is no complete checkpoint in {store.address}: {seen}. Save one first, or give the path of another."
+        f"{store.address} has checkpoints ({', '.join(names[:4])}) and none is complete: {faults[0]} The run does not start anew over "
+        f"them. `hasten ckpt verify` names all faults; delete {store.address} to start anew, or give the path of another checkpoint."
     )
 
 
@@ -189,34 +173,30 @@ def join_place(place: str, *parts: str) -> str:
     return "/".join((place.rstrip("/"), *parts)) if is_url(place) else str(Path(place).joinpath(*parts))
 
 
-def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
-    """Return the newest checkpoint that every rank has. Ranks: every rank.
+def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
+    """Return the newest checkpoint that every rank has; None if no rank has any. Ranks: every rank.
 
-    Raises: IncompleteCheckpointError when there is none; CheckpointError when ranks have none in common.
+    Raises: as `newest`; CheckpointError when ranks have none in common.
     """
-    name = newest(store)
-    seen: list[str] = together.share(name)
-    is_main = together.comm.rank == 0
-    if len(set(seen)) > 1:  # machines with separate disks: take the newest checkpoint that all of them have
-        name = min(seen, key=lambda item: number_of(item) or 0)
-        if not all(together.share(store.complete(name))):
-            raise CheckpointError(
-                f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
-                "everywhere. Give the path of one that every machine has."
-            )
-        if is_main:
-            log.warning(
-                "ranks see different newest checkpoints (%s); %s is loaded, which all have", sorted(set(seen)), name
-            )
-    if is_main:
-        warn_of_incomplete(store, name)
-    return name
+    names: list[str | None] = together.share(newest(store))
+    if len(set(names)) == 1:
+        return names[0]
+    numbers = [-1 if name is None else number_of(name) or 0 for name in names]  # machines with separate disks
+    oldest = names[numbers.index(min(numbers))]
+    if oldest is None or not all(together.share(is_complete(store, oldest))):
+        raise CheckpointError(
+            f"ranks see different newest checkpoints ({sorted(map(str, set(names)))}), and have none in common. Give the path of "
+            "one that every machine has."
+        )
+    if together.comm.rank == 0:
+        log.warning("ranks see different newest checkpoints (%s); %s is loaded, which all have", set(names), oldest)
+    return oldest
 
 
-def newest_step(root: str) -> int | None:
-    """Return the step of the newest complete checkpoint in a folder, as this rank sees it; None when there is none."""
+def is_complete(store: CheckpointStore, name: str) -> bool:
+    """Return True if the manifest is readable and every file has its size."""
     try:
-        store = open_store(root)
-        return store.manifest(newest(store)).step or 0
-    except (CheckpointError, OSError):  # reported when the checkpoint is loaded
-        return None
+        store.check(name)
+    except CheckpointError:  # loading it by name reports the problem
+        return False
+    return True

@@ -13,8 +13,7 @@ from typing import Final
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, decode, inside
 from hasten.checkpoint.reader import verify_files
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import number_of, numbered
-from hasten.checkpoint.store.locks import this_process
+from hasten.checkpoint.store.retention import number_of, numbered
 from hasten.errors import CheckpointError, ConfigError
 
 
@@ -97,12 +96,12 @@ class MemoryFolder:
     @classmethod
     def of_this_process(cls, root: Path) -> MemoryFolder:
         """Return the folder of this process's n-th Accelerator, the n-th on every rank and after every restart."""
-        here = this_process()
+        user = f".user-{os.getpid()}-{_start_time()}"
         for number in range(1 << 10):
             folder = root / str(number)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                (folder / f".user-{here.pid}-{here.started}").touch(mode=0o600, exist_ok=False)
+                (folder / user).touch(mode=0o600, exist_ok=False)
             except FileExistsError:  # taken by an earlier Accelerator
                 continue
             return cls(folder)
@@ -188,3 +187,11 @@ class MemoryFolder:
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
         draft.parent.rmdir()
+
+
+def _start_time() -> str:
+    """Return the start of this process in clock ticks, because process ids repeat; "0" without /proc."""
+    try:
+        return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"

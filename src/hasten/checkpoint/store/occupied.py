@@ -1,12 +1,9 @@
-"""Protection of complete checkpoints and exported models in a folder from being overwritten by the other kind."""
+"""Protection of checkpoints and exported models in a folder from being overwritten by the other kind."""
 
 from __future__ import annotations
 
 import re
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -97,17 +94,24 @@ def unchanged(folder: Path, records: Mapping[str, FileRecord]) -> set[str]:
     return same
 
 
-def check_export(folder: Path, manifest: Manifest) -> None:
-    """Check that a checkpoint to be saved into the folder leaves a model exported there unchanged.
+def check_export(folder: Path, manifest: Manifest, replaced: Collection[str] = ()) -> None:
+    """Check that a checkpoint to be saved into the folder leaves a model exported there unchanged and readable.
 
-    Raises: CheckpointError when the checkpoint's weights would replace or hide the model's.
+    Raises: CheckpointError when the checkpoint's weights would replace or hide the model's, or be hidden by them.
     """
-    new = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
-    there = sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)) if new else []
-    if other := [name for name in there if name not in new or not is_same(folder / name, new[name])]:
+    if "model" not in {component.kind for component in manifest.components.values()}:
+        return
+    weights = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
+    others = []
+    for path in sorted(folder.iterdir()):
+        if not WEIGHTS.fullmatch(path.name) or path.name in replaced:
+            continue
+        if path.name not in weights or not is_same(path, weights[path.name]):
+            others.append(path.name)
+    if others:
         raise CheckpointError(
-            f"{folder} holds an exported model ({', '.join(other[:3])}), whose weights are not those of this checkpoint and would be "
-            "replaced or hidden by them. Nothing was changed. Save the checkpoint into another folder, or delete the model first."
+            f"{folder} holds an exported model ({', '.join(others[:3])}) whose weights are not those of this checkpoint: load_model would read the "
+            "one or the other. Nothing was changed. Save the checkpoint into another folder, or delete the model first."
         )
 
 
@@ -117,37 +121,6 @@ def is_same(path: Path, file: FileRecord) -> bool:
         return False
     spans = ((at, min(at + CHUNK_BYTES, file.size)) for at in range(0, file.size, CHUNK_BYTES))
     return all(file_checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
-
-
-def rewritten(folder: Path) -> bool:
-    """Return True if another tool has replaced files of the checkpoint in a folder, or copied it without its hidden files.
-
-    A damaged file is not a replaced one: it has kept its modification time.
-    """
-    try:
-        saved = (folder / MANIFEST_NAME).stat().st_mtime_ns
-    except OSError:
-        return False
-    known = listed(folder)
-    hidden = [name for name in known if name.startswith(".")]
-    if hidden and not any((folder / name).exists() for name in hidden):
-        return True
-    files = [file for name, file in known.items() if (folder / name).is_file()]
-    newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
-    return any(not is_same(folder / file.name, file) for file in newer)
-
-
-@contextmanager
-def manifest_aside(folder: Path) -> Iterator[None]:
-    """Run the block with the manifest under a hidden name, so that files of the checkpoint may be replaced."""
-    manifest, aside = folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}"
-    if manifest.is_file():
-        manifest.rename(aside)
-    try:
-        yield
-    finally:
-        if aside.is_file():
-            aside.rename(manifest)
 
 
 def holding(folder: Path) -> Holding | None:
@@ -176,11 +149,9 @@ def holding(folder: Path) -> Holding | None:
     return Holding(" and ".join(found), tuple(name for parts in found.values() for name in parts))
 
 
-@contextmanager
-def free_target(target: Path, sources: Sequence[Path], overwrite: bool) -> Iterator[None]:
-    """Run the block with an empty target folder; the previous content is deleted after the block if `overwrite`.
+def names_to_replace(target: Path, sources: Sequence[Path], overwrite: bool) -> tuple[str, ...]:
+    """Return the files of a target folder that a command replaces: none if it is empty.
 
-    A failing block leaves the folder unchanged.
     Raises: ConfigError when the target is also a source; CheckpointError when it is not empty and `overwrite` is False.
     """
     if any(target.resolve() == source.resolve() for source in sources):
@@ -188,34 +159,12 @@ def free_target(target: Path, sources: Sequence[Path], overwrite: bool) -> Itera
             f"{target} is both the source and the target, so it would be overwritten while it is read; nothing was changed. Give "
             "another folder for the result."
         )
-    found = holding(target)
-    if found is None:
-        yield
-        return
+    content = holding(target)
+    if content is None:
+        return ()
     if not overwrite:
         raise CheckpointError(
-            f"{target} already holds {found.what} ({', '.join(found.names[:3])}{', ...' if len(found.names) > 3 else ''}), which would be "
-            "lost. Nothing was changed. Give another folder, or --overwrite to replace it."
+            f"{target} already holds {content.what} ({', '.join(content.names[:3])}{', ...' if len(content.names) > 3 else ''}), which "
+            "would be lost. Nothing was changed. Give another folder, or --overwrite to replace it."
         )
-    with _aside(target, found.names):
-        yield
-
-
-@contextmanager
-def _aside(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Move files into a hidden folder during the block, then delete them; if the block fails, they are restored."""
-    hidden = folder / f".hasten-aside.{secrets.token_hex(6)}"
-    moved: list[str] = []
-    try:
-        for name in names:
-            if (folder / name).exists():
-                (hidden / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).rename(hidden / name)
-                moved.append(name)
-        yield
-    except BaseException:
-        for name in reversed(moved):
-            (hidden / name).replace(folder / name)
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    shutil.rmtree(hidden, ignore_errors=True)
+    return content.names

@@ -1,10 +1,35 @@
-"""Retention policy: a pure function that selects the checkpoints to delete."""
+"""Numbered checkpoints: their names, and the pure choice of those to delete."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered(number: int) -> str:
+    """Return the name of an automatically numbered checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def number_of(name: str) -> int | None:
+    """Return the number in an automatic name; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def next_number(names: Iterable[str], at_least: int) -> int:
+    """Return a number above all numbers in use, and not below `at_least`."""
+    number = at_least
+    for name in names:
+        used_number = number_of(name)
+        if used_number is not None:
+            number = max(number, used_number + 1)
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +69,9 @@ def best(checkpoints: Sequence[CommittedCheckpoint], policy: Retention) -> list[
     if policy.keep_best is None or policy.best_metric is None:
         return []
     sign = 1.0 if policy.best_mode == "min" else -1.0
-    scored = [
-        (sign * value, -item.number, item.name)
-        for item in checkpoints
-        if (value := item.metrics.get(policy.best_metric)) is not None and value == value
-    ]
+    scored = []
+    for item in checkpoints:
+        value = item.metrics.get(policy.best_metric)
+        if value is not None and not math.isnan(value):
+            scored.append((sign * value, -item.number, item.name))
     return [name for _, _, name in sorted(scored)[: policy.keep_best]]

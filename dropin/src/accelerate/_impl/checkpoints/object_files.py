@@ -20,6 +20,7 @@ from hasten.checkpoint.format.torch_folder import fill, is_torch_folder, names_i
 from hasten.checkpoint.ownership import gathered
 from hasten.checkpoint.reader import FoundComponent, open_checkpoint
 from hasten.checkpoint.reshard import run_copies
+from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.state_dicts import (
     LoadReport,
     model_component,
@@ -30,7 +31,6 @@ from hasten.checkpoint.state_dicts import (
 )
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.locate import locate
-from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
@@ -105,8 +105,7 @@ def _save(component: Component, files: ObjectFiles, world: Comm, whole: bool) ->
                 replace_files_only(files.file.parent, {files.file.name: blob}, Disk())
         return
     store, name = locate(files.folder)
-    group = start(store, world, name)
-    finish(prepare(StateTree({files.kind: component}), group, world), group, world, Manifest(notes={"partial": True}))
+    save_tree(store, name, StateTree({files.kind: component}), Manifest(notes={"partial": True}), world)
 
 
 @contextmanager

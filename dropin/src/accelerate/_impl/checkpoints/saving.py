@@ -24,7 +24,7 @@ logger = get_logger("accelerate.accelerator")
 by_hand = Deferred("accelerate._impl.checkpoints.by_hand")
 fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
 modeling = Deferred("accelerate._impl.models.modeling")
-occupied = Deferred("hasten.checkpoint.store.occupied")
+manifests = Deferred("accelerate._impl.checkpoints.manifests")
 writer = Deferred("hasten.checkpoint.writer")
 _HIDDEN = frozenset({"loader", "object", "progress", "random"})  # the original has no such files
 
@@ -97,7 +97,7 @@ class SavingFace(Composed):
         state = modeling.get_state_dict_offloaded_model(model) if away else self.get_state_dict(model)
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
             tell_shared(state if away else self.unwrap_model(model).state_dict())
-        with occupied.manifest_aside(Path(save_directory)) if self._writes else nullcontext():
+        with manifests.manifest_aside(Path(save_directory)) if self._writes else nullcontext():
             self._export_weights(state, save_directory, *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
@@ -121,7 +121,7 @@ class SavingFace(Composed):
                 super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
             except CheckpointError as error:  # torch casts to another dtype, and has its own words for another model
                 other = isinstance(error, OtherModelError) and not self._strategy.caps.sharded_state
-                if input_dir is None or not (other or occupied.rewritten(input_dir)):
+                if input_dir is None or not (other or manifests.rewritten(input_dir)):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
                 return

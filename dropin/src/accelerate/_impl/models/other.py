@@ -27,7 +27,7 @@ from hasten.precision.autocast import AutocastForward
 logger = get_logger("accelerate.utils.other")
 export = Deferred("hasten.checkpoint.export")
 formats = Deferred("hasten.checkpoint.format.formats")
-occupied = Deferred("hasten.checkpoint.store.occupied")
+manifests = Deferred("accelerate._impl.checkpoints.manifests")
 _NUMPY = (np.zeros(0).__reduce__()[0], np.ndarray, codecs.encode, np.dtype, np.dtypes.UInt32DType)
 TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]  # of which states of random generators are made
 # Any in this file: the caller's objects.
@@ -155,7 +155,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     here = PartialState()
     if here.is_local_main_process if save_on_each_node else here.is_main_process:
         if isinstance(f, str | Path):
-            with occupied.manifest_aside(Path(f).parent):
+            with manifests.manifest_aside(Path(f).parent):
                 saved = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
                 export.save_object(saved, f, safe_serialization)
         else:

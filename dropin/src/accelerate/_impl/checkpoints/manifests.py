@@ -1,0 +1,41 @@
+"""Manifests of checkpoints whose files the original package, or a model's own export, replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hasten.checkpoint.format.manifest import MANIFEST_NAME
+from hasten.checkpoint.store.occupied import is_same, listed
+
+
+def rewritten(folder: Path) -> bool:
+    """Return True if another tool has replaced files of the checkpoint in a folder, or copied it without its hidden files.
+
+    A damaged file is not a replaced one: it has kept its modification time.
+    """
+    try:
+        saved = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    except OSError:
+        return False
+    known = listed(folder)
+    hidden = [name for name in known if name.startswith(".")]
+    if hidden and not any((folder / name).exists() for name in hidden):
+        return True
+    files = [file for name, file in known.items() if (folder / name).is_file()]
+    newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
+    return any(not is_same(folder / file.name, file) for file in newer)
+
+
+@contextmanager
+def manifest_aside(folder: Path) -> Iterator[None]:
+    """Run the block with the manifest under a hidden name, so that files of the checkpoint may be replaced."""
+    manifest, aside = folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}"
+    if manifest.is_file():
+        manifest.rename(aside)
+    try:
+        yield
+    finally:
+        if aside.is_file():
+            aside.rename(manifest)

@@ -1,0 +1,231 @@
+"""Drafts of checkpoints: hidden folders that hold a save's files until it is committed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from hasten.checkpoint.base import Blob
+from hasten.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    encode,
+    read_manifest,
+)
+from hasten.checkpoint.store.disk import Disk, write_files
+from hasten.checkpoint.store.locks import LOCK_NAME, FileLock, folder_lock, is_abandoned, try_lock
+from hasten.checkpoint.store.occupied import check_export, holding
+from hasten.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+DRAFT: Final = ".hasten-draft."
+TRASH: Final = ".hasten-trash."
+"""Starts of the names of hidden folders; a token follows."""
+_REPLACED: Final = "replaced"
+_NEXT_MANIFEST: Final = "next-manifest.json"
+
+
+@dataclass(slots=True)
+class DraftFolder:
+    """Hidden folder with a lock file and, inside a folder with the final name, the files that are being written."""
+
+    path: Path
+    name: str
+    lock: FileLock | None = None
+    """The lock that shows that the writer is alive; None on ranks that join the draft."""
+
+    @classmethod
+    def create(cls, base: Path, name: str, disk: Disk) -> DraftFolder:
+        """Create a draft inside `base`. Ranks: main only, with the lock of `base`."""
+        draft = cls(base / f"{DRAFT}{secrets.token_hex(6)}", name)
+        disk.make_folder(draft.path)
+        draft.lock = try_lock(draft.path / LOCK_NAME, disk)
+        disk.make_folder(draft.content)
+        return draft
+
+    @property
+    def content(self) -> Path:
+        """The folder with the files."""
+        return self.path / self.name
+
+    def remove(self, disk: Disk) -> None:
+        """Delete the draft, and release its lock."""
+        try:
+            disk.remove_tree(self.path)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+
+@contextmanager
+def temporary_draft(folder: Path, disk: Disk) -> Iterator[Path]:
+    """Context manager for files that are renamed from a draft into `folder` one by one; what is left is removed."""
+    disk.make_folder(folder)
+    with folder_lock(folder, disk):
+        remove_leftovers(folder, disk)
+        draft = DraftFolder.create(folder, "files", disk)
+    try:
+        yield draft.content
+    finally:
+        draft.remove(disk)
+
+
+def hidden_entries(folder: Path) -> Iterator[Path]:
+    """Yield the hidden entries of a folder; none when the folder does not exist."""
+    try:
+        paths = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for path in paths:
+        if path.name.startswith((DRAFT, TRASH)):
+            yield path
+
+
+def draft_of(manifest: Manifest | None) -> str | None:
+    """Return the path of the draft that a manifest's files are still in; None if they have their final names."""
+    if manifest is None or not manifest.files:
+        return None
+    parts = manifest.files[0].name.split("/")
+    if len(parts) < 3 or not parts[0].startswith(DRAFT):
+        return None
+    return f"{parts[0]}/{parts[1]}"
+
+
+def content_folder(folder: Path) -> Path:
+    """Return the folder that holds a checkpoint's files under their final names: the folder itself, or a draft in it."""
+    draft = draft_of(read_manifest(folder / MANIFEST_NAME))
+    return folder if draft is None else folder / draft
+
+
+def remove_leftovers(folder: Path, disk: Disk) -> None:
+    """Finish or remove what interrupted saves have left in a folder. Ranks: main only, with the folder's lock."""
+    committed_draft = draft_of(read_manifest(folder / MANIFEST_NAME))
+    for path in hidden_entries(folder):
+        try:
+            if path.name.startswith(DRAFT) and not is_abandoned(path / LOCK_NAME):
+                continue
+            if committed_draft is not None and committed_draft.startswith(f"{path.name}/"):
+                give_final_names(folder, disk)
+            else:
+                disk.remove_tree(path)
+        except OSError as error:  # in use, or another user's; the next save tries again
+            log.debug("%s, which an interrupted save left, could not be removed: %s", path, error)
+
+
+def replace_content(
+    folder: Path, content: Path, manifest: Manifest, replaced: Collection[str] | None, disk: Disk
+) -> None:
+    """Make the files in `content`, a folder of a draft inside `folder`, the checkpoint of the folder.
+
+    One rename of a manifest, which lists the files where they are, commits them; then they get their final names.
+    `replaced` are other files of the folder that go; None if an exported model there may be hidden or replaced.
+    Ranks: main only, with the folder's lock.
+    Raises: CheckpointError when the folder holds a model with other weights, or the user's files have one of the names.
+    """
+    previous = read_manifest(folder / MANIFEST_NAME)
+    previous_draft = draft_of(previous)
+    outdated = {*(replaced or ())}
+    for file in previous.files if previous is not None else ():
+        outdated.add(file.name if previous_draft is None else file.name.removeprefix(f"{previous_draft}/"))
+    if previous is None and os.path.lexists(folder / MANIFEST_NAME):  # damaged: the weights beside it were its files
+        damaged = holding(folder)
+        outdated.update(damaged.names if damaged is not None else ())
+    outdated.discard(MANIFEST_NAME)
+    if replaced is not None:
+        check_export(folder, manifest, outdated)
+    _check_names(folder, manifest, outdated)
+    place = content.relative_to(folder).as_posix()
+    files = [msgspec.structs.replace(file, name=f"{place}/{file.name}") for file in manifest.files]
+    notes = {**manifest.notes, _REPLACED: sorted(outdated)}
+    raw = encode(msgspec.structs.replace(manifest, files=tuple(files), notes=notes))
+    write_files(content.parent, {_NEXT_MANIFEST: Blob([raw], len(raw))}, disk, threads=1)
+    disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
+    disk.sync_folder(folder)
+    give_final_names(folder, disk)
+    remove_leftovers(folder, disk)
+
+
+def _check_names(folder: Path, manifest: Manifest, outdated: Collection[str]) -> None:
+    for file in manifest.files:
+        path = folder / file.name
+        parents = [parent for parent in path.parents if parent.is_relative_to(folder) and parent.is_file()]
+        conflicts = [parent for parent in parents if parent.relative_to(folder).as_posix() not in outdated]
+        if path.is_dir():
+            inner = [entry.relative_to(folder).as_posix() for entry in path.rglob("*") if entry.is_file()]
+            conflicts += [path] if set(inner) - set(outdated) else []
+        if conflicts:
+            raise CheckpointError(
+                f"{conflicts[0]} conflicts with {file.name}, which this save writes: one is a file, the other a folder. "
+                "Nothing was changed. Move it, or save into another folder."
+            )
+
+
+def give_final_names(folder: Path, disk: Disk) -> None:
+    """Remove the files that a committed draft replaces, link its files under their final names, and remove the draft.
+
+    The checkpoint is complete before, after and at every point between, also when this fails.
+    """
+    pointer = read_manifest(folder / MANIFEST_NAME)
+    place = draft_of(pointer)
+    if pointer is None or place is None:
+        return
+    content = folder / place
+    try:
+        for name in pointer.notes.get(_REPLACED, ()):
+            if not _is_same(content / name, folder / name):
+                disk.remove_file(folder / name)
+                _remove_empty_parents(folder / name, folder)
+        _link_all(content, folder, [file.name.removeprefix(f"{place}/") for file in pointer.files], disk)
+        disk.remove_file(content.parent / _NEXT_MANIFEST)
+        disk.link(content / MANIFEST_NAME, content.parent / _NEXT_MANIFEST)
+        disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
+        disk.sync_folder(folder)
+        disk.remove_tree(content.parent)
+    except OSError as error:
+        for file in pointer.files:
+            _remove_empty_parents(folder / file.name.removeprefix(f"{place}/"), folder)
+        log.warning(
+            "the files of %s stay in its folder %s, where they were written (load_state finds them there): renaming them "
+            "failed with %s",
+            *(folder, place, error),
+        )
+
+
+def _link_all(content: Path, folder: Path, names: Collection[str], disk: Disk) -> None:
+    changed_folders = {folder}
+    for path in sorted(content.rglob("*")):  # also empty folders, as a rename of the whole would
+        if path.is_dir():
+            final_path = folder / path.relative_to(content)
+            disk.make_folder(final_path)
+            changed_folders.add(final_path)
+    for name in names:
+        if not _is_same(content / name, folder / name):
+            disk.remove_file(folder / name)
+            disk.link(content / name, folder / name)
+    for path in changed_folders:
+        disk.sync_folder(path)
+
+
+def _is_same(source: Path, target: Path) -> bool:
+    try:
+        return os.path.samestat(source.lstat(), target.lstat())
+    except OSError:
+        return False
+
+
+def _remove_empty_parents(path: Path, folder: Path) -> None:
+    for parent in path.parents:
+        if parent == folder or not parent.is_relative_to(folder):
+            return
+        try:
+            parent.rmdir()
+        except OSError:  # not empty, or already removed
+            return
