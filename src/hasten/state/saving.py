@@ -249,14 +249,13 @@ class Saving:
         if not self.keeps_exports:
             save.draft.replaces = None
         number = number_of(save.draft.name)
-        if name is None and number is not None:
-            if number > self.iteration and self._rank == 0:
-                log.warning(
-                    "%s holds checkpoints up to checkpoint_%d that this run neither wrote nor loaded; this save becomes checkpoint_%d, and "
-                    "total_limit leaves the others. To continue an earlier run, call load_state(must_exist=False) before the first "
-                    "save; otherwise give each run its own project_dir",
-                    *(store.address, number - 1, number),
-                )
+        if name is None and number is not None and number > self.iteration and self._rank == 0:
+            log.warning(
+                "%s holds checkpoints up to checkpoint_%d that this run neither wrote nor loaded; this save becomes checkpoint_%d, and "
+                "total_limit leaves the others. To continue an earlier run, call load_state(must_exist=False) before the first "
+                "save; otherwise give each run its own project_dir",
+                *(store.address, number - 1, number),
+            )
         return save
 
     def keep_in_memory(self, every: int) -> None:

@@ -68,9 +68,11 @@ class DeadlyDisk(Disk):
         if mine and self._way == "half" and half is not None:
             half()
             self._die()
-        action()
-        if mine:
-            self._die()
+        try:
+            action()
+        finally:
+            if mine:
+                self._die()
 
     def create(self, path: Path) -> int:
         made: list[int] = []
