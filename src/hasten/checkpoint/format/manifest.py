@@ -121,8 +121,9 @@ def decode(raw: bytes, where: str) -> Manifest:
             )
         version = msgspec.json.decode(body, type=_Version).version
         if version != FORMAT_VERSION:
+            age = "a newer" if version > FORMAT_VERSION else "an older"
             raise CheckpointVersionError(
-                f"{where}: written in checkpoint format {version}; this version of hasten reads format {FORMAT_VERSION}. "
+                f"{where}: written in checkpoint format {version} by {age} version of hasten; this one reads format {FORMAT_VERSION}. "
                 "Load it with the version of hasten that wrote it."
             )
         manifest = msgspec.json.decode(body, type=Manifest)

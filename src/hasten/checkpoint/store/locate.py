@@ -89,7 +89,10 @@ def locate(place: str | Path) -> tuple[CheckpointStore, str]:
         if not name or parent.endswith((":/", ":")):
             raise ConfigError(f"{place} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint.")
         return RemoteStore(parent), name
-    path = Path(text or "/").expanduser().resolve()
+    try:
+        path = Path(text or "/").expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{place} cannot be followed: {error}. Give the path of a folder.") from error
     if not path.name:
         raise ConfigError(f"{place} is the root of the file system; give a folder for the checkpoint.")
     return LocalStore(path.parent), path.name
