@@ -25,7 +25,6 @@ from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode, e
 from hasten.checkpoint.inspect import find, merge, verify
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
 from hasten.checkpoint.save import save_tree
-from hasten.checkpoint.store import disk as disk_module
 from hasten.checkpoint.store.disk import Disk, cannot_write
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.cli.main import main
@@ -42,7 +41,7 @@ from hasten.errors import (
 
 def run(folder: Path | None = None, **settings: Any) -> tuple[Accelerator, nn.Module]:
     accelerator = Accelerator(
-        cpu=True, project_config=ProjectConfiguration(project_dir=folder and str(folder), **settings)
+        cpu=True, project_config=ProjectConfiguration(project_dir=None if folder is None else str(folder), **settings)
     )
     model = accelerator.prepare(nn.Linear(2, 2))
     return accelerator, model
@@ -277,7 +276,7 @@ def test_errors_of_a_disk_name_what_it_lacks(tmp_path: Path, monkeypatch: pytest
         f_bavail, f_frsize, f_blocks = usage.f_bavail, usage.f_frsize, usage.f_blocks
         f_files, f_favail = 1000, 0
 
-    monkeypatch.setattr(disk_module.os, "statvfs", lambda path: NoInodes)
+    monkeypatch.setattr(os, "statvfs", lambda path: NoInodes)
     assert "all its 1000 inodes are in use" in str(cannot_write("x", tmp_path, 0, OSError(errno.ENOSPC, "No space")))
     assert "in your quota" in str(cannot_write("x", tmp_path, 0, OSError(errno.EDQUOT, "Quota exceeded")))
     limit = str(cannot_write("x", tmp_path, 0, OSError(errno.EFBIG, "File too large")))
