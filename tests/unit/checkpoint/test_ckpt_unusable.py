@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -317,29 +315,3 @@ def test_a_model_is_not_read_through_a_link_out_of_its_folder(tmp_path: Path) ->
     (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "model.safetensors")
     with pytest.raises(UnsafeCheckpointError, match="leads out of"):
         read_model(tmp_path / "model")
-
-
-# -- signals ---------------------------------------------------------------------------------------------------------
-WAITING = """
-import os, signal, sys, threading, time, torch
-from hasten import Accelerator
-from hasten.checkpoint.store.disk import Disk
-
-sync = Disk.sync
-Disk.sync = lambda self, fd: (time.sleep(0.3), sync(self, fd))[1]  # a slow disk
-accelerator = Accelerator(cpu=True)
-accelerator.prepare(torch.nn.Linear(2, 2))
-accelerator.save_state(sys.argv[1], blocking=False)
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-{"wait": accelerator.wait_for_saves, "end": accelerator.end_training,
- "save": lambda: accelerator.save_state(sys.argv[1] + "-next")}[sys.argv[2]]()
-time.sleep(5)
-"""
-
-
-@pytest.mark.parametrize("waits", ["wait", "end", "save"])
-def test_a_signal_while_the_main_thread_waits_for_a_save_leaves_it_complete(waits: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", WAITING, str(tmp_path / "out"), waits]
-    done = subprocess.run(command, timeout=60, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGTERM
-    assert verify(*find(str(tmp_path / "out"))) == []
