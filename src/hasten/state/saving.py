@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hasten.checkpoint.async_writer import AsyncWriter
-from hasten.checkpoint.base import CheckpointStore, Format, StateTree
+from hasten.checkpoint.base import Format, StateTree
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
@@ -30,17 +30,16 @@ from hasten.checkpoint.store.locate import (
     check_naming,
     join_place,
     locate,
-    locate_existing,
-    newest_of_all,
     open_store,
 )
 from hasten.checkpoint.store.retention import Retention, number_of
 from hasten.checkpoint.writer import FileLayout
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.config.sections.loop import ProjectConfiguration
-from hasten.errors import CheckpointError, ConfigError, IncompleteCheckpointError, MismatchError
+from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
+from hasten.state.load_source import automatic_root, find_source
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst, Preemption
 from hasten.state.previous_state import PreviousState
@@ -61,53 +60,6 @@ from hasten.version import __version__
 
 log = logging.getLogger(__name__)
 _RUNS: Final = "runs"
-
-
-def automatic_root(project: ProjectConfiguration) -> str:
-    """Return the folder of numbered checkpoints. Raises: ConfigError without a project_dir."""
-    if project.project_dir is None:
-        raise ConfigError(
-            "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
-            'save_state("folder"), or set project_dir (in ProjectConfiguration or the Accelerator).'
-        )
-    return join_place(project.project_dir, "checkpoints")
-
-
-def find_source(
-    project: ProjectConfiguration,
-    memory: MemoryCopies | None,
-    together: Agreement,
-    input_dir: str | Path | None,
-    must_exist: bool,
-) -> tuple[CheckpointStore, str, bool] | None:
-    """Return store and name of the state to load, and whether it is in memory; None if there is none and not `must_exist`.
-
-    Only a place without any checkpoint is "none". Ranks: every rank.
-    Raises: CheckpointError for checkpoints that cannot be used, so that no run starts anew over them.
-    """
-    if input_dir is not None:
-        together.label = f"looking for {input_dir}"
-        return *locate_existing(input_dir), False
-    together.label = "looking for the newest checkpoint"
-    choice = memory.newest(together) if memory is not None else None
-    if project.project_dir is None and (choice is not None or not must_exist):
-        return None if memory is None or choice is None else (*memory.fetch(choice, together), True)
-    store = open_store(automatic_root(project))
-    name = newest_of_all(store, together)
-    if memory is not None and choice is not None:
-        saved_step = None if name is None else store.manifest(name).step
-        if all(step is None or step <= choice.step for step in together.share(saved_step)):
-            return *memory.fetch(choice, together), True
-        if together.comm.rank == 0:
-            log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
-    if name is not None:
-        return store, name, False
-    if must_exist:
-        raise IncompleteCheckpointError(
-            f"there is no checkpoint in {store.address}. Save one first, give the path of another, or call "
-            "load_state(must_exist=False) in a script that also makes the first start."
-        )
-    return None
 
 
 class Saving:

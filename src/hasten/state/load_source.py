@@ -1,0 +1,62 @@
+"""Choice of the checkpoint that a run loads: the newest on disk, or a copy in memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.store.locate import join_place, locate_existing, newest_of_all, open_store
+from hasten.comm.agreement import Agreement
+from hasten.config.sections.loop import ProjectConfiguration
+from hasten.errors import ConfigError, IncompleteCheckpointError
+from hasten.state.memory_copies import MemoryCopies
+
+log = logging.getLogger(__name__)
+
+
+def automatic_root(project: ProjectConfiguration) -> str:
+    """Return the folder of numbered checkpoints. Raises: ConfigError without a project_dir."""
+    if project.project_dir is None:
+        raise ConfigError(
+            "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
+            'save_state("folder"), or set project_dir (in ProjectConfiguration or the Accelerator).'
+        )
+    return join_place(project.project_dir, "checkpoints")
+
+
+def find_source(
+    project: ProjectConfiguration,
+    memory: MemoryCopies | None,
+    together: Agreement,
+    input_dir: str | Path | None,
+    must_exist: bool,
+) -> tuple[CheckpointStore, str, bool] | None:
+    """Return store and name of the state to load, and whether it is in memory; None if there is none and not `must_exist`.
+
+    Only a place without any checkpoint is "none". Ranks: every rank.
+    Raises: CheckpointError for checkpoints that cannot be used, so that no run starts anew over them.
+    """
+    if input_dir is not None:
+        together.label = f"looking for {input_dir}"
+        return *locate_existing(input_dir), False
+    together.label = "looking for the newest checkpoint"
+    choice = memory.newest(together) if memory is not None else None
+    if project.project_dir is None and (choice is not None or not must_exist):
+        return None if memory is None or choice is None else (*memory.fetch(choice, together), True)
+    store = open_store(automatic_root(project))
+    name = newest_of_all(store, together)
+    if memory is not None and choice is not None:
+        saved_step = None if name is None else store.manifest(name).step
+        if all(step is None or step <= choice.step for step in together.share(saved_step)):
+            return *memory.fetch(choice, together), True
+        if together.comm.rank == 0:
+            log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
+    if name is not None:
+        return store, name, False
+    if must_exist:
+        raise IncompleteCheckpointError(
+            f"there is no checkpoint in {store.address}. Save one first, give the path of another, or call "
+            "load_state(must_exist=False) in a script that also makes the first start."
+        )
+    return None
