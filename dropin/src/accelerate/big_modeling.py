@@ -1,5 +1,5 @@
 """Loading and placing big models, on hasten's placement and streaming."""
 
+from accelerate._impl.models.align import AlignDevicesHook
 from accelerate._impl.models.big_modeling import *
-from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.tensors import CASTABLE as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING

@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.bigmodel.align import AlignDevicesHook as AlignDevicesHook
-    from hasten.bigmodel.align import attach_align_device_hook as attach_align_device_hook
-    from hasten.bigmodel.align import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-    from hasten.bigmodel.align import remove_hook_from_submodules as remove_hook_from_submodules
     from hasten.bigmodel.device_map import check_device_map as check_device_map
     from hasten.bigmodel.device_map import compute_module_sizes as compute_module_sizes
     from hasten.bigmodel.device_map import find_tied_parameters as find_tied_parameters
@@ -38,16 +34,13 @@ if TYPE_CHECKING:
     from hasten.bigmodel.tensors import align_module_device as align_module_device
     from hasten.bigmodel.tensors import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from hasten.bigmodel.tensors import has_offloaded_params as has_offloaded_params
+    from hasten.bigmodel.tensors import remove_hook_from_submodules as remove_hook_from_submodules
     from hasten.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
     from hasten.modules.hooks import LayerwiseCastingHook as LayerwiseCastingHook
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
     {
-        "AlignDevicesHook": "hasten.bigmodel.align",
-        "attach_align_device_hook": "hasten.bigmodel.align",
-        "attach_align_device_hook_on_blocks": "hasten.bigmodel.align",
-        "remove_hook_from_submodules": "hasten.bigmodel.align",
         "check_device_map": "hasten.bigmodel.device_map",
         "compute_module_sizes": "hasten.bigmodel.device_map",
         "find_tied_parameters": "hasten.bigmodel.device_map",
@@ -70,6 +63,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "align_module_device": "hasten.bigmodel.tensors",
         "attach_layerwise_casting_hooks": "hasten.bigmodel.tensors",
         "has_offloaded_params": "hasten.bigmodel.tensors",
+        "remove_hook_from_submodules": "hasten.bigmodel.tensors",
         "set_module_tensor_to_device": "hasten.bigmodel.tensors",
         "LayerwiseCastingHook": "hasten.modules.hooks",
     }

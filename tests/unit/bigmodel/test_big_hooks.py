@@ -1,4 +1,4 @@
-"""Hooks by hand: alignment of devices, models taking turns, layerwise casting, single tensors."""
+"""Models taking turns, layerwise casting, single tensors."""
 
 from __future__ import annotations
 
@@ -38,44 +38,8 @@ def build() -> Net:
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("preload", [None, ["Net"]])
-def test_hooks_bring_weights_and_take_them_away(buffers: bool, preload: list[str] | None) -> None:
-    model, reference = build(), build()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()} if preload is None else None
-    bigmodel.attach_align_device_hook(
-        model, "cpu", offload=True, weights_map=weights, offload_buffers=buffers, preload_module_classes=preload
-    )
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.norm.running_mean is not None
-    assert model.norm.running_mean.is_meta == buffers
-    assert bigmodel.has_offloaded_params(model if preload else model.first)
-    for _ in range(2):
-        assert torch.equal(model(X)["y"], reference(X)["y"])
-    assert all(parameter.is_meta for parameter in model.parameters())
-    bigmodel.remove_hook_from_submodules(model)
-    assert torch.equal(model(X)["y"], reference(X)["y"])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-
-
-def test_blocks_get_their_own_devices() -> None:
-    model, reference = build(), build()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    places = {"first": "cpu", "norm": "cpu", "last": "cpu"}
-    bigmodel.attach_align_device_hook_on_blocks(model, places, {"last": True}, weights_map=weights)
-    assert model.last.weight.is_meta
-    assert not model.first.weight.is_meta
-    assert torch.equal(model(X)["y"], reference(X)["y"])
-    hook = hook_of(model)
-    assert isinstance(hook, bigmodel.AlignDevicesHook)
-    assert hook.io_same_device
-    bigmodel.remove_hook_from_submodules(model)
-    assert hook_of(model) is None
-
-
 def test_offloaded_weights_change_inside_the_block_that_aligns_them() -> None:
     for attach in (
-        lambda m: bigmodel.attach_align_device_hook(m, "cpu", offload=True),
         lambda m: bigmodel.cpu_offload(m, "cpu"),
         lambda m: m,
     ):

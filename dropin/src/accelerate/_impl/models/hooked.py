@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hasten.bigmodel.align import (
+from accelerate._impl.models.align import (
     AlignDevicesHook,
-    TiedMap,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
 from hasten.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
 from hasten.bigmodel.dispatch import Place
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, write_missing
+from hasten.bigmodel.tensors import TiedMap
 from hasten.bigmodel.units import tensors_in
 from hasten.modules.hooks import add_hook_to_module
 from hasten.modules.names import tied_groups

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from accelerate._impl.models import align
+from accelerate._impl.models.align import AlignDevicesHook
 from accelerate._impl.models.hooked import Planned
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import align, dispatch
-from hasten.bigmodel.align import AlignDevicesHook
+from hasten.bigmodel import dispatch
 from hasten.bigmodel.placed import StreamedForward, detach
 from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accelerate._impl import ambient
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._impl.environment.packages import is_peft_available
+from accelerate._impl.models.align import offloading_hook
 from accelerate._impl.models.planning import check_tied_parameters_on_same_device, ties_of
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
@@ -273,8 +274,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 def align_module_device(module: nn.Module, execution_device: Any = None) -> AbstractContextManager[None]:
     """Return a block in which a module's parameters are on a device: the given one, or that of its hook."""
-    device = cast("Any", module)._hf_hook.execution_device if has_offloaded_params(module) else None
-    return tensors.align_module_device(module, device if execution_device is None else execution_device)
+    if execution_device is None and has_offloaded_params(module):
+        execution_device = cast("Any", module)._hf_hook.execution_device
+    if (hook := offloading_hook(module)) is not None:
+        return hook.brought(module, None if execution_device is None else device_of(execution_device))
+    return tensors.align_module_device(module, execution_device)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:

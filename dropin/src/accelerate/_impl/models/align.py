@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -12,58 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.dispatch import Place, device_of
-from hasten.bigmodel.placed import detach, moved
+from hasten.bigmodel.placed import moved
+from hasten.bigmodel.tensors import TiedMap, set_tensor
 from hasten.bigmodel.units import tensors_in
-from hasten.errors import PrepareError
-from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, hook_of, remove_hook_from_module
-from hasten.modules.surgery import named_tensors, own_buffers, parent_of
+from hasten.modules.hooks import Args, Kwargs, ModelHook, SequentialHook, add_hook_to_module, hook_of
+from hasten.modules.surgery import named_tensors, own_buffers
 from hasten.trees import tensors
 
 # Any in this file: a module's arguments and outputs.
-TiedMap = MutableMapping[int, dict[torch.device, Tensor]]
-
-
-def set_tensor(
-    module: nn.Module,
-    name: str,
-    device: torch.device,
-    value: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    non_blocking: bool = False,
-    tied: TiedMap | None = None,
-) -> None:
-    """Replace one tensor of a module; a parameter keeps its class.
-
-    Raises: PrepareError for an unknown name, a value of another shape, or a meta tensor without a value.
-    """
-    owner, last = parent_of(module, name)
-    is_buffer = last in owner._buffers
-    now = owner._buffers[last] if is_buffer else owner._parameters.get(last)
-    if now is None:
-        raise PrepareError(f"{type(owner).__name__} has no parameter or buffer {last!r} to put on {device}.")
-    if now.is_meta and device.type != "meta" and value is None:
-        raise PrepareError(f"{name} is on the meta device and has no values; pass `value` to put it on {device}.")
-    if value is not None and value.shape != now.shape and not (now.numel() == 0):
-        raise PrepareError(
-            f"{name} has shape {tuple(now.shape)}, but the given value has shape {tuple(value.shape)}; pass a "
-            "value of the same shape."
-        )
-    source = now if value is None else value
-    memory = 0 if source.is_meta else source.data_ptr()
-    shared = tied.get(memory, {}).get(device) if tied is not None and memory else None
-    with torch.no_grad():
-        fresh: Any = source.to(device, dtype, non_blocking=non_blocking) if shared is None else shared
-    if is_buffer:
-        owner._buffers[last] = fresh
-        return
-    grads = now.requires_grad and fresh.is_floating_point()
-    if fresh is not now and (shared is None or not isinstance(fresh, nn.Parameter) or fresh.requires_grad != grads):
-        kind: Any = type(now)  # Any: a subclass with another constructor
-        options = {} if kind is nn.Parameter else _options(now)
-        fresh = kind(fresh, requires_grad=grads, **options)
-    if tied is not None and memory in tied:
-        tied[memory][device] = fresh
-    owner._parameters[last] = fresh
 
 
 def _own_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -71,20 +26,11 @@ def _own_dtype(tensor: Tensor) -> torch.dtype | None:
     return tensor.dtype if type(tensor) in (Tensor, nn.Parameter) else None
 
 
-def _options(parameter: Tensor) -> dict[str, Any]:
-    """Return the attributes of a parameter that its class takes as arguments."""
-    known = signature(type(parameter)).parameters
-    return {name: one for name, one in parameter.__dict__.items() if name in known}
-
-
 class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs, and with `offload` also its weights, to a device for its forward.
 
     Offloaded weights are read from `weights_map`, by their names in the module; without one they are stored in host memory.
     """
-
-    original_devices: dict[str, torch.device]
-    """The devices that the tensors had before they were offloaded."""
 
     def __init__(
         self,
@@ -105,6 +51,7 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
+        self.original_devices: dict[str, torch.device] = {}
         self.input_device: torch.device | None = None
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
@@ -215,6 +162,13 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that brings the module's weights to a device for its forward, or None."""
+    hook = hook_of(module)
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
+    return next((one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload), None)
+
+
 class PrefixedDataset(Mapping[str, Tensor]):
     """Entries of a mapping whose names begin with a prefix, accessed without the prefix."""
 
@@ -249,32 +203,17 @@ def attach_align_device_hook(
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     if whole or any(True for _ in tensors_in(module, "", buffers=True, recurse=False)):
-        prefix = f"{module_name}." if module_name else ""
-        weights = None if weights_map is None else PrefixedDataset(weights_map, prefix)
+        weights = None
+        if weights_map is not None:
+            weights = PrefixedDataset(weights_map, f"{module_name}." if module_name else "")
         hook = AlignDevicesHook(
-            execution_device,
-            offload,
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
+            execution_device, offload, False, weights, offload_buffers, whole, skip_keys, tied_params_map
         )
         add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{module_name}.{name}" if module_name else name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    options = (skip_keys, preload_module_classes, tied_params_map)
+    for name, child in () if whole else module.named_children():
+        path = f"{module_name}.{name}" if module_name else name
+        attach_align_device_hook(child, execution_device, offload, weights_map, offload_buffers, path, *options)
 
 
 def attach_execution_device_hook(
@@ -306,15 +245,27 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Attach hooks to the submodules named in the maps, which give their devices and whether their weights are offloaded."""
     options = (skip_keys, preload_module_classes, tied_params_map)
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if offload:
-            attach_align_device_hook(
-                module, execution_device, True, weights_map, offload_buffers, module_name, *options
-            )
-        else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, skip_keys=skip_keys, place_submodules=True)
-            add_hook_to_module(module, hook)
-        return
+    if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
+        _attach_by_map(module, execution_device, offload, weights_map, offload_buffers, module_name, *options)
+    elif offload:
+        attach_align_device_hook(module, execution_device, True, weights_map, offload_buffers, module_name, *options)
+    else:
+        hook = AlignDevicesHook(execution_device, io_same_device=True, skip_keys=skip_keys, place_submodules=True)
+        add_hook_to_module(module, hook)
+
+
+def _attach_by_map(
+    module: nn.Module,
+    execution_device: Place | Mapping[str, Place] | None,
+    offload: bool | Mapping[str, bool],
+    weights_map: Mapping[str, Tensor] | None,
+    offload_buffers: bool,
+    module_name: str,
+    skip_keys: str | Collection[str] | None,
+    preload_module_classes: Collection[str] | None,
+    tied_params_map: TiedMap | None,
+) -> None:
+    options = (skip_keys, preload_module_classes, tied_params_map)
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     for name, part in list(module.named_modules()):
@@ -342,9 +293,3 @@ def attach_align_device_hook_on_blocks(
             devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
         )
         add_hook_to_module(module, hook, append=True)
-
-
-def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove every hook, placement and streaming from a module and its submodules."""
-    detach(module)
-    remove_hook_from_module(module, recurse=True)
