@@ -6,7 +6,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -152,19 +152,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
-
-
-def write_missing(state_dict: Mapping[str, Tensor], save_dir: str | Path, spare: Collection[str] = ()) -> None:
-    """Write the weights that the folder does not hold yet, or holds with other values; meta tensors are left out.
-
-    Those in `spare`, which nobody reads from the folder, are written beside others only.
-    """
-    known = OffloadedWeightsLoader(save_folder=save_dir)
-    filled = {name: one for name, one in state_dict.items() if not one.is_meta}
-    same = [name for name, one in filled.items() if name in known and torch.equal(known[name], one.cpu())]
-    missing = {name: one for name, one in filled.items() if name not in same}
-    if not len(known) or not missing.keys() <= set(spare):
-        offload_state_dict(save_dir, missing)
 
 
 _FILE = "offloaded-weights.safetensors"

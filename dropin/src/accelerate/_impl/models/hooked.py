@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelerate._impl.models.align import (
@@ -18,7 +19,7 @@ from accelerate._impl.models.align import (
 )
 from hasten.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
 from hasten.bigmodel.dispatch import Place
-from hasten.bigmodel.offload_files import OffloadedWeightsLoader, write_missing
+from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
 from hasten.bigmodel.tensors import TiedMap
 from hasten.bigmodel.units import tensors_in
 from hasten.modules.hooks import add_hook_to_module
@@ -48,6 +49,19 @@ def disk_offload(
     write_missing(model.state_dict(), offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def write_missing(state_dict: Mapping[str, Tensor], save_dir: str | Path, spare: Collection[str] = ()) -> None:
+    """Write the weights that the folder does not hold yet, or holds with other values; meta tensors are left out.
+
+    Those in `spare`, which nobody reads from the folder, are written beside others only.
+    """
+    known = OffloadedWeightsLoader(save_folder=save_dir)
+    filled = {name: one for name, one in state_dict.items() if not one.is_meta}
+    same = [name for name, one in filled.items() if name in known and torch.equal(known[name], one.cpu())]
+    missing = {name: one for name, one in filled.items() if name not in same}
+    if not len(known) or not missing.keys() <= set(spare):
+        offload_state_dict(save_dir, missing)
 
 
 def _offload(
