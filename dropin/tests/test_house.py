@@ -19,9 +19,9 @@ from accelerate._impl.surface.homes import HOMES
 SOURCE = Path(__file__).parent.parent / "src"
 FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text())
 LONGEST = 20
-# 8,736; device maps and messages to the letter; 1,300 of the checks in accelerate.test_utils.scripts; loaders and commands; 795 that came
+# 8,736; device maps and messages to the letter; 1,300 of the checks in accelerate.test_utils.scripts; loaders and commands; 850 that came
 # from hasten
-MOST_LINES = 11_926
+MOST_LINES = 11_985
 
 
 def modules() -> dict[str, Path]:
