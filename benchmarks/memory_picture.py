@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
-from hasten.errors import OutOfMemoryError
 
 
 def main(folder: Path) -> None:
@@ -33,7 +32,7 @@ def main(folder: Path) -> None:
         return loss
 
     small = torch.randn(2, 128, 4096, device=accelerator.device)
-    accelerator.run_step(step, small)
+    step(small)
     optimizer.step()
     optimizer.zero_grad()
     picture = Path(accelerator.memory_snapshot())
@@ -44,9 +43,10 @@ def main(folder: Path) -> None:
     print(f"snapshot: {picture}: {parts}")
     tokens = int(total / 4096 / 4 / 10)  # one sample whose activations of ten layers fill the device
     try:
-        accelerator.run_step(step, torch.randn(1, 1, 4096, device=accelerator.device).expand(2, tokens, 4096))
-    except OutOfMemoryError as error:
-        print(error)
+        with accelerator.accumulate(model):
+            step(torch.randn(1, 1, 4096, device=accelerator.device).expand(2, tokens, 4096))
+    except torch.OutOfMemoryError as error:
+        print(error, *error.__notes__, sep="\n")
     else:
         raise SystemExit("the sample was meant to be too large")
     pictures = sorted(folder.glob("memory-*.svg"))

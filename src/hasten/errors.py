@@ -19,8 +19,7 @@
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
-    │   ├── LossScaleError                fp16 updates were skipped again and again
-    │   └── OutOfMemoryError              one sample does not fit into memory
+    │   └── LossScaleError                fp16 updates were skipped again and again
     ├── DivergenceError                   ranks that must hold the same values do not
     ├── NumbersError                      a loss or gradient is nan, inf or far too large
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
@@ -159,14 +158,6 @@ class StepError(HastenError, RuntimeError):
 
 class LossScaleError(StepError):
     """Error for fp16 updates that were skipped so often in a row that no loss scale can be the cause."""
-
-
-class OutOfMemoryError(StepError):
-    """Error for a step that ran out of memory and could not be made smaller; `report` lists what holds the memory."""
-
-    def __init__(self, message: str = "", report: str = "") -> None:
-        super().__init__(message)
-        self.report = report
 
 
 class DivergenceError(HastenError):

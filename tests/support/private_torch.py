@@ -38,13 +38,11 @@ _TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
 _WATCH: Final = "src/hasten/tools/tune/watch.py"
 _THROUGHPUT: Final = "src/hasten/progress/throughput.py"
 _MFU: Final = "track_throughput() fails"
-_SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _UPDATE: Final = "src/hasten/strategies/offload/update.py"
 _WEIGHTS: Final = "src/hasten/strategies/offload/weights.py"
 _STREAMED: Final = "offload fails"
 _HOSTS: Final = "src/hasten/strategies/engines/xla/strategy.py"
-_DDP_RETRY: Final = "src/hasten/strategies/ddp/strategy.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,6 @@ _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
 _BLOCKWISE: Final = "causal context parallelism by allgather fails"
 _MEAN: Final = "several XLA hosts cannot average gradients"
-_AGAIN: Final = "run_step() fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
@@ -295,23 +292,18 @@ NAMES: Final = (
     Name(
         "torch",
         "_C",
-        ("src/hasten/strategies/tensor/logits.py", "src/hasten/modules/lazy_logits.py", _SKIPPING, _THROUGHPUT),
-        "loss_parallel=True, use_chunked_loss(), track_throughput() and run_step() fail",
+        ("src/hasten/strategies/tensor/logits.py", "src/hasten/modules/lazy_logits.py", _THROUGHPUT),
+        "loss_parallel=True, use_chunked_loss() and track_throughput() fail",
     ),
-    # repeated steps
-    Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
     Name(
         "torch.utils",
         "_python_dispatch",
-        (_SKIPPING, _TRAFFIC, _WATCH, _THROUGHPUT),
-        "run_step(), traffic(), track_throughput() and hasten plan fail",
+        (_TRAFFIC, _WATCH, _THROUGHPUT),
+        "traffic(), track_throughput() and hasten plan fail",
     ),
     Name("torch.utils._python_dispatch", "_get_current_dispatch_mode", (_THROUGHPUT,), _MFU),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
     Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
-    Name("torch", "_foreach_add_", ("src/hasten/optim/gradients.py",), _AGAIN),
-    Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),
-    Name("torch.distributed:Reducer", "_rebuild_buckets", (_DDP_RETRY,), _AGAIN),
 )
 
 

@@ -37,7 +37,6 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
     found = {
-        "run_step": message(lambda: accelerator.run_step(lambda batch: batch, torch.zeros(1))),
         "skip_first_batches": message(lambda: list(accelerator.skip_first_batches(loader, 1))),
         "optimizers": message(lambda: next(iter(loader))),
     }

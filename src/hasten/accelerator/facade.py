@@ -56,7 +56,7 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader, skip_first_batches
-from hasten.errors import HastenWarning, PrepareError, StepError
+from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
@@ -77,7 +77,6 @@ from hasten.version import __version__
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
     from hasten.accelerator.operations import RankMetrics
-    from hasten.accelerator.retrying import Retrying, Split
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
@@ -269,14 +268,6 @@ class Accelerator:
         }
 
     @cached_property
-    def _retrying(self) -> Retrying:
-        """The runner of `run_step`."""
-        retrying = import_module("hasten.accelerator.retrying")  # on first use
-        folder = reports_in(self.config, "memory")
-        made: Retrying = retrying.Retrying(self.ctx, self._strategy, self._clock, self._prepared, folder)
-        return made
-
-    @cached_property
     def _epochs(self) -> EpochLoops:
         made: EpochLoops = import_module("hasten.state.epochs").EpochLoops(self._prepared, self._clock)  # on first use
         return made
@@ -466,7 +457,6 @@ class Accelerator:
         self._strategy = choose(self.config, self.ctx)
         saving.reconfigure(self._strategy)
         self._preparer.reconfigure(self.config, self._strategy)
-        self.__dict__.pop("_retrying", None)
 
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.
@@ -641,7 +631,7 @@ class Accelerator:
         if self._precision.scaler is not None:
             weighed, parts = self._precision.scale(divided(weighed, parts)), 1
         weights = clock.weights
-        if weights.part is not None or weights.share is not None:
+        if weights.idle or weights.share is not None:
             weight = weights.effective(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
@@ -689,24 +679,6 @@ class Accelerator:
         if self._metrics is not None and self._metrics.sampled.loss_due:
             self._metrics.sampled.see("loss", loss)
         return loss
-
-    def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
-        """Call `fn(batch)`, which runs forward and `backward()`; if any rank runs out of memory, all repeat it in micro-batches.
-
-        The gradients are those of the whole batch: the mean loss of a micro-batch is weighted by its number of rows, one with `weight=` by
-        that weight. Micro-batches are rows of the tensors in the batch, or the result of `split(batch, start, stop)`. The results of
-        `fn` are merged: rows are concatenated, float scalars averaged, integers added. Any: a batch.
-        Ranks: every rank. Raises: OutOfMemoryError on every rank when one sample does not fit on one of them.
-        """
-        arguments.check_callable(fn, "run_step(fn)")
-        if split is not None:
-            arguments.check_callable(split, "run_step(split)")
-        if self._replica is not None:
-            raise StepError(
-                "run_step() repeats a batch in micro-batches when memory runs out, and with survive a replica without samples runs a batch that must "
-                "not count; both would weigh the same loss. Call the function itself, with a smaller batch size."
-            )
-        return self._retrying.run(fn, batch, split)
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
         """Decorate a training step (forward, `backward()`, `step()`, `zero_grad()`) to run as one CUDA graph where possible.

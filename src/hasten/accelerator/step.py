@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,6 +84,15 @@ class Accumulation:
                 break
         if error is not None and not inside:
             self._clock.interrupt(self._key)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._add_memory_report(error)
+
+    def _add_memory_report(self, error: torch.OutOfMemoryError) -> None:
+        """Add a note to the error that says what the memory of this rank is used for."""
+        memory = import_module("hasten.trust.memory")  # only for an error
+        device = next(parameter.device for model in self._models for parameter in model.parameters())
+        report = memory.measure("memory of this rank:", self._models, self._clock.holders(), device)
+        error.add_note(report.shown())
 
     def _enter_nested(self) -> bool:
         """Join the micro-step of the enclosing block; return whether it ends its window."""

@@ -13,7 +13,7 @@ from hasten.config.sections.loop import MAX_MICRO_STEPS
 from hasten.errors import ConfigError, StepError
 from hasten.optim.gradients import Unowned
 from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor, StepObserver
-from hasten.optim.loss_weights import LossPart, LossWeights
+from hasten.optim.loss_weights import LossWeights
 from hasten.optim.window import Holder, Key, Number, SeparateGradients, Window, hold
 
 __all__ = ["LoaderCursor", "StepClock"]
@@ -250,8 +250,8 @@ class StepClock:
         if self.unowned is not None:
             self.unowned.begin(weight is not None or (window.micro > 0 and window.every > 1))
         weights = self.weights
-        if weights.part is not None:
-            loss, weight = weights.part.weigh(window, loss, weight)
+        if weights.idle:
+            loss, weight = (loss * 0, None) if weight is None else (loss, weight * 0)
         if weight is None:
             if weights.share is not None:
                 loss = loss * weights.share
@@ -259,12 +259,6 @@ class StepClock:
         share = weights.weigh(window, loss, weight, self.boundary, list(self.holders()), self.unowned)
         self.pending = self.boundary
         return share, 1
-
-    def begin_part(self, share: float, first: bool) -> None:
-        """Weigh the following losses as those of a part of the batch, which holds `share` of its rows."""
-        if not first:
-            self._current.turn = 0  # the losses of all parts are the same loss
-        self.weights.part = LossPart(share)
 
     def holding(self) -> Callable[[], None]:
         """Return a function that restores the windows to their current state."""

@@ -45,56 +45,6 @@ def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> 
         torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, Tensor) else factor)
 
 
-class SetAside:
-    """Holder of gradients removed from parameters, to separate those of a step; uses memory only inside a window."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._kept = [parameter.grad for parameter in self._parameters]
-        self.discard()
-
-    def discard(self) -> None:
-        """Drop the gradients that the step has added."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def present(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Return 1 for each parameter that has a gradient, set aside or added since; 0 for the others."""
-        there = {
-            id(parameter)
-            for parameter, kept in zip(self._parameters, self._kept, strict=True)
-            if kept is not None or parameter.grad is not None
-        }
-        return [int(id(parameter) in there) for parameter in parameters]
-
-    def put_back(self) -> None:
-        """Restore the previous gradients, discarding the new ones."""
-        for parameter, kept in zip(self._parameters, self._kept, strict=True):
-            parameter.grad = kept
-        self._kept = []
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Set the gradients to the previous ones plus those that the step has added."""
-        old: list[Tensor] = []
-        new: list[Tensor] = []
-        for parameter, kept in zip(self._parameters, self._kept, strict=True):
-            added = parameter.grad
-            if kept is None:
-                continue
-            parameter.grad = kept
-            if added is None:
-                continue
-            if added.is_sparse or kept.is_sparse:
-                parameter.grad = kept + added
-            else:
-                old.append(kept)
-                new.append(added)
-        for kept_alike, added_alike in zip(alike(old), alike(new), strict=True):
-            torch._foreach_add_(kept_alike, added_alike)
-        self._kept = []
-
-
 _DEPTH: Final = 4
 """Distance from the loss up to which a division by a count on the device is looked for."""
 _Gradients = tuple[Tensor | None, ...]

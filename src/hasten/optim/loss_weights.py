@@ -20,33 +20,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class LossPart:
-    """One part of a batch that is run in several passes; a pass with a share of zero does not count."""
-
-    share: float
-    """Number of its rows divided by those of the batch."""
-    weight: Number | None = None
-    """The weight given to its loss."""
-
-    def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
-        """Return the loss and the weight to add to the window.
-
-        Raises: StepError for a second weighted loss.
-        """
-        if weight is None:
-            return loss * self.share, None
-        if window.turn > 0:
-            raise StepError(
-                "run_step() got a second backward(weight=...) in one micro-step. Each weighted loss is divided by its own total "
-                "weight, which is known only when all parts of the batch have run. Add the losses before backward(), or call "
-                "backward() without a weight."
-            )
-        weight = weight * (self.share > 0)
-        self.weight = weight
-        return loss, weight
-
-
-@dataclass(slots=True)
 class LossWeights:
     """Weights of a run's losses, and the factors that the gradients of weighted windows need.
 
@@ -60,14 +33,14 @@ class LossWeights:
     """Rounded first weight of the run: weights are divided by it to keep scaled losses in fp16's range."""
     share: Tensor | None = None
     """Weight of a loss without a weight among the ranks of one sequence; None for equal weights."""
-    part: LossPart | None = None
-    """The part of a batch that the losses belong to, while a step runs in parts."""
+    idle: bool = False
+    """True if losses count for nothing: this rank only takes part in the collectives of a step."""
     joined: bool = False
     """True if backward passes gradients between ranks: those of other ranks flow through this rank's graph."""
 
     def effective(self, weight: Number | None) -> Number | None:
         """Return the effective weight of a loss given this weight; None for equal weights."""
-        if self.part is not None and self.part.share == 0:
+        if self.idle:
             return 0.0
         return self.share if weight is None else weight
 

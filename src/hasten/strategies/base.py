@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -17,54 +17,6 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.trees import Tree
-
-
-class Retry(Protocol):
-    """Hooks of one model for a step that may be retried: a forward-backward pass that fails is recovered from, then undone."""
-
-    meets: bool
-    """True if forward and backward run collectives, so that a rank that stops midway leaves the others waiting."""
-
-    def begin(self) -> None:
-        """Run the collectives that start the next pass, and save the state that `put_back` restores. Ranks: every rank."""
-        ...
-
-    def quiet(self, last: bool) -> AbstractContextManager[object]:
-        """Return a context manager for one pass; gradients stay unsynchronised as far as `reduce` can synchronise them later."""
-        ...
-
-    def recover(self) -> None:
-        """Make the model usable again after an error in the middle of a pass. Local."""
-        ...
-
-    def put_back(self) -> None:
-        """Undo the changes that passes made to the wrapper, besides parameters, buffers and their .grad. Local."""
-        ...
-
-    def reduce(self, used: Sequence[bool]) -> None:
-        """Synchronise gradients at a window's end; `used` marks parameters with a gradient on any rank. Ranks: every rank."""
-        ...
-
-
-class PlainRetry:
-    """Retry of a model that is not spread over processes."""
-
-    meets = False
-
-    def begin(self) -> None:
-        return None
-
-    def quiet(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def recover(self) -> None:
-        return None
-
-    def put_back(self) -> None:
-        return None
-
-    def reduce(self, used: Sequence[bool]) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +120,6 @@ class DistributionTransform(Transform, KeepsLoopState, Protocol):
         """Return a context manager in which backward leaves gradients unsynchronised, as far as memory allows."""
         ...
 
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        """Return the hooks to retry a step with this model, or None if its steps cannot be retried. Local."""
-        ...
-
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full, unsharded state dict. Ranks: every rank."""
         ...
@@ -204,13 +152,6 @@ class Strategy(KeepsLoopState, Protocol):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which backward does not synchronise gradients."""
-        ...
-
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        """Return the hooks to retry a step with this model; None if it cannot be retried. Local.
-
-        `boundary` says whether the step ends an accumulation window.
-        """
         ...
 
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:

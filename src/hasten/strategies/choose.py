@@ -117,7 +117,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     if config.offload in ("parameters", "all"):
         weights = import_module("hasten.strategies.offload.weights")  # only runs with offload need it
         streamed = [weights.PlaceRest(), Convert(config.master_weights), *_common(config), weights.StreamedWeights()]
-        return NativeStrategy("single", Alone(retries=False), streamed, Caps(synchronises=False))
+        return NativeStrategy("single", Alone(), streamed, Caps(synchronises=False))
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
     if compiles(config) and config.dynamo.backend == "no":

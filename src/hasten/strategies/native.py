@@ -25,9 +25,7 @@ from hasten.strategies.base import (
     Caps,
     DistributionTransform,
     LoopState,
-    PlainRetry,
     PrepareRequest,
-    Retry,
     Stage,
     Transform,
     Weigh,
@@ -72,7 +70,7 @@ class NativeStrategy:
         self._on_optimizer = on_optimizer
         self.caps = caps
         # Operations on a wrapped model are those of the transform that wraps it.
-        self.no_sync, self.retry, self.join = distribution.no_sync, distribution.retry, distribution.join
+        self.no_sync, self.join = distribution.no_sync, distribution.join
         self.full_state_dict, self.mark_forward_method = distribution.full_state_dict, distribution.mark_forward_method
         self.unsettled, self.loop_state = distribution.unsettled, distribution.loop_state
         self.restore_loop_state = distribution.restore_loop_state
@@ -173,7 +171,6 @@ class Alone:
     """Distribution transform of a single process, which does not change models."""
 
     stage: ClassVar[Stage] = Stage.DISTRIBUTE
-    retries: bool = True
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         return model
@@ -183,9 +180,6 @@ class Alone:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return PlainRetry() if self.retries else None
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(model.state_dict())

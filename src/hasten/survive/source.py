@@ -17,7 +17,6 @@ from hasten.data.sampler import IndexBatch
 from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
 from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
-from hasten.optim.loss_weights import LossPart
 from hasten.survive.ledger_plan import Ledger, Range, part, positions
 
 
@@ -100,12 +99,11 @@ class LedgerSource(OuterSource):
                 batch, last = ahead.take(ranges)
                 empty = not self._part(ranges)
                 if empty:  # it only keeps this rank's loop in step with the others
-                    clock.weights.part = LossPart(0.0)
+                    clock.weights.idle = True
                 yield batch[0], batch[1], last, batch[3]
-                if empty:
-                    clock.weights.part = None
+                clock.weights.idle = False
         finally:
-            clock.weights.part = None
+            clock.weights.idle = False
             ahead.close()
 
     def _seek(self, at: Position) -> Callable[[Indices], Indices]:

@@ -1,4 +1,4 @@
-"""Memory of a rank by use: parameters, gradients, optimizer state, buffers, activations by module, and the cache."""
+"""Memory of a rank by use: parameters, gradients, optimizer state, buffers, and the cache."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +22,6 @@ from hasten.progress.meter import MemoryGauge
 from hasten.runtime.devices import kind_of
 
 _BAR: Final = 30
-_SHOWN_MODULES: Final = 8
-_HEAD: Final = "outside of modules"
 
 
 @dataclass(slots=True)
@@ -38,43 +34,11 @@ class MemoryReport:
     """Bytes by kind that persist from step to step."""
     process: dict[str, int]
     """Bytes of the whole process: in host memory, and on the device according to torch's allocator."""
-    by_module: dict[str, int] = field(default_factory=dict)
-    """Bytes that the forward of one sample saves for its backward, by module; filled by `activations`."""
-
-    @contextmanager
-    def activations(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager that counts the tensors saved by a forward; after an error the partial counts remain."""
-        counter = _Activations(self.by_module)
-        with ExitStack() as hooks:
-            for model in models:
-                for name, module in model.named_modules():
-                    before = module.register_forward_pre_hook(partial(counter.enter, name or type(module).__name__))
-                    hooks.callback(before.remove)
-                    hooks.callback(module.register_forward_hook(counter.leave, always_call=True).remove)
-            with torch.autograd.graph.saved_tensors_hooks(counter.pack, _same):
-                yield
-
-    def summary(self) -> str:
-        """Return the report in one line."""
-        sizes = dict(self.held)
-        if self.by_module:
-            sizes["activations of one sample"] = sum(self.by_module.values())
-        return (
-            f"{self.cause} ({', '.join(f'{name} {words(size)}' for name, size in {**sizes, **self.process}.items())})"
-        )
 
     def shown(self) -> str:
         """Return the report as lines of text with bars."""
-        largest = sorted(self.by_module.items(), key=lambda item: -item[1])
-        if len(largest) > _SHOWN_MODULES:
-            rest = sum(size for _, size in largest[_SHOWN_MODULES:])
-            largest = [*largest[:_SHOWN_MODULES], (f"{len(self.by_module) - _SHOWN_MODULES} others", rest)]
-        lines = [f"  {self.cause}", *_bars(self.held)]
-        if largest:
-            lines += ["  activations of one sample, by module:", *_bars(dict(largest))]
-        return "\n".join(
-            [*lines, f"  process: {', '.join(f'{name} {words(size)}' for name, size in self.process.items())}"]
-        )
+        process = ", ".join(f"{name} {words(size)}" for name, size in self.process.items())
+        return "\n".join([f"  {self.cause}", *_bars(self.held), f"  process: {process}"])
 
 
 def measure(
@@ -126,36 +90,6 @@ def _bars(sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-class _Activations:
-    """Counter of storages that autograd saves, each once, attributed to the innermost running module."""
-
-    def __init__(self, found: dict[str, int]) -> None:
-        self._found = found
-        self._inside: list[str] = []
-        self._seen: set[int] = set()
-
-    def enter(self, name: str, module: nn.Module, inputs: object) -> None:
-        self._inside.append(name)
-        for parameter in module.parameters(recurse=False):  # FSDP2 gathers them when the module is called
-            self._seen.add(local_tensor(parameter).untyped_storage().data_ptr())
-
-    def leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self._inside:
-            self._inside.pop()
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = local_tensor(tensor).untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            name = self._inside[-1] if self._inside else _HEAD
-            self._found[name] = self._found.get(name, 0) + storage.nbytes()
-        return tensor
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's shards of the tensors, counting each storage once."""
     storages: dict[int, int] = {}
@@ -170,7 +104,6 @@ _WIDTH: Final = 960
 _MARGIN: Final = 24
 _LINE: Final = 22
 _LABEL: Final = 260
-_MODULES: Final = 24
 _COLOURS: Final = MappingProxyType(
     {
         "parameters": "#1769aa",
@@ -184,14 +117,10 @@ _COLOURS: Final = MappingProxyType(
         "free": "#eceff1",
     }
 )
-_MODULE_COLOUR: Final = "#d1495b"
 
 
 def parts_of(report: MemoryReport) -> dict[str, int]:
-    """Return the memory by use, in drawing order; the bytes add up to the device, or to the process on a CPU.
-
-    Activations of one sample are freed by the time of the report: their memory is in the cache or free, and is drawn by module.
-    """
+    """Return the memory by use, in drawing order; the bytes add up to the device, or to the process on a CPU."""
     held = dict(report.held)
     process = report.process
     if "device" not in process:
@@ -207,23 +136,14 @@ def parts_of(report: MemoryReport) -> dict[str, int]:
 
 
 def draw(report: MemoryReport, title: str) -> str:
-    """Return the report as an SVG picture: a bar of all memory, its parts with sizes, and activations by module."""
+    """Return the report as an SVG picture: a bar of all memory, and its parts with sizes."""
     parts = parts_of(report)
-    modules = sorted(report.by_module.items(), key=lambda item: -item[1])
     rows = [(name, size, _COLOURS[name]) for name, size in parts.items()]
     body = [_text(_MARGIN, 34, title, 17), _text(_MARGIN, 56, report.cause, 12)]
     body += _stacked(rows, 74)
     y = 130
     body += _drawn_bars(rows, y)
     y += _LINE * len(rows) + 30
-    if modules:
-        total = sum(report.by_module.values())
-        body.append(_text(_MARGIN, y, f"activations of one sample, by module: {words(total)}", 14))
-        shown = [(name, size, _MODULE_COLOUR) for name, size in modules[:_MODULES]]
-        if rest := modules[_MODULES:]:
-            shown.append((f"{len(rest)} others", sum(size for _, size in rest), _MODULE_COLOUR))
-        body += _drawn_bars(shown, y + 14)
-        y += _LINE * len(shown) + 34
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" font-family="sans-serif">'
     return "\n".join([head, f'<rect width="{_WIDTH}" height="{y}" fill="white"/>', *body, "</svg>\n"])
 
@@ -297,5 +217,4 @@ def _as_json(report: MemoryReport) -> dict[str, object]:
         "cause": report.cause,
         "parts": parts_of(report),
         "process": report.process,
-        "activations_by_module": report.by_module,
     }

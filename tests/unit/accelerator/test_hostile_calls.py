@@ -107,7 +107,6 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "fraction to skip": (lambda g: g.a.skip_first_batches(g.loader, 1.5), "whole number"),
     "text sync_gradients": (lambda g: setattr(g.a, "sync_gradients", "x"), "True or False"),
     "text weight": (lambda g: g.a.backward(g.model(ONE).sum(), weight="x"), "is not a count"),
-    "number as split": (method("run_step", len, torch.ones(2), split=3), "needs a function"),
     "number as placement": (method("prepare", nn.Linear(1, 1), device_placement=3), "True or False"),
     "text as placement": (method("prepare", nn.Linear(1, 1), device_placement="x"), "True or False"),
     "text to join": (method("join_uneven_inputs", ["x"]), "prepared models"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -13,7 +13,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -28,90 +27,8 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS
-from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage, is_trainable
-from hasten.strategies.ddp.buckets import BucketOrders, through
-
-
-class DDPRetry:
-    """Retry of a model under DDP: passes accumulate local gradients, and one reduction follows when all ranks are done.
-
-    DDP cannot recover from an error during a reduction, so nothing is reduced before every rank has finished its passes.
-    """
-
-    meets = False
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        if model.static_graph:
-            raise StepError(
-                "run_step() is not supported with DistributedDataParallelKwargs(static_graph=True): DDP then expects the same passes in "
-                "every step, but a repeated step has different ones. Remove static_graph."
-            )
-        self._ddp: Any = model  # Any: the private attributes of the wrapper
-        self._reduces = True
-
-    def begin(self) -> None:
-        ddp = self._ddp
-        self._reduces = ddp.require_backward_grad_sync
-        if ddp.reducer is not None:
-            ddp.reducer._rebuild_buckets()
-        if ddp.will_sync_module_buffers():
-            with torch.no_grad():
-                ddp._sync_buffers()
-        ddp.require_forward_param_sync = False
-
-    def quiet(self, last: bool) -> AbstractContextManager[object]:
-        block: AbstractContextManager[object] = self._ddp.no_sync()
-        return block
-
-    def recover(self) -> None:
-        return None
-
-    def put_back(self) -> None:
-        return None
-
-    def reduce(self, used: Sequence[bool]) -> None:
-        parameters = [p for p in self._ddp.module.parameters() if p.requires_grad]
-        if not self._reduces or not any(used):
-            return
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise StepError(
-                    "run_step() reduces dense gradients only under DDP, and a parameter has a sparse one; its rows would be lost. "
-                    "Use sparse=False in the embedding, or backward() without run_step()."
-                )
-        loss = through(self._ddp, _Touching(parameters[::-1]))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for parameter, wanted in zip(parameters, used, strict=True):
-            if not wanted:
-                parameter.grad = None
-        self._ddp.require_forward_param_sync = True
-
-
-class _Touch(torch.autograd.Function):
-    """Zero whose backward adds zeros to the gradients of all parameters, so that DDP reduces them."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:  # Any: torch's context
-        ctx.save_for_backward(*parameters)
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(p.new_zeros(()).expand(p.shape) for p in ctx.saved_tensors)
-
-
-class _Touching(nn.Module):
-    """Replacement of the user's module in a forward of DDP that reduces gradients."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._touched = tuple(parameters)  # a tuple, so that the parameters are not registered again
-
-    def forward(self) -> Tensor:
-        result: Tensor = _Touch.apply(*self._touched)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return result
-
+from hasten.strategies.base import LoopState, PrepareRequest, Stage, is_trainable
+from hasten.strategies.ddp.buckets import BucketOrders
 
 log = get_logger(__name__)
 
@@ -256,9 +173,6 @@ class Replicate:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return DDPRetry(model) if isinstance(model, DistributedDataParallel) else PlainRetry()
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(self.undo(model).state_dict())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hasten.errors import CheckpointError, StepError
+from hasten.errors import CheckpointError
 from hasten.modules.names import local_tensor
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PARTIAL, UNSHARDED
@@ -67,29 +66,6 @@ class HeldGradients:
                 gathered = saved.get(UNSHARDED + names[id(held.sharded_param)])
                 held.unsharded_accumulated_grad = None if gathered is None else gathered.to(device, copy=True)
 
-    def holding(self, model: nn.Module) -> Callable[[], None]:
-        """Return a function that restores the gradients held now; it may be called repeatedly."""
-        if not self._shown(model):
-            return lambda: None
-        kept = [
-            (
-                group,
-                _copied(group._partial_reduce_output),
-                [_copied(p.unsharded_accumulated_grad) for p in group.fsdp_params],
-            )
-            for group in _groups(model)
-        ]
-
-        def put_back() -> None:
-            for group, partial, gathered in kept:
-                group._partial_reduce_output = _copied(partial)
-                for held, gradient in zip(group.fsdp_params, gathered, strict=True):
-                    held.unsharded_accumulated_grad = _copied(gradient)
-                    if (whole := getattr(held, "_unsharded_param", None)) is not None:
-                        whole.grad = None
-
-        return put_back
-
     def groups(self, model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
         """Return the parameters of each group, by the name of the first; a group's gradients fit no other group."""
         if not self._shown(model):
@@ -125,10 +101,6 @@ class HeldGradients:
         return not missing
 
 
-def _copied(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
-
-
 def _group_name(group: Any, names: Mapping[int, str]) -> str:  # Any: not public in torch
     return names[id(group.fsdp_params[0].sharded_param)]
 
@@ -145,48 +117,3 @@ def _all_groups(model: nn.Module) -> Iterator[Any]:
             # torch<2.12 has one group per module, later versions a list of groups.
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             yield from (group for group in groups if group is not None)
-
-
-_RESET: Final = "reset_iter_state"
-
-
-class FSDPRetry:
-    """Retry of a model under FSDP2, whose forward and backward gather and reduce as usual."""
-
-    meets = True
-
-    def __init__(
-        self, model: FSDPModule, held: HeldGradients, no_sync: Callable[[], AbstractContextManager[None]], syncs: bool
-    ) -> None:
-        self._model = model
-        self._held = held
-        self._no_sync = no_sync
-        self._syncs = syncs
-        self._put_back: Callable[[], None] = lambda: None
-
-    def begin(self) -> None:
-        self._put_back = self._held.holding(_module(self._model))
-
-    def quiet(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last or not self._syncs else self._no_sync()
-
-    def recover(self) -> None:
-        reset = getattr(self._model, _RESET, None)
-        if reset is None:
-            raise StepError(
-                f"FSDP2 of torch {torch.__version__} cannot recover from an error in the middle of a pass, so run_step() cannot repeat "
-                "the step; install torch 2.13 or newer, or use smaller batches."
-            )
-        reset()
-        self._put_back()
-
-    def put_back(self) -> None:
-        self._put_back()
-
-    def reduce(self, used: Sequence[bool]) -> None:
-        return None
-
-
-def _module(model: FSDPModule) -> nn.Module:
-    assert isinstance(model, nn.Module), "FSDP2 wraps modules"
-    return model

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 from weakref import WeakValueDictionary, ref
 
@@ -34,9 +33,9 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
-from hasten.strategies.base import LoopState, PlainRetry, PrepareRequest, Retry, Stage
+from hasten.strategies.base import LoopState, PrepareRequest, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
-from hasten.strategies.fsdp.gradients import FSDPRetry, HeldGradients
+from hasten.strategies.fsdp.gradients import HeldGradients
 from hasten.strategies.fsdp.resharding import ReshardWithoutGradients, mark_forward_method
 from hasten.strategies.fsdp.shard_groups import (
     CONTAINERS,
@@ -219,11 +218,6 @@ class ShardModel:
         if not self._replicated or not isinstance(model, FSDPModule):
             return nullcontext()
         return _without_all_reduce(model)
-
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        if not isinstance(model, FSDPModule):
-            return PlainRetry()
-        return FSDPRetry(model, self._held, partial(self.no_sync, model), syncs=boundary)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""

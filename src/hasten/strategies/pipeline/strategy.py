@@ -29,7 +29,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
-from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Retry, Stage, Weigh
+from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Stage, Weigh
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.labels import WeightOf, refuse_unweighted, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
@@ -337,9 +337,6 @@ class Pipeline:
         return outputs
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return None
-
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Return the unsharded state of all stages on the CPU of the main process; {} elsewhere. Ranks: every rank."""
         part = self._line(model).part

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.comm.skipping import group_of, tensors_in
 from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged, shown
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
@@ -56,7 +56,7 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _see(self, name: str, space: str, args: tuple[Any, ...]) -> None:
-        group = group_of(args) if space == _CALLED else _named_group(args)
+        group = _group_of(args) if space == _CALLED else _named_group(args)
         if group is None:
             return
         num_bytes = _called(name, args, group.size()) if space == _CALLED else _functional(name, args, group.size())
@@ -134,4 +134,27 @@ def _functional(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
 
 
 def _bytes(values: Tensor | list[Any]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values)))
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(values)))
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """Return the group of a collective, from its arguments in torch's dispatcher."""
+    return next((found for arg in args if (found := _unboxed(arg)) is not None), None)
+
+
+def _unboxed(arg: object) -> dist.ProcessGroup | None:
+    if not isinstance(arg, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(arg)
+    except (RuntimeError, TypeError):  # another kind of object, such as a reduction operator
+        return None
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors of nested lists, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in _tensors_in(value)]
+    return []

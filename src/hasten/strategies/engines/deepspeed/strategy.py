@@ -21,7 +21,7 @@ from hasten.optim.window import divided
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, PrepareRequest, Retry, Weigh
+from hasten.strategies.base import Caps, LoopState, PrepareRequest, Weigh
 from hasten.strategies.engines.deepspeed import engine as deepspeed_engine
 from hasten.strategies.engines.deepspeed.config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.engines.deepspeed.config import building as partitioning
@@ -212,9 +212,6 @@ class DeepSpeedStrategy:
     # -- one step -------------------------------------------------------------------------------------------------
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # the end of a window reaches the engine with its step
-
-    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return None  # the engine's gradients cannot be restored
 
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
         before = [one.optimizer.num_passes for one in self.engines]

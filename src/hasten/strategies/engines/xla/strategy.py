@@ -85,7 +85,6 @@ class AcrossHosts(Alone):
     """
 
     def __init__(self, hosts: Comm, placing: PlaceOnDevices) -> None:
-        super().__init__(retries=False)
         self._hosts = hosts
         self._placing = placing
         self._counter = count()
@@ -308,7 +307,7 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
     several = hosts.size > 1
     return NativeStrategy(
         "xla",
-        AcrossHosts(hosts, placing) if several else Alone(retries=False),
+        AcrossHosts(hosts, placing) if several else Alone(),
         [*([FromFirstHost(hosts)] if several else []), placing, Convert(config.master_weights)],
         Caps(synchronises=several, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
         on_optimizer=lambda optimizer: _follow(optimizer, placing),
